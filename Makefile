@@ -1,0 +1,27 @@
+# `make demo` and `make test` need Python (3.10 or later, with venv) and make; each installs what it needs into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-k 40 --seed 7
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

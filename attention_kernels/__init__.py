@@ -1,0 +1,51 @@
+"""Causal self-attention kernels behind one contract and one registry.
+
+Importing compiles nothing and starts no CUDA context. See `contract` for shapes, `registry` for
+backends and `reference` for the float64 truth that every backend is held to.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_kernels.errors import (
+    ArgumentError,
+    AttentionError,
+    UnavailableBackendError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from attention_kernels.registry import BackendSpec, backends, default_backend, get_backend, register
+
+__all__ = [
+    "ArgumentError",
+    "AttentionError",
+    "BackendSpec",
+    "UnavailableBackendError",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "attention",
+    "backends",
+    "default_backend",
+    "get_backend",
+    "register",
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """softmax(softmax_scale * q k^T + mask) v with the named backend, else the device's default.
+
+    q, k, v: (batch, seqlen, num_heads, head_dim), last stride 1; returns the same shape,
+    contiguous.
+    Raises ArgumentError, UnknownBackendError, UnavailableBackendError or UnsupportedError.
+    """
+    spec = get_backend(backend) if backend is not None else default_backend(q.device.type)
+    return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)

@@ -1,0 +1,1 @@
+"""One small module per family of backends; importing one registers it and does nothing else."""

@@ -1,0 +1,177 @@
+"""Plain PyTorch, and each of PyTorch's scaled_dot_product_attention kernels pinned by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention_kernels.contract import Kernels
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.registry import register
+
+_FLOATS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    scores = q @ k.transpose(2, 3)
+    if is_causal:
+        position = torch.arange(q.shape[2], device=q.device)
+        scores.masked_fill_(position > position[:, None], -torch.inf)
+    weights = torch.softmax(scores * softmax_scale, dim=3)
+    return (weights @ v).transpose(1, 2).contiguous()
+
+
+def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor]:
+    """How many cache positions to look at, and which each row sees: (batch, 1, 1, positions).
+
+    On the CPU the lengths can be read for nothing, so unused positions are not visited. On a GPU
+    reading them would stall the host and break graph capture: the whole cache is visited and
+    masked.
+    """
+    positions = int(seqlens.max()) if seqlens.device.type == "cpu" else k_cache.shape[1]
+    return positions, torch.arange(positions, device=seqlens.device) < seqlens[:, None, None, None]
+
+
+def _naive_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+) -> Tensor:
+    positions, visible = _visible(k_cache, seqlens)
+    k, v = k_cache[:, :positions].transpose(1, 2), v_cache[:, :positions].transpose(1, 2)
+    scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
+    if q.shape[0] > 1 or q.device.type != "cpu":  # one row alone has no padding to hide
+        scores.masked_fill_(~visible, -torch.inf)
+    return (torch.softmax(scores, dim=3) @ v).transpose(1, 2)
+
+
+@register(
+    name="NAIVE_PYTORCH",
+    family="pytorch",
+    summary="Matmul, mask, softmax, matmul: the whole score matrix goes through global memory.",
+    precisions=_FLOATS,
+)
+def load_naive() -> Kernels:
+    """The case study's baseline."""
+    return Kernels(_naive, _naive_decode)
+
+
+def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
+            )
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        try:
+            o = run(q, k, v, softmax_scale, is_causal)
+        except RuntimeError as error:
+            reasons = explain(q, k, v, is_causal)
+            if not reasons:
+                raise
+            raise UnsupportedError(name, reasons) from error
+        return o.transpose(1, 2).contiguous()
+
+    def decode(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+    ) -> Tensor:
+        positions, visible = _visible(k_cache, seqlens)
+        o = run(q, k_cache[:, :positions], v_cache[:, :positions], softmax_scale, mask=visible)
+        return o.transpose(1, 2).contiguous()
+
+    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        """Torch's own reasons, which it gives as warnings."""
+        ask = {
+            SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+            SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+            SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+        }.get(kernel)
+        if ask is None or q.device.type != "cuda":
+            return []
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)
+        with warnings.catch_warnings(record=True) as caught, sdpa_kernel(kernel):
+            warnings.simplefilter("always")
+            if ask(parameters, debug=True):
+                return []
+        return [_first_line(str(warning.message)) for warning in caught] or [
+            "torch refuses it without a reason"
+        ]
+
+    return Kernels(attention, decode, decode_device_types, explain)
+
+
+def _first_line(message: str) -> str:
+    """Torch's sentence without the C++ source location behind it."""
+    return message.splitlines()[0].split("(Triggered internally")[0].strip()
+
+
+@register(
+    name="PYTORCH_SDPA_MATH",
+    family="pytorch",
+    summary="PyTorch's SDPA composed of matmuls and a softmax, pinned.",
+    precisions=_FLOATS,
+)
+def load_math() -> Kernels:
+    """SDPBackend.MATH and no other."""
+    return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH, ("cuda", "cpu"))
+
+
+def _flash_probe(device_type: str) -> str | None:
+    if device_type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without FlashAttention for CUDA"
+    return None
+
+
+@register(
+    name="PYTORCH_SDPA_FLASH_ATTENTION",
+    family="pytorch",
+    summary="FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
+    precisions=_FLOATS,
+    probe=_flash_probe,
+)
+def load_flash() -> Kernels:
+    """SDPBackend.FLASH_ATTENTION and no other.
+
+    On CUDA it takes float16 and bfloat16 only, and has no mask to decode with.
+    """
+    return _sdpa("PYTORCH_SDPA_FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION, ("cpu",))
+
+
+@register(
+    name="PYTORCH_SDPA_EFFICIENT_ATTENTION",
+    family="pytorch",
+    summary="Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
+    # From compute capability 8.0 on, its float32 products are three TF32 products on the tensor
+    # cores.
+    precisions={"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
+    device_types=("cuda",),
+)
+def load_efficient() -> Kernels:
+    """SDPBackend.EFFICIENT_ATTENTION and no other."""
+    return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION, ("cuda",))
+
+
+@register(
+    name="PYTORCH_SDPA_CUDNN_ATTENTION",
+    family="pytorch",
+    summary="cuDNN's fused attention as PyTorch ships it, pinned.",
+    precisions={"float16": "fp16", "bfloat16": "bf16"},
+    device_types=("cuda",),
+    min_compute_capability=(8, 0),
+)
+def load_cudnn() -> Kernels:
+    """SDPBackend.CUDNN_ATTENTION and no other."""
+    return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION, ("cuda",))

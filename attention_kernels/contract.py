@@ -1,0 +1,165 @@
+"""The attention contract: shapes, dtypes, the one argument check and the one contiguity adapter.
+
+    attention(q, k, v, *, softmax_scale=None, is_causal=True) -> o
+    decode(q, k_cache, v_cache, seqlens, *, softmax_scale=None) -> o
+
+attention: q, k, v and o are (batch, seqlen, num_heads, head_dim) with seqlen_q == seqlen_k; q, k
+and v may be strided views whose last stride is 1; o is contiguous. With is_causal, query i sees the
+keys 0..i.
+
+decode: one new token per row against a cache. q and o are (batch, 1, num_heads, head_dim), k_cache
+and v_cache are (batch, max_seqlen, num_heads, head_dim), seqlens is int32 (batch,) on the same
+device and counts the valid keys of each row, the new token's own included. Keys and values past
+seqlens are finite and are not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attention_kernels.errors import ArgumentError
+
+
+class AttentionFunction(Protocol):
+    """A backend's attention kernel: checked arguments in, o in the shape of q out."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
+    ) -> Tensor:
+        """Shapes as in the module's docstring."""
+        ...
+
+
+class DecodeFunction(Protocol):
+    """A backend's decode kernel: checked arguments in, (batch, 1, num_heads, head_dim) out."""
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+    ) -> Tensor:
+        """Shapes as in the module's docstring."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What loading a backend yields.
+
+    decode is None where there is no decode kernel; decode_device_types says where it runs.
+    `explain` is asked for the backend's own reasons against a call that its spec would take
+    (torch's, for SDPA).
+    """
+
+    attention: AttentionFunction
+    decode: DecodeFunction | None = None
+    decode_device_types: tuple[str, ...] = ("cuda", "cpu")
+    explain: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None) -> float:
+    """Check the arguments of attention() and return the scale to use.
+
+    Raises ArgumentError naming everything that is wrong.
+    """
+    if (
+        q.dim() == 4
+        and q.shape == k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and (q.shape[3] == 1 or q.stride(3) == k.stride(3) == v.stride(3) == 1)
+        and q.numel() > 0
+    ):
+        return check_scale(softmax_scale, q.shape[3])
+    raise ArgumentError("; ".join(_complaints({"q": q, "k": k, "v": v})))
+
+
+def check_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float | None
+) -> float:
+    """Check the arguments of decode() and return the scale to use; raises ArgumentError."""
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    if any(tensor.dim() != 4 for tensor in tensors.values()):
+        raise ArgumentError("; ".join(_complaints(tensors, same_shape=False)))
+    batch, one, num_heads, head_dim = q.shape
+    wrong = []
+    if one != 1:
+        wrong.append(f"q has {one} tokens per row; decode takes one")
+    if k_cache.shape != v_cache.shape:
+        wrong.append(
+            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} differ in shape"
+        )
+    if k_cache.shape[0] != batch or k_cache.shape[2:] != (num_heads, head_dim):
+        wrong.append(f"k_cache {tuple(k_cache.shape)} does not fit q {tuple(q.shape)}")
+    if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q.device:
+        wrong.append(
+            f"seqlens must be int32 ({batch},) on {q.device}, not {_dtype_name(seqlens)} "
+            f"{tuple(seqlens.shape)} "
+            f"on {seqlens.device}"
+        )
+    if (
+        not q.dtype == k_cache.dtype == v_cache.dtype
+        or not q.device == k_cache.device == v_cache.device
+    ):
+        wrong += _complaints(tensors, same_shape=False)
+    if head_dim > 1 and not q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1:
+        wrong.append("the last stride of q, k_cache and v_cache must be 1")
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
+    return check_scale(softmax_scale, head_dim)
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """1 / sqrt(head_dim) for None; ArgumentError for a scale that is not a finite number."""
+    if softmax_scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not math.isfinite(softmax_scale):
+        raise ArgumentError(f"softmax_scale must be a finite number, not {softmax_scale}")
+    return float(softmax_scale)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The one contiguity adapter: where a backend says `needs_contiguous`, inputs go through it."""
+    return tensor.contiguous()
+
+
+def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[str]:
+    names = ", ".join(tensors)
+    wrong = [
+        f"{name} must be (batch, seqlen, num_heads, head_dim), not {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if tensor.dim() != 4
+    ]
+    if same_shape and not wrong and len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
+        wrong.append(
+            f"{names} must have one shape, not "
+            f"{', '.join(str(tuple(t.shape)) for t in tensors.values())}"
+        )
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        wrong.append(
+            f"{names} must have one dtype, not {', '.join(map(_dtype_name, tensors.values()))}"
+        )
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        wrong.append(
+            f"{names} must be on one device, not "
+            f"{', '.join(str(t.device) for t in tensors.values())}"
+        )
+    wrong += [
+        f"{name} is empty: {tuple(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if tensor.numel() == 0
+    ]
+    wrong += [
+        f"the last stride of {name} must be 1, not {tensor.stride(3)}"
+        for name, tensor in tensors.items()
+        if tensor.dim() == 4 and tensor.shape[3] > 1 and tensor.stride(3) != 1
+    ]
+    return wrong
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,43 @@
+"""The exceptions that attention_kernels raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AttentionError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UnknownBackendError(AttentionError, LookupError):
+    """No backend of that name is registered."""
+
+    def __init__(self, name: str, nearest: Iterable[str], valid: Iterable[str]) -> None:
+        nearest = list(nearest)
+        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+        super().__init__(
+            f"unknown attention backend {name!r}: {hint}registered: {', '.join(valid)}"
+        )
+        self.nearest = nearest
+
+
+class UnavailableBackendError(AttentionError, RuntimeError):
+    """The backend exists but cannot run on this machine."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"attention backend {name} is not available here: {reason}")
+        self.reason = reason
+
+
+class UnsupportedError(AttentionError, ValueError):
+    """The backend does not take this call; `reasons` holds every reason, not only the first."""
+
+    def __init__(self, name: str, reasons: Iterable[str]) -> None:
+        self.reasons = list(reasons)
+        super().__init__(
+            f"attention backend {name} cannot take this call: {'; '.join(self.reasons)}"
+        )
+
+
+class ArgumentError(AttentionError, ValueError):
+    """The arguments break the attention contract, whatever the backend."""

@@ -1,0 +1,79 @@
+"""The truth that every backend is held to: float64 attention and the error budget.
+
+The budget is FlashAttention's own rule (Dao-AILab/flash-attention, tests): a kernel may be at most
+twice as far from the float64 reference as plain PyTorch in the same dtype, plus a few units in the
+last place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The absolute term, in units in the last place of the largest output: a floor where the naive error
+# is luckily zero.
+ABSOLUTE_TERM_ULPS = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far an output is from the reference, and how far it may be."""
+
+    error: float
+    budget: float
+    naive_error: float
+
+    @property
+    def passed(self) -> bool:
+        """NaN-strict: a NaN error is a failure."""
+        return self.error <= self.budget
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+) -> Tensor:
+    """Plain PyTorch in the dtype of its inputs; (batch, seqlen, num_heads, head_dim) in and out."""
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    scores = (q @ k.transpose(2, 3)) * scale
+    if is_causal:
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(future, -torch.inf)
+    return (torch.softmax(scores, dim=3) @ v).transpose(1, 2).contiguous()
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+) -> Tensor:
+    """naive_attention() in float64, whatever the dtype of the inputs."""
+    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
+
+
+def judge(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+) -> Verdict:
+    """Hold `out` against the float64 reference.
+
+    The budget: max|out - ref| <= 2 max|naive_same_dtype - ref| + 4 ulp(max|ref|).
+    A wrong shape or dtype, a NaN or an infinity gives an infinite error.
+    """
+    reference = reference_attention(q, k, v, softmax_scale, is_causal)
+    naive_error = (
+        (naive_attention(q, k, v, softmax_scale, is_causal).double() - reference).abs().max().item()
+    )
+    budget = (
+        2 * naive_error
+        + ABSOLUTE_TERM_ULPS * torch.finfo(q.dtype).eps * reference.abs().max().item()
+    )
+    if out.shape != reference.shape or out.dtype != q.dtype:
+        return Verdict(math.inf, budget, naive_error)
+    error = (out.double() - reference).abs().max().item()
+    return Verdict(error if math.isfinite(error) else math.inf, budget, naive_error)

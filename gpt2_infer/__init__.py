@@ -1,0 +1,54 @@
+"""GPT-2 inference in which causal self-attention is a part that can be swapped by name.
+
+    from gpt2_infer import GPT2, generate
+    model = GPT2.from_pretrained("demo", attention="NAIVE_PYTORCH")
+    print(generate(model, "Once upon a time", max_new_tokens=64).texts[0])
+
+Importing the package imports neither torch nor transformers; using a name below does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt2_infer.config import GPT2Config
+    from gpt2_infer.errors import ConfigError, GPT2InferError, RequestError, WeightsError
+    from gpt2_infer.generate import Generation, generate
+    from gpt2_infer.model import GPT2
+    from gpt2_infer.sampling import Sampling
+
+__version__ = "0.1.0"
+_HOMES = {
+    "ConfigError": "errors",
+    "GPT2": "model",
+    "GPT2Config": "config",
+    "GPT2InferError": "errors",
+    "Generation": "generate",
+    "RequestError": "errors",
+    "Sampling": "sampling",
+    "WeightsError": "errors",
+    "generate": "generate",
+}
+__all__ = [
+    "GPT2",
+    "ConfigError",
+    "GPT2Config",
+    "GPT2InferError",
+    "Generation",
+    "RequestError",
+    "Sampling",
+    "WeightsError",
+    "generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = (
+        value  # `generate` is a function and the module that holds it: the function wins
+    )
+    return value

@@ -1,0 +1,404 @@
+"""The command line: a thin layer over the Python API, which imports torch only to do work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_kernels import BackendSpec
+    from gpt2_infer.generate import Generation
+    from gpt2_infer.model import GPT2
+
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+DTYPES = ("float32", "float16", "bfloat16")
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every option and subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="gpt2-infer",
+        description="Generate text with GPT-2, its attention computed by the backend you name.",
+        epilog=f"Without --prompt or --prompt-file, the case study's: {DEFAULT_PROMPT!r}.",
+    )
+    parser.set_defaults(run=_generate)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default="openai-community/gpt2",
+        metavar="NAME",
+        help='hub id, local folder, or "demo" for the bundled model (default: %(default)s)',
+    )
+    model.add_argument("--revision", help="branch, tag or commit of a hub id")
+    model.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+        "distilgpt2, demo or a folder's) from --seed, without a download: for timing, as the "
+        "text means nothing",
+    )
+    model.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="attention backend; see `gpt2-infer backends` (default: "
+        "PYTORCH_SDPA_EFFICIENT_ATTENTION on cuda, PYTORCH_SDPA_FLASH_ATTENTION on cpu; in half "
+        "precision on cuda too)",
+    )
+    model.add_argument(
+        "--decode-backend",
+        metavar="NAME",
+        help="attention backend for decoding with --kv-cache "
+        "(default: --backend where it has a decode kernel, else NAIVE_PYTORCH)",
+    )
+    model.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
+    )
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated; an empty one stands for "
+        "GPT-2's <|endoftext|>, the start of a document",
+    )
+    text.add_argument(
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
+        help="UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input",
+    )
+    text.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s"
+    )
+    text.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    text.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    sampling = parser.add_argument_group("sampling (greedy without --temperature)")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="only the K most likely; 0 is off (default)",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only the most likely that hold P of the probability; 1 is off (default)",
+    )
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="prompt i is sampled from SEED + i (default: %(default)s)",
+    )
+    work = parser.add_argument_group("how")
+    work.add_argument(
+        "--kv-cache",
+        action="store_true",
+        help="keep keys and values; without it every token runs the "
+        "whole prefix again (recompute, the case study's workload)",
+    )
+    work.add_argument(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="launch every kernel from Python, at exact lengths",
+    )
+    work.add_argument(
+        "--json", action="store_true", help="one JSON object instead of text and report"
+    )
+    commands = parser.add_subparsers(
+        title="subcommands (without one, text is generated)", metavar=""
+    )
+    backends = commands.add_parser(
+        "backends", help="list the attention backends and whether they run here"
+    )
+    backends.add_argument("--json", action="store_true", help="a JSON list")
+    backends.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    backends.set_defaults(run=_backends)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that cannot show a character must not end the run
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        if arguments.debug:
+            raise
+        print("gpt2-infer: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has gone: there is nobody to tell
+        return 0
+    except Exception as error:
+        if arguments.debug or not _is_expected(error):
+            raise
+        print(f"gpt2-infer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _is_expected(error: Exception) -> bool:
+    from attention_kernels import AttentionError
+    from gpt2_infer.errors import GPT2InferError
+
+    return isinstance(error, (GPT2InferError, AttentionError))
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from gpt2_infer.errors import RequestError
+    from gpt2_infer.sampling import Sampling
+
+    # What can be told without torch is told before it is imported; what needs the configuration,
+    # before any weight.
+    if arguments.max_new_tokens < 1:
+        raise RequestError(f"--max-new-tokens must be 1 or more, not {arguments.max_new_tokens}")
+    prompts = _read_prompts(arguments)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if arguments.decode_backend and not arguments.kv_cache:
+        raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
+
+    import torch
+
+    from attention_kernels import get_backend
+    from gpt2_infer import weights
+    from gpt2_infer.generate import check_request, encode_prompts, generate
+    from gpt2_infer.tokenizer import Tokenizer
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("--device cuda: this machine has no CUDA device that torch can use")
+    for name in (arguments.backend, arguments.decode_backend):
+        if name is not None:
+            get_backend(name)
+    started = time.perf_counter()
+    source = weights.find(
+        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
+    )
+    config = weights.read_config(source, random_weights=arguments.random_weights)
+    rows = encode_prompts(Tokenizer.load(source.folder), prompts)
+    check_request(config, rows, arguments.max_new_tokens, arguments.stop)
+    model = weights.load_model(
+        arguments.model,
+        revision=arguments.revision,
+        device=arguments.device,
+        dtype=getattr(torch, arguments.dtype),
+        attention=arguments.backend,
+        decode_attention=arguments.decode_backend,
+        random_weights=arguments.random_weights,
+        seed=arguments.seed,
+    )
+    load_s = time.perf_counter() - started
+
+    streams = not arguments.json and len(prompts) == 1
+    if streams:
+        print(prompts[0], end="", flush=True)
+    result = generate(
+        model,
+        rows,
+        max_new_tokens=arguments.max_new_tokens,
+        mode="kv-cache" if arguments.kv_cache else "recompute",
+        sampling=sampling,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+        on_text=(lambda _row, piece: print(piece, end="", flush=True)) if streams else None,
+        progress=not streams and sys.stderr.isatty(),
+        cuda_graphs=not arguments.no_cuda_graphs,
+    )
+    report = make_report(
+        model, result, load_s=load_s, name=arguments.model, random_weights=arguments.random_weights
+    )
+    if arguments.json:
+        texts = [
+            {"prompt": prompt, "text": text, "finish_reason": reason, "tokens": tokens}
+            for prompt, text, reason, tokens in zip(
+                prompts, result.texts, result.finish_reasons, result.tokens, strict=True
+            )
+        ]
+        print(json.dumps({"report": report, "results": texts}, ensure_ascii=False, indent=2))
+    else:
+        if streams:
+            print()
+        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
+            if not streams:
+                print(f"--- prompt {i + 1} of {len(prompts)}\n{prompt}{text}\n")
+        sys.stdout.flush()
+        print(format_report(report), file=sys.stderr)
+    return EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
+
+
+def _read_prompts(arguments: argparse.Namespace) -> list[str]:
+    from gpt2_infer.errors import RequestError
+
+    prompts = list(arguments.prompt or [])
+    for name in arguments.prompt_file or []:
+        try:
+            raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+            text = raw.decode("utf-8-sig")
+        except OSError as error:
+            raise RequestError(
+                f"--prompt-file {name} cannot be read: {error.strerror or error}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"--prompt-file {name} is not UTF-8: byte {error.start} is not valid"
+            ) from error
+        lines = [line for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise RequestError(f"--prompt-file {name} holds no prompt")
+        prompts += lines
+    return prompts or [DEFAULT_PROMPT]
+
+
+def make_report(
+    model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
+) -> dict[str, Any]:
+    """What ran and how long it took, in the order in which it is printed."""
+    import torch
+
+    if model.device.type == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name(model.device)})"
+        memory = torch.cuda.max_memory_allocated(model.device)
+    else:
+        import resource
+
+        device = f"cpu ({torch.get_num_threads()} threads)"
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
+    emulated = model.device.type in model.attention.emulated_on
+    report: dict[str, Any] = {
+        "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
+        "attention": result.attention,
+        "decode_attention": result.decode_attention,
+        "device": device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "mode": result.mode,
+        "cuda_graphs": result.cuda_graphs,
+        "prompt_tokens": [len(row) for row in result.prompts],
+        "new_tokens": [len(row) for row in result.tokens],
+        "finish_reasons": result.finish_reasons,
+        "load_s": round(load_s, 4),
+        "emulated": emulated,
+    }
+    if not emulated:
+        report |= {
+            "warm_up_s": round(result.warm_up_s, 4),
+            "prefill_s": round(result.prefill_s, 4),
+            "generation_s": round(result.generation_s, 4),
+            "tokens_per_second": round(result.tokens_per_second, 1),
+        }
+    return report | {"peak_memory_bytes": memory}
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report for people."""
+
+    def counts(values: list[int]) -> str:
+        return (
+            str(values[0]) if len(values) == 1 else f"{sum(values)} ({', '.join(map(str, values))})"
+        )
+
+    decode = report["decode_attention"]
+    how = report["mode"]
+    if report["cuda_graphs"]:
+        how += ", CUDA graphs"
+        if report["mode"] == "recompute":
+            how += " (lengths rounded up to multiples of 16)"
+    lines = [
+        ("model", report["model"]),
+        (
+            "attention",
+            report["attention"] + (" (emulated on the CPU)" if report["emulated"] else ""),
+        ),
+        *([("decode attention", decode)] if decode is not None else []),
+        ("device", report["device"]),
+        ("dtype", report["dtype"]),
+        ("mode", how),
+        ("prompt tokens", counts(report["prompt_tokens"])),
+        (
+            "new tokens",
+            f"{counts(report['new_tokens'])}, ended by "
+            f"{', '.join(dict.fromkeys(report['finish_reasons']))}",
+        ),
+        ("load", f"{report['load_s']:.2f} s"),
+    ]
+    if report["emulated"]:
+        lines.append(
+            (
+                "timing",
+                "none: the kernel's source runs in the CPU emulator, which says nothing about "
+                "its speed",
+            )
+        )
+    else:
+        lines += [
+            ("warm-up", f"{report['warm_up_s']:.3f} s"),
+            ("prefill", f"{report['prefill_s']:.3f} s to the first token"),
+            ("generation", f"{report['generation_s']:.3f} s, prefill included"),
+            ("speed", f"{report['tokens_per_second']:.1f} tokens/s"),
+        ]
+    lines.append(("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"))
+    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines)
+
+
+def _backends(arguments: argparse.Namespace) -> int:
+    from attention_kernels import backends
+
+    rows = [_describe(spec) for spec in backends()]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = max(len(row["name"]) for row in rows)
+    indent = " " * (width + 21)
+    family = None
+    for row in rows:
+        if row["family"] != family:
+            family = row["family"]
+            print(f"\n{family}")
+        here = [device for device, reason in row["unavailable"].items() if reason is None]
+        state = f"on {' and '.join(here)}" if here else "not here"
+        print(f"  {row['name']:<{width}}  {state:<16} {row['summary']}")
+        takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row["precisions"].items())
+        dims = ", ".join(map(str, row["head_dims"])) or "any"
+        print(f"{indent}takes {takes}; head_dim {dims}")
+        if not here:
+            reasons = [row["unavailable"][device] for device in row["devices"]]
+            print(f"{indent}{'; '.join(dict.fromkeys(reasons))}")
+    return 0
+
+
+def _describe(spec: BackendSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "summary": spec.summary,
+        "precisions": dict(spec.precisions),
+        "head_dims": list(spec.head_dims),
+        "devices": list(spec.device_types),
+        "unavailable": {device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
+    }

@@ -1,0 +1,17 @@
+"""The exceptions that gpt2_infer raises on purpose: each message is a sentence for the user."""
+
+
+class GPT2InferError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(GPT2InferError):
+    """A model configuration that cannot be honoured."""
+
+
+class WeightsError(GPT2InferError):
+    """Weights that cannot be found, read or matched to the configuration."""
+
+
+class RequestError(GPT2InferError, ValueError):
+    """A request for text that cannot be met: a prompt, a length or a sampling value that is off."""

@@ -1,0 +1,485 @@
+"""Text generation: recompute or KV cache, one prompt or several, eager or in CUDA graphs.
+
+The loop lives on the device. Tokens, lengths and random numbers are device tensors, so a step
+neither reads from nor waits for the device. Where someone watches (streaming, end of text, stop
+strings) tokens are copied to pinned memory and read one step late, while the next step runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.errors import RequestError
+from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.sampling import Sampling
+from gpt2_infer.tokenizer import TextStream, Tokenizer
+
+Mode = Literal["recompute", "kv-cache"]
+FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
+MODES: tuple[Mode, ...] = ("recompute", "kv-cache")
+
+# Recompute under CUDA graphs runs at lengths rounded up to a multiple of this, one graph for each:
+# under the causal mask, padding on the right cannot change an earlier position.
+GRAPH_LENGTH_STEP = 16
+
+
+@dataclass
+class Generation:
+    """What was generated, how, and how long it took.
+
+    prompts, tokens: ids per row; tokens are the new ones only, without the end-of-text token that
+    ended them.
+    texts: the new text per row, cut before a stop string; empty without a tokenizer.
+    warm_up_s: loading kernels and capturing graphs. prefill_s: from the start to the first new
+    token.
+    generation_s: from the start to the last new token, prefill included.
+    """
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    finish_reasons: list[FinishReason]
+    mode: Mode
+    attention: str
+    decode_attention: str | None
+    cuda_graphs: bool
+    warm_up_s: float
+    prefill_s: float
+    generation_s: float
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were generated, over all rows."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows over generation_s."""
+        return self.new_tokens / self.generation_s if self.generation_s > 0 else 0.0
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT2,
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 512,
+    mode: Mode = "recompute",
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    on_text: Callable[[int, str], None] | None = None,
+    progress: bool = False,
+    cuda_graphs: bool = True,
+) -> Generation:
+    """Continue each prompt by up to max_new_tokens tokens.
+
+    prompts: a text, texts, or lists of token ids; an empty text stands for GPT-2's <|endoftext|>.
+    Rows of different lengths are right-padded and equal to running each alone; row i samples from
+    seed + i.
+    mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
+    "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
+    text becomes certain. cuda_graphs: replay captured graphs where the device and the backends
+    allow it. KeyboardInterrupt ends generation with what there is so far. Raises RequestError,
+    UnavailableBackendError or UnsupportedError before any long work.
+    """
+    sampling = sampling or Sampling()
+    if mode not in MODES:
+        raise RequestError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    rows = encode_prompts(model.tokenizer, [prompts] if isinstance(prompts, str) else prompts)
+    check_request(model.config, rows, max_new_tokens, stop)
+    if (stop or on_text) and model.tokenizer is None:
+        raise RequestError("stop strings and streamed text need a model with a tokenizer")
+    model.check_backends(decode=mode == "kv-cache")
+    backends = [model.attention] + ([model.decode_attention] if mode == "kv-cache" else [])
+    use_graphs = (
+        cuda_graphs and model.device.type == "cuda" and all(b.cuda_graphs for b in backends)
+    )
+
+    loop = (_Recompute if mode == "recompute" else _Cached)(
+        model, rows, max_new_tokens, sampling, use_graphs
+    )
+    eos = () if ignore_eos else model.config.eos_token_id
+    wants_text = bool(stop or on_text)
+    watchers = [
+        _Watcher(
+            eos,
+            stop,
+            model.tokenizer.stream() if wants_text and model.tokenizer else None,
+            on_text,
+            i,
+        )
+        for i in range(len(rows))
+    ]
+    watch = wants_text or bool(eos) or progress
+    started = time.perf_counter()
+    interrupted = False
+    marks = _Marks(model.device)
+    warm_up_s = 0.0
+    try:
+        loop.warm_up()
+        marks.synchronize()
+        warm_up_s = time.perf_counter() - started
+        marks.add()
+        _run(loop, watchers if watch else [], max_new_tokens, marks, progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    marks.add()
+    marks.synchronize()
+
+    done = int((loop.lengths - loop.prompt_lengths).min()) if not interrupted or warm_up_s else 0
+    if not watch:
+        for watcher, ids in zip(watchers, loop.new_tokens(done), strict=True):
+            for token in ids:
+                watcher.see(token)
+    for watcher in watchers:
+        watcher.end("interrupted" if interrupted else "length")
+    texts = (
+        [w.text if wants_text else model.tokenizer.decode(w.tokens) for w in watchers]
+        if model.tokenizer
+        else []
+    )
+    prefill_s, generation_s = marks.elapsed()
+    return Generation(
+        prompts=rows,
+        tokens=[w.tokens for w in watchers],
+        finish_reasons=[w.finish for w in watchers if w.finish is not None],
+        mode=mode,
+        attention=model.attention.name,
+        decode_attention=model.decode_attention.name if mode == "kv-cache" else None,
+        cuda_graphs=use_graphs,
+        warm_up_s=warm_up_s,
+        prefill_s=prefill_s,
+        generation_s=generation_s,
+        texts=texts,
+    )
+
+
+def encode_prompts(
+    tokenizer: Tokenizer | None, prompts: Sequence[str] | Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Token ids of each prompt; an empty text becomes <|endoftext|>, as GPT-2 starts a document.
+
+    Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
+    """
+    if not prompts:
+        raise RequestError("there is no prompt")
+    rows = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError("this model has no tokenizer: give the prompt as token ids")
+            ids = tokenizer.encode(prompt)
+            if not ids and tokenizer.end_of_text is not None:
+                ids = [tokenizer.end_of_text]
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise RequestError(
+                "the prompt is empty and there is no end-of-text token to begin with"
+            )
+        rows.append(ids)
+    return rows
+
+
+def check_request(
+    config: GPT2Config, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+) -> None:
+    """Raise RequestError for what a model of this configuration cannot meet."""
+    if max_new_tokens < 1:
+        raise RequestError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
+    if any(not text for text in stop):
+        raise RequestError("a stop string must not be empty")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > config.n_positions:
+        raise RequestError(
+            f"{longest} prompt tokens and {max_new_tokens} new ones are "
+            f"{longest + max_new_tokens}, and this model has "
+            f"{config.n_positions} positions: shorten the prompt or lower --max-new-tokens"
+        )
+    outside = sorted(
+        {token for row in prompts for token in row if not 0 <= token < config.vocab_size}
+    )
+    if outside:
+        raise RequestError(
+            f"token ids {outside[:5]} are outside the vocabulary of {config.vocab_size}"
+        )
+
+
+def _run(loop: _Loop, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool) -> None:
+    """All steps, or until every watcher has finished; no watchers, no reading."""
+    reader = _Reader(loop, steps) if watchers else None
+    lag = 1 if loop.device.type == "cuda" else 0
+    with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
+        for step in range(steps + lag):
+            if step < steps:
+                loop.step(step)
+                if step == 0:
+                    marks.add()
+                if reader:
+                    reader.push(step)
+            if reader and step >= lag:
+                for watcher, token in zip(watchers, reader.read(step - lag), strict=True):
+                    watcher.see(token)
+                bar.update()
+                if all(watcher.finish for watcher in watchers):
+                    return
+
+
+class _Loop:
+    """Device-side state of a generation; step(i) appends token i to every row."""
+
+    def __init__(
+        self,
+        model: GPT2,
+        prompts: list[list[int]],
+        new_tokens: int,
+        sampling: Sampling,
+        use_graphs: bool,
+    ) -> None:
+        self.model, self.sampling, self.use_graphs = model, sampling, use_graphs
+        self.device = model.device
+        self.longest = max(map(len, prompts))
+        self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
+        self.capacity = min(_round_up(self.last_length + 1), model.config.n_positions)
+        padded = [row + [0] * (self.capacity - len(row)) for row in prompts]
+        self.tokens = torch.tensor(padded, dtype=torch.long, device=self.device)
+        self.prompt_lengths = torch.tensor([len(row) for row in prompts], device=self.device)
+        self.lengths = self.prompt_lengths.clone()
+        self.same_length = len({len(row) for row in prompts}) == 1
+        self.rows = torch.arange(len(prompts), device=self.device)
+        self.newest = torch.zeros_like(self.prompt_lengths)
+        self.uniforms = sampling.uniforms(len(prompts), new_tokens, self.device)
+
+    def warm_up(self) -> None:
+        raise NotImplementedError
+
+    def step(self, index: int) -> None:
+        raise NotImplementedError
+
+    def new_tokens(self, count: int) -> list[list[int]]:
+        """The first `count` new tokens of each row, on the host."""
+        index = self.prompt_lengths[:, None] + torch.arange(count, device=self.device)
+        ids: list[list[int]] = self.tokens.gather(1, index).tolist()
+        return ids
+
+    def accept(self, logits: Tensor) -> None:
+        """Choose a token per row from (batch, vocab_size) logits and append it."""
+        uniform = self.newest  # greedy: not looked at
+        if not self.sampling.is_greedy:
+            uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
+        self.newest.copy_(self.sampling.choose(logits, uniform))
+        self.tokens[self.rows, self.lengths] = self.newest
+        self.lengths += 1
+
+    def reset(self) -> None:
+        self.lengths.copy_(self.prompt_lengths)
+
+    def capture(
+        self, body: Callable[[], None], shared_with: torch.cuda.CUDAGraph | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """A graph of body(), run before so that capture neither loads nor compiles anything."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=shared_with.pool() if shared_with else None):
+            body()
+        return graph
+
+
+class _Recompute(_Loop):
+    """Every token runs the whole prefix again."""
+
+    def warm_up(self) -> None:
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if not self.use_graphs:
+            self.run(self.longest)
+            self.reset()
+            return
+        lengths = sorted(
+            {self.padded(self.longest + i) for i in range(self.last_length - self.longest + 1)}
+        )
+        # The longest first: the shorter ones then fit in the memory that it took.
+        for length in reversed(lengths):
+            body = functools.partial(self.run, length, padded=True)
+            body()
+            first = next(iter(self.graphs.values()), None)
+            self.graphs[length] = self.capture(body, shared_with=first)
+            self.reset()
+
+    def padded(self, length: int) -> int:
+        return min(_round_up(length), self.capacity)
+
+    def run(self, length: int, *, padded: bool = False) -> None:
+        seqlens = None if self.same_length and not padded else self.lengths
+        self.accept(self.model(self.tokens[:, :length], seqlens=seqlens)[:, 0])
+
+    def step(self, index: int) -> None:
+        length = self.longest + index
+        if self.use_graphs:
+            self.graphs[self.padded(length)].replay()
+        else:
+            self.run(length)
+
+
+class _Cached(_Loop):
+    """The prompt runs once and fills a static cache; then every token runs alone."""
+
+    def warm_up(self) -> None:
+        self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.prefill()
+        if self.last_length > self.longest:  # more than one token: there is something to decode
+            self.decode()
+            if self.use_graphs:
+                self.graph = self.capture(self.decode)
+        self.reset()
+
+    def prefill(self) -> None:
+        seqlens = None if self.same_length else self.lengths
+        self.accept(
+            self.model(self.tokens[:, : self.longest], seqlens=seqlens, cache=self.cache)[:, 0]
+        )
+
+    def decode(self) -> None:
+        self.accept(self.model.decode(self.newest, self.cache))
+
+    def step(self, index: int) -> None:
+        if index == 0:
+            self.prefill()
+        elif self.graph is not None:
+            self.graph.replay()
+        else:
+            self.decode()
+
+
+class _Reader:
+    """New tokens on their way to the host: on CUDA through pinned memory, waiting for one step."""
+
+    def __init__(self, loop: _Loop, steps: int) -> None:
+        self._newest = loop.newest
+        self._is_cuda = loop.device.type == "cuda"
+        self._host = torch.empty(steps, len(loop.rows), dtype=torch.long, pin_memory=self._is_cuda)
+        self._events = [_event() for _ in range(steps)] if self._is_cuda else []
+
+    def push(self, step: int) -> None:
+        self._host[step].copy_(self._newest, non_blocking=True)
+        if self._is_cuda:
+            self._events[step].record()
+
+    def read(self, step: int) -> list[int]:
+        if self._is_cuda:
+            self._events[step].synchronize()
+        ids: list[int] = self._host[step].tolist()
+        return ids
+
+
+class _Watcher:
+    """One row as the host sees it: its tokens, its text, and why it ended."""
+
+    def __init__(
+        self,
+        eos: Sequence[int],
+        stop: Sequence[str],
+        stream: TextStream | None,
+        on_text: Callable[[int, str], None] | None,
+        row: int,
+    ) -> None:
+        self._eos, self._stop, self._stream, self._on_text, self._row = (
+            frozenset(eos),
+            stop,
+            stream,
+            on_text,
+            row,
+        )
+        self.tokens: list[int] = []
+        self.text = ""
+        self._sent = 0
+        self.finish: FinishReason | None = None
+
+    def see(self, token: int) -> None:
+        """Take the row's next token; ignored once the row has finished."""
+        if self.finish:
+            return
+        if token in self._eos:
+            self.end("end-of-text")
+            return
+        self.tokens.append(token)
+        if self._stream:
+            self._add(self._stream.feed(token))
+
+    def end(self, reason: FinishReason) -> None:
+        """Finish the row, unless it has."""
+        if self.finish:
+            return
+        if self._stream:
+            self._add(self._stream.finish())
+        self.finish = self.finish or reason
+        self._send(len(self.text))
+
+    def _add(self, piece: str) -> None:
+        searched = max(0, len(self.text) - max(map(len, self._stop), default=0))
+        self.text += piece
+        found = [at for text in self._stop if (at := self.text.find(text, searched)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish = "stop"
+            self._send(len(self.text))
+        else:
+            # What may be the beginning of a stop string is held back.
+            held = (
+                n
+                for text in self._stop
+                for n in range(1, len(text))
+                if self.text.endswith(text[:n])
+            )
+            self._send(len(self.text) - max(held, default=0))
+
+    def _send(self, upto: int) -> None:
+        if self._on_text and upto > self._sent:
+            self._on_text(self._row, self.text[self._sent : upto])
+            self._sent = upto
+
+
+class _Marks:
+    """Points in time: CUDA events, which cost no synchronization, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def add(self) -> None:
+        if self._device.type == "cuda":
+            event = _event(timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def elapsed(self) -> tuple[float, float]:
+        """Seconds from the first mark to the second and to the last; zeros without marks."""
+        if self._device.type == "cuda":
+            seconds = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        else:
+            seconds = [moment - self._times[0] for moment in self._times]
+        return (seconds[1], seconds[-1]) if len(seconds) > 1 else (0.0, 0.0)
+
+
+def _event(*, timing: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // GRAPH_LENGTH_STEP) * GRAPH_LENGTH_STEP

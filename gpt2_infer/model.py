@@ -1,0 +1,327 @@
+"""GPT-2 (Radford et al., 2019), with attention as a part that can be swapped.
+
+The parameters carry the names and the (in, out) layout of the published checkpoints, so weights are
+loaded without being renamed, transposed or copied. Attention is reached only through
+`attention_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    default_backend,
+    get_backend,
+)
+from attention_kernels.registry import default_decode_backend
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpt2_infer.tokenizer import Tokenizer
+
+
+@dataclass
+class KVCache:
+    """Keys and values of every layer, and how many of them each row has.
+
+    kv: (n_layer, 2, batch, num_heads, max_seqlen, head_dim): one row's keys of one head lie
+    together, which is what a decode kernel reads. seqlens: int32 (batch,), on the device.
+    """
+
+    kv: Tensor
+    seqlens: Tensor
+
+    @classmethod
+    def allocate(cls, model: GPT2, batch: int, max_seqlen: int) -> KVCache:
+        """An empty cache on the model's device, in its dtype."""
+        config, like = model.config, model.wte.weight
+        shape = (config.n_layer, 2, batch, config.n_head, max_seqlen, config.head_dim)
+        return cls(like.new_zeros(shape), torch.zeros(batch, dtype=torch.int32, device=like.device))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """k_cache and v_cache of a layer, (batch, max_seqlen, num_heads, head_dim) views."""
+        k_cache, v_cache = self.kv[index].transpose(2, 3).unbind(0)
+        return k_cache, v_cache
+
+
+class Linear(nn.Module):
+    """y = x W + b with W stored (in, out), as in GPT-2's checkpoints."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features)."""
+        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention; the backend is the model's."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.head_dim = config.n_head, config.head_dim
+        self.softmax_scale = config.softmax_scale(layer)
+        self.upcast = config.reorder_and_upcast_attn
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+
+    def qkv(self, x: Tensor) -> Tensor:
+        """The fused projection: (batch, seqlen, 3, num_heads, head_dim)."""
+        return self.c_attn(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, backend: BackendSpec, cache: KVCache | None) -> Tensor:
+        """The heads' outputs before c_proj: (batch, seqlen, n_embd), as x. Fills a given cache."""
+        qkv = self.qkv(x)
+        if cache is not None:
+            cache.kv[self.layer, :, :, :, : x.shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
+        qkv = qkv.float() if self.upcast else qkv
+        q, k, v = qkv.unbind(2)  # views, not copies
+        o = backend.attention(q, k, v, softmax_scale=self.softmax_scale)
+        return o.reshape(x.shape).to(x.dtype)
+
+    def decode(
+        self, x: Tensor, backend: BackendSpec, cache: KVCache, rows: Tensor, position: Tensor
+    ) -> Tensor:
+        """One token per row: x is (batch, 1, n_embd), position (batch,) its place in its row."""
+        qkv = self.qkv(x)
+        cache.kv[self.layer].permute(1, 3, 0, 2, 4)[rows, position] = qkv[:, 0, 1:]
+        q = qkv[:, :, 0]
+        k_cache, v_cache = cache.layer(self.layer)
+        if self.upcast:
+            q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
+        o = backend.decode(q, k_cache, v_cache, cache.seqlens, softmax_scale=self.softmax_scale)
+        return o.reshape(x.shape).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Two projections around the activation."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, config.inner_dim)
+        self.c_proj = Linear(config.inner_dim, config.n_embd)
+        self.activation = _activation(config.activation_function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., n_embd) -> the same shape."""
+        return self.c_proj(self.activation(self.c_fc(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
+        """All that follows the heads: projection, residual, MLP, residual. No positions mix."""
+        x = x + self.attn.c_proj(heads)
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class GPT2(nn.Module):
+    """GPT-2 for inference.
+
+    attention: a backend name, None for the device's documented default. decode_attention: the
+    backend that decodes with a KV cache; None takes `attention` where it has a decode kernel, else
+    the documented default.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        attention: str | None = None,
+        decode_attention: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._attention_name, self._decode_name = attention, decode_attention
+        if attention is not None:
+            get_backend(attention)
+        if decode_attention is not None:
+            get_backend(decode_attention)
+        self.tokenizer: Tokenizer | None = None
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    @classmethod
+    def from_pretrained(cls, model: str = "openai-community/gpt2", **options: Any) -> GPT2:
+        """Load weights and tokenizer; see gpt2_infer.weights.load_model for the options."""
+        from gpt2_infer.weights import load_model
+
+        return load_model(model, **options)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.wte.weight.dtype
+
+    @property
+    def attention(self) -> BackendSpec:
+        """The backend that computes attention over whole sequences."""
+        if self._attention_name is None:
+            return default_backend(self.device.type)
+        return get_backend(self._attention_name)
+
+    @property
+    def decode_attention(self) -> BackendSpec:
+        """The backend that decodes one token against a cache."""
+        if self._decode_name is not None:
+            return get_backend(self._decode_name)
+        return (
+            self.attention
+            if self.attention.has_decode(self.device.type)
+            else default_decode_backend()
+        )
+
+    def blocks(self) -> Iterable[Block]:
+        """The transformer's blocks, first to last."""
+        return cast("Iterable[Block]", self.h)
+
+    def check_backends(self, *, decode: bool = False) -> None:
+        """Raise UnavailableBackendError or UnsupportedError now, not in the middle of the work."""
+        for spec in [self.attention, *([self.decode_attention] if decode else [])]:
+            check_backend(spec, self.config, self.dtype, self.device.type)
+        if decode and not self.decode_attention.has_decode(self.device.type):
+            raise UnsupportedError(
+                self.decode_attention.name, [f"it has no decode kernel on {self.device.type}"]
+            )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        seqlens: Tensor | None = None,
+        logits_to_keep: int | Tensor = 1,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits of a batch of token ids.
+
+        tokens: int64 (batch, seqlen), right-padded with any id where seqlens, int (batch,), says
+        that rows are shorter.
+        logits_to_keep: as in transformers: the last n positions, 0 for all, or a tensor of
+        positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
+        cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
+        """
+        seqlen = tokens.shape[1]
+        if seqlen > self.config.n_positions:
+            raise ValueError(f"{seqlen} tokens do not fit n_positions, {self.config.n_positions}")
+        if seqlens is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 1):
+            raise ValueError(
+                "with seqlens only the last position of each row can be kept: logits_to_keep "
+                "must be 1"
+            )
+        backend = self.attention
+        x = F.embedding(tokens, self.wte.weight) + self.wpe.weight[:seqlen]
+        for block in self.blocks():
+            heads = block.attn(block.ln_1(x), backend, cache)
+            if block is self.h[-1]:
+                # Nothing mixes positions from here on: the rest is computed only where logits are
+                # asked for.
+                x, heads = (_keep(tensor, seqlens, logits_to_keep) for tensor in (x, heads))
+            x = block.finish(x, heads)
+        if cache is not None:
+            cache.seqlens.copy_(
+                seqlens if seqlens is not None else torch.full_like(cache.seqlens, seqlen)
+            )
+        return self._logits(x)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Append one token per row and return the logits after it.
+
+        tokens: int64 (batch,). The rows must have room: cache.seqlens < max_seqlen. Returns (batch,
+        vocab_size).
+        """
+        backend = self.decode_attention
+        rows = torch.arange(tokens.shape[0], device=tokens.device)
+        position = cache.seqlens.long()
+        cache.seqlens += 1
+        x = (
+            F.embedding(tokens, self.wte.weight) + F.embedding(position, self.wpe.weight)
+        ).unsqueeze(1)
+        for block in self.blocks():
+            x = block.finish(x, block.attn.decode(block.ln_1(x), backend, cache, rows, position))
+        return self._logits(x)[:, 0]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = self.ln_f(x)
+        head = self.wte if self.lm_head is None else self.lm_head
+        return F.linear(x, head.weight)
+
+
+def check_backend(
+    spec: BackendSpec, config: GPT2Config, dtype: torch.dtype, device_type: str
+) -> None:
+    """Raise UnavailableBackendError or UnsupportedError where `spec` cannot serve this model."""
+    reason = spec.unavailable_reason(device_type)
+    if reason:
+        raise UnavailableBackendError(spec.name, reason)
+    reasons = spec.static_reasons(
+        torch.float32 if config.reorder_and_upcast_attn else dtype, config.head_dim, device_type
+    )
+    if not reasons and spec.load().explain is not None:
+        probe_dtype = torch.float32 if config.reorder_and_upcast_attn else dtype
+        q = torch.empty(
+            1, 16, config.n_head, config.head_dim, dtype=probe_dtype, device=device_type
+        )
+        reasons = spec.unsupported_reasons(q, q, q)
+    if reasons:
+        raise UnsupportedError(spec.name, reasons)
+
+
+def _keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
+    """The positions of (batch, seqlen, n_embd) whose logits are asked for."""
+    if seqlens is not None:
+        index = (seqlens.long() - 1)[:, None, None].expand(-1, 1, x.shape[2])
+        return x.gather(1, index)
+    return x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name in (
+        "gelu_new",
+        "gelu_pytorch_tanh",
+    ):  # one fused kernel for the formula that transformers spells out
+        return lambda x: F.gelu(x, approximate="tanh")
+    if name == "relu":
+        return F.relu
+    from transformers.activations import ACT2FN
+
+    try:
+        return ACT2FN[name]  # type: ignore[no-any-return]
+    except KeyError:
+        raise ConfigError(
+            f"activation_function {name!r} is not known: {', '.join(sorted(ACT2FN))}"
+        ) from None

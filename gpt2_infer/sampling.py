@@ -1,0 +1,96 @@
+"""Choosing the next token on the device: greedy, or temperature, top-k and top-p.
+
+Randomness is one uniform number per token, drawn beforehand from a seed: a captured CUDA graph can
+replay the sampler, the CPU and the GPU draw alike, and what a prompt gets does not depend on which
+others share its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2_infer.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
+
+    Raises RequestError for values that mean nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature must be a number of 0 or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise RequestError(f"top-k must be 0 (off) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"the seed must be between 0 and 2^63 - 1, not {self.seed}")
+        if self.is_greedy and (self.top_k > 0 or self.top_p < 1):
+            raise RequestError(
+                "top-k and top-p need a temperature above 0: at 0 the most likely token is taken"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+    def uniforms(self, rows: int, steps: int, device: torch.device) -> Tensor:
+        """float32 (rows, steps) in [0, 1); row i is drawn from seed + i, whatever the others."""
+        draws = [
+            torch.rand(steps, generator=torch.Generator().manual_seed((self.seed + row) % 2**63))
+            for row in range(rows)
+        ]
+        return torch.stack(draws).to(device)
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        """Scaled float32 logits, (..., vocab_size), with -inf for tokens not to be chosen.
+
+        The order of steps, and what happens at ties, is that of transformers'
+        TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper.
+        """
+        scores = logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            kth = torch.topk(scores, self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = torch.sort(scores, descending=False)
+            # The tail that holds 1 - top_p of the probability goes; the most likely token always
+            # stays.
+            drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            drop[..., -1] = False
+            scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+        return scores
+
+    def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """The next token per row: logits (batch, vocab_size), uniform (batch,) -> int64 "
+        "(batch,).
+        """
+        if self.is_greedy:
+            return logits.argmax(-1)
+        # In float64 no token of the vocabulary is lost to the rounding of a running sum.
+        cumulative = torch.softmax(self.log_weights(logits).double(), -1).cumsum(-1)
+        threshold = uniform.double()[:, None] * cumulative[:, -1:]
+        # right=True: the first token whose running sum exceeds the threshold, never one of
+        # probability zero.
+        return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(
+            max=logits.shape[-1] - 1
+        )
+
+
+def end_of_text_position(tokens: Sequence[int], eos_token_id: Sequence[int]) -> int | None:
+    """Where the first end-of-text token is; None where there is none."""
+    return next((i for i, token in enumerate(tokens) if token in eos_token_id), None)

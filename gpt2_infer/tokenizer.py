@@ -1,0 +1,83 @@
+"""A checkpoint's own tokenizer, through transformers, with text that can be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt2_infer.errors import WeightsError
+
+
+class Tokenizer:
+    """Text to ids and back. Load it with Tokenizer.load(folder)."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read the tokenizer in `folder`; raises WeightsError where none can be read."""
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(folder)))
+        except (
+            Exception
+        ) as error:  # transformers and tokenizers raise many kinds, bare Exception among them
+            reason = str(error).strip().splitlines()
+            raise WeightsError(
+                f"{folder} holds no tokenizer that can be read: "
+                f"{reason[0] if reason else type(error).__name__}"
+            ) from error
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that an empty prompt stands for (GPT-2's convention), if the tokenizer has one."""
+        for token in (self._wrapped.bos_token_id, self._wrapped.eos_token_id):
+            if token is not None:
+                return int(token)
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, nothing added."""
+        return list(self._wrapped(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def stream(self) -> TextStream:
+        """A decoder for one text that arrives token by token."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Turns tokens into text as soon as it is certain, a character that spans tokens as one.
+
+    The pieces that feed() and finish() return, joined, are exactly decode(all ids).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []  # tokens since the last point where the text was certain
+        self._context: list[int] = []  # the tokens before them, which decide on leading spaces
+
+    def feed(self, token: int) -> str:
+        """The text that `token` makes certain; often one word, sometimes nothing."""
+        self._pending.append(token)
+        text = self._new_text()
+        # U+FFFD may be the first half of a character that the next token completes.
+        return "" if text.endswith("\ufffd") else self._flush(text)
+
+    def finish(self) -> str:
+        """What is left, complete or not."""
+        return self._flush(self._new_text()) if self._pending else ""
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(known) :]
+
+    def _flush(self, text: str) -> str:
+        self._context, self._pending = self._pending, []
+        return text

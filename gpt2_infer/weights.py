@@ -1,0 +1,287 @@
+"""From a hub id, a local folder or a seed to a model on a device.
+
+Safetensors only, memory-mapped, tensor by tensor straight to the device. What a checkpoint holds is
+compared with what the configuration needs before the first tensor is read, and everything that does
+not fit is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from attention_kernels import get_backend
+from gpt2_infer.config import GPT2Config, named_config
+from gpt2_infer.errors import ConfigError, WeightsError
+from gpt2_infer.model import GPT2, check_backend
+
+DEFAULT_MODEL = "openai-community/gpt2"
+DEMO_MODEL = "demo"
+_PACKAGE = Path(__file__).parent
+_SMALL_FILES = ["*.json", "merges.txt", "vocab.txt", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+_LEGACY_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's origin: what the user named, the folder of its small files, its hub id if any."""
+
+    name: str
+    folder: Path
+    hub_id: str | None = None
+    revision: str | None = None
+
+    def config(self) -> GPT2Config:
+        """Read config.json, and generation_config.json's end-of-text ids where there are any."""
+        raw = _read_json(self.folder / "config.json")
+        generation = self.folder / "generation_config.json"
+        if generation.is_file():
+            eos = _read_json(generation).get("eos_token_id")
+            raw = raw if eos is None else {**raw, "eos_token_id": eos}
+        try:
+            return GPT2Config.from_dict(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        except TypeError as error:
+            raise ConfigError(f"{self.folder / 'config.json'}: {error}") from None
+
+    def weights_folder(self) -> Path:
+        """The folder of the safetensors files, downloaded now if they are on the hub."""
+        return (
+            self.folder
+            if self.hub_id is None
+            else _download(self.hub_id, self.revision, _WEIGHT_FILES)
+        )
+
+
+def find(model: str, *, revision: str | None = None, random_weights: bool = False) -> Source:
+    """Resolve `model`: "demo", a local folder, or a hub id (whose small files are downloaded).
+
+    With random_weights a published size's name needs no download. Raises WeightsError.
+    """
+    folder = _PACKAGE / "demo_model" if model == DEMO_MODEL else Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise WeightsError(
+                f"--revision {revision} is for models on the hub, and {model} is a local folder"
+            )
+        return Source(model, folder)
+    if random_weights and named_config(model) is not None and revision is None:
+        return Source(model, _PACKAGE / "gpt2_tokenizer")
+    if (
+        model == DEMO_MODEL
+        or model.startswith((".", "/", "~"))
+        or model.count("/") > 1
+        or not model
+    ):
+        raise WeightsError(f"there is no folder {model!r}, and it cannot be a hub id")
+    return Source(model, _download(model, revision, _SMALL_FILES), model, revision)
+
+
+def load_model(
+    model: str = DEFAULT_MODEL,
+    *,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    decode_attention: str | None = None,
+    random_weights: bool = False,
+    seed: int = 0,
+) -> GPT2:
+    """A GPT2 with its tokenizer, ready to generate.
+
+    model: "demo", a folder or a hub id (with revision). device: None for cuda where there is one,
+    else cpu.
+    attention, decode_attention: backend names. random_weights: build the size named by `model` from
+    `seed`, for timing.
+    Raises WeightsError, ConfigError, UnknownBackendError, UnavailableBackendError or
+    UnsupportedError, each before any weight is read where it can be.
+    """
+    from gpt2_infer.tokenizer import Tokenizer
+
+    target = torch.device(device) if device is not None else default_device()
+    for name in (attention, decode_attention):
+        if name is not None:
+            get_backend(name)
+    source = find(model, revision=revision, random_weights=random_weights)
+    config = read_config(source, random_weights=random_weights)
+    for name in (attention, decode_attention):
+        if name is not None:
+            check_backend(get_backend(name), config, dtype, target.type)
+    if random_weights:
+        network = _random(config, target, dtype, seed, attention, decode_attention)
+    else:
+        network = _load(source.weights_folder(), config, target, dtype, attention, decode_attention)
+    network.tokenizer = Tokenizer.load(source.folder)
+    return network.eval()
+
+
+def read_config(source: Source, *, random_weights: bool = False) -> GPT2Config:
+    """The source's configuration; for random weights of a published size, that size's."""
+    named = named_config(source.name) if random_weights else None
+    if named is not None and source.folder == _PACKAGE / "gpt2_tokenizer":
+        return named
+    return source.config()
+
+
+def default_device() -> torch.device:
+    """Cuda where there is one, else cpu."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(
+    folder: Path,
+    config: GPT2Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str | None,
+    decode_attention: str | None,
+) -> GPT2:
+    with torch.device("meta"):
+        model = GPT2(config, attention=attention, decode_attention=decode_attention)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {}
+    for file, key, shape, dtype_name in _headers(_weight_files(folder)):
+        name = key.removeprefix("transformer.")
+        if not _LEGACY_BUFFER.fullmatch(name):
+            found[name] = (file, key, shape, dtype_name)
+    # A tied checkpoint may hold the output projection a second time.
+    second_head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
+    problems += [f"surplus {name}" for name in found if name not in expected]
+    for name, (_, _, shape, dtype_name) in found.items():
+        if name in expected and shape != expected[name]:
+            problems.append(f"{name} is {shape} and should be {expected[name]}")
+        if dtype_name not in _FLOAT_DTYPES:
+            problems.append(f"{name} is {dtype_name}, not one of {', '.join(_FLOAT_DTYPES)}")
+    if problems:
+        raise WeightsError(f"{folder} does not fit its configuration: {'; '.join(problems)}")
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({entry[0] for entry in found.values()}):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            for name, (where, key, _, _) in found.items():
+                if where == file:
+                    tensors[name] = opened.get_tensor(key).to(dtype)
+    if second_head is not None:
+        with safe_open(second_head[0], framework="pt", device=str(device)) as opened:
+            if not torch.equal(opened.get_tensor(second_head[1]).to(dtype), tensors["wte.weight"]):
+                raise WeightsError(
+                    f"{folder}: tie_word_embeddings is true and lm_head.weight differs from "
+                    "wte.weight; "
+                    "one of the two is wrong"
+                )
+    model.load_state_dict(tensors, assign=True)
+    return model.requires_grad_(False)
+
+
+def _random(
+    config: GPT2Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    attention: str | None,
+    decode_attention: str | None,
+) -> GPT2:
+    """GPT-2's own initialisation; a seed gives the same weights on the same type of device."""
+    with torch.device("meta"):
+        model = GPT2(config, attention=attention, decode_attention=decode_attention)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return model.to(dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{index} has no weight_map")
+        return [folder / name for name in sorted({str(value) for value in weight_map.values()})]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    pickles = sorted(
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+        for path in folder.glob(pattern)
+    )
+    found = f"only {', '.join(pickles)}" if pickles else "no weights"
+    raise WeightsError(
+        f"{folder} holds {found}: weights are read from model.safetensors or its shards, never "
+        "from a pickle, which can "
+        "run code; convert one with transformers: "
+        "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+    )
+
+
+def _headers(files: list[Path]) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
+    """(file, key, shape, dtype) of every tensor; no data is read."""
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise WeightsError(
+            f"{files[0].parent}: its index names files that are not there: {', '.join(missing)}"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 (not a dict)
+                    view = opened.get_slice(key)
+                    yield file, key, tuple(view.get_shape()), view.get_dtype()
+        except SafetensorError as error:
+            raise WeightsError(f"{file} is truncated or corrupt: {error}") from error
+        except OSError as error:
+            raise WeightsError(f"{file} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(f"{path.parent} has no {path.name}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} is not a JSON object")
+    return value
+
+
+def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except hub.RevisionNotFoundError:
+        raise WeightsError(
+            f"{hub_id} has no revision {revision!r} on the Hugging Face hub"
+        ) from None
+    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+        reason = f"{hub_id!r} is neither a local folder nor a model on the Hugging Face hub"
+        raise WeightsError(f"{reason} (try --model demo)") from error
+    except (
+        Exception
+    ) as error:  # whatever its HTTP client raises: the hub cannot be used, and the cause is chained
+        raise WeightsError(
+            f"{hub_id} could not be fetched from the Hugging Face hub ({type(error).__name__}); "
+            "use --model demo, which is bundled, --model FOLDER for a local checkpoint, or "
+            "--random-weights"
+        ) from error

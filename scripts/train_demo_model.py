@@ -1,0 +1,329 @@
+"""Train the bundled demo model (`--model demo`) on a text file, on one GPU, in minutes.
+
+    python scripts/train_demo_model.py --corpus gutenberg_children.txt.xz --out
+    gpt2_infer/demo_model
+
+The corpus is plain text (optionally .xz) whose documents are separated by a line `<|endoftext|>`.
+The script cleans it, trains a byte-level BPE in GPT-2's file format, trains transformers' own
+GPT2LMHeadModel in bfloat16 autocast with float32 master weights (Muon for the matrices, AdamW for
+the rest), and writes config.json, generation_config.json, model.safetensors (float16), vocab.json,
+merges.txt, tokenizer_config.json and the model card README.md. Whole documents are held out; the
+loss and the bits per byte in the card are those of the *exported* float16 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import math
+import random
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import ByteLevelBPETokenizer
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel
+
+END_OF_TEXT = "<|endoftext|>"
+STRAIGHT = str.maketrans(
+    {
+        "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+        "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+        "\N{LEFT SINGLE QUOTATION MARK}": "'",
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{EM DASH}": "--",
+        "\N{EN DASH}": "-",
+        "\N{HORIZONTAL ELLIPSIS}": "...",
+        "\N{NO-BREAK SPACE}": " ",
+    }
+)
+CHAPTER = re.compile(r"^(chapter|part|book|letter|canto)\b.{0,40}$", re.IGNORECASE)
+
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of a corpus file, unprocessed."""
+    data = path.read_bytes()
+    raw = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
+    return [text for part in raw.split(f"{END_OF_TEXT}\n") if (text := part.strip())]
+
+
+def clean(document: str) -> list[str]:
+    """Prose of one book, split into its chapters.
+
+    A model of seven million parameters has none to spare for typography: quotes become straight,
+    italics' underscores, illustrations, headings and tables of contents go.
+    """
+    chapters: list[list[str]] = [[]]
+    text = re.sub(r"\[[^\]]{0,300}\]", "", document.translate(STRAIGHT)).replace("_", "")
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [line.strip() for line in paragraph.strip().splitlines() if line.strip()]
+        if not lines:
+            continue
+        if len(lines) == 1 and CHAPTER.match(lines[0]):
+            chapters.append([])
+            continue
+        is_heading = not re.search(r"[a-z]", paragraph) or (
+            len(lines) == 1 and lines[0][-1].isalnum()
+        )
+        is_list = len(lines) > 3 and sum(line[-1].isalnum() for line in lines) > 0.7 * len(lines)
+        if not is_heading and not is_list:
+            chapters[-1].append("\n".join(re.sub(r"\s+", " ", line) for line in lines))
+    return ["\n\n".join(chapter) for chapter in chapters if sum(map(len, chapter)) > 400]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, out: Path) -> ByteLevelBPETokenizer:
+    """Byte-level BPE in GPT-2's format; `<|endoftext|>` is the last id, as in GPT-2."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts, vocab_size=vocab_size - 1, min_frequency=2, show_progress=False
+    )
+    tokenizer.save_model(str(out))
+    vocab_file = out / "vocab.json"
+    vocab = json.loads(vocab_file.read_text("utf-8"))
+    if len(vocab) != vocab_size - 1 or END_OF_TEXT in vocab:
+        sys.exit(f"the corpus gives {len(vocab)} tokens, too few for a vocabulary of {vocab_size}")
+    vocab[END_OF_TEXT] = len(vocab)
+    vocab_file.write_text(json.dumps(vocab, ensure_ascii=False), "utf-8")
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": 1024,
+        "add_prefix_space": False,
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    return tokenizer
+
+
+def encode(
+    tokenizer: ByteLevelBPETokenizer, texts: list[str], end_of_text: int
+) -> np.ndarray[Any, Any]:
+    """All texts as one stream of ids, each text preceded by `<|endoftext|>`."""
+    ids: list[np.ndarray[Any, Any]] = []
+    for start in tqdm(range(0, len(texts), 512), desc="tokenize", unit="batch"):
+        for encoding in tokenizer.encode_batch(texts[start : start + 512]):
+            ids.append(np.asarray([end_of_text, *encoding.ids], dtype=np.uint16))
+    return np.concatenate(ids)
+
+
+@torch.no_grad()
+def held_out_nats(model: torch.nn.Module, stream: torch.Tensor, context: int, batch: int) -> float:
+    """Summed negative log-likelihood over non-overlapping windows of `context` tokens (nats)."""
+    total = 0.0
+    windows = (stream.numel() - 1) // context
+    x = stream[: windows * context].view(windows, context)
+    y = stream[1 : windows * context + 1].view(windows, context)
+    for start in range(0, windows, batch):
+        logits = model(x[start : start + batch].long()).logits
+        total += F.cross_entropy(
+            logits.float().flatten(0, 1), y[start : start + batch].long().flatten(), reduction="sum"
+        ).item()
+    return total * (stream.numel() - 1) / (windows * context)
+
+
+class Batches:
+    """Random blocks of `context + 1` tokens: an epoch visits each once, from a random offset."""
+
+    def __init__(self, stream: torch.Tensor, context: int, batch: int, seed: int) -> None:
+        self.stream, self.context, self.batch = stream, context, batch
+        self.generator = torch.Generator(device=stream.device).manual_seed(seed)
+        self.starts = torch.empty(0, dtype=torch.long, device=stream.device)
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.starts.numel() < self.batch:
+            device, context = self.stream.device, self.context
+            offset = int(torch.randint(context, (1,), generator=self.generator, device=device))
+            blocks = (self.stream.numel() - 1 - offset) // context
+            order = torch.randperm(blocks, generator=self.generator, device=device)
+            self.starts = torch.cat([self.starts, offset + order * context])
+        starts, self.starts = self.starts[: self.batch], self.starts[self.batch :]
+        index = starts[:, None] + torch.arange(self.context + 1, device=starts.device)
+        tokens = self.stream[index].long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(
+    model: GPT2LMHeadModel, batches: Batches, held_out: torch.Tensor, args: argparse.Namespace
+) -> list[Any]:
+    """Train in place; returns [[step, held-out loss in nats per token], ...]."""
+    device = held_out.device
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
+    tables = [model.transformer.wte.weight, model.transformer.wpe.weight]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    fused = device.type == "cuda"
+    optimizers = [
+        torch.optim.Muon(
+            matrices,
+            lr=args.lr_matrices,
+            momentum=0.95,
+            weight_decay=args.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+            lr=args.lr_tables,
+            betas=(0.9, 0.95),
+            fused=fused,
+        ),
+    ]
+    base = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(x, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    step_loss = torch.compile(loss_of) if args.compile else loss_of
+    history: list[Any] = []
+    started = time.perf_counter()
+    bar = tqdm(range(args.steps), desc="train", unit="step", mininterval=5)
+    for step in bar:
+        # Warm up, hold, then decay linearly to zero over the last 40 %.
+        factor = min(1.0, (step + 1) / args.warmup, (args.steps - step) / (0.4 * args.steps))
+        for optimizer, rates in zip(optimizers, base, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        loss = step_loss(*next(batches))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+            model.eval()
+            with torch.autocast(device.type, torch.bfloat16):
+                nats = held_out_nats(model, held_out, args.context, 32) / (held_out.numel() - 1)
+            model.train()
+            history.append([step + 1, round(nats, 4)])
+            rate = (step + 1) * args.batch * args.context / (time.perf_counter() - started)
+            bar.write(
+                f"step {step + 1}: train {loss.item():.4f}, held out {nats:.4f}, "
+                f"{rate / 1e6:.2f} M tokens/s"
+            )
+    return history
+
+
+def main() -> None:
+    """Parse arguments, train, export, write the model card."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        required=True,
+        help="text or .xz; documents separated by <|endoftext|>",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
+    )
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--batch", type=int, default=96, help="sequences per step")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--lr-matrices", type=float, default=6e-3)
+    parser.add_argument("--lr-tables", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
+    parser.add_argument("--eval-every", type=int, default=1000, help="steps")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--max-documents", type=int, help="use only so many documents (a trial run)"
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
+    )
+    args = parser.parse_args()
+    if not args.corpus.is_file():
+        sys.exit(f"{args.corpus} is not a file")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+
+    documents = read_documents(args.corpus)[: args.max_documents]
+    order = list(range(len(documents)))
+    random.Random(args.seed).shuffle(order)
+    held_out_books = set(order[: max(1, len(order) // 64)])
+    train_texts: list[str] = []
+    held_out_texts: list[str] = []
+    for i, document in enumerate(tqdm(documents, desc="clean", unit="book")):
+        (held_out_texts if i in held_out_books else train_texts).extend(clean(document))
+    tokenizer = train_tokenizer(train_texts, args.vocab, args.out)
+    end_of_text = args.vocab - 1
+    train_stream = torch.from_numpy(
+        encode(tokenizer, train_texts, end_of_text).astype(np.int32)
+    ).to(device)
+    held_out = torch.from_numpy(encode(tokenizer, held_out_texts, end_of_text).astype(np.int32)).to(
+        device
+    )
+    held_out_bytes = sum(len(text.encode("utf-8")) for text in held_out_texts)
+    print(
+        f"{len(train_texts)} chapters, {train_stream.numel() / 1e6:.2f} M tokens to train on; "
+        f"{len(held_out_texts)} chapters, {held_out.numel() / 1e3:.0f} k tokens held out"
+    )
+
+    config = GPT2Config(
+        vocab_size=args.vocab,
+        n_positions=args.context,
+        n_embd=args.width,
+        n_layer=args.layers,
+        n_head=args.heads,
+        resid_pdrop=args.dropout,
+        embd_pdrop=args.dropout,
+        attn_pdrop=0.0,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        attn_implementation="sdpa",
+    )
+    model = GPT2LMHeadModel(config).to(device)
+    started = time.perf_counter()
+    history = train(
+        model, Batches(train_stream, args.context, args.batch, args.seed), held_out, args
+    )
+    seconds = time.perf_counter() - started
+
+    model.eval().half().save_pretrained(args.out)
+    # What the card quotes is what the file holds: float16 weights, evaluated in float32.
+    exported = GPT2LMHeadModel.from_pretrained(args.out, dtype=torch.float32).to(device).eval()
+    torch.set_float32_matmul_precision("highest")
+    nats = held_out_nats(exported, held_out, args.context, 32)
+    loss, bits_per_byte = nats / (held_out.numel() - 1), nats / math.log(2) / held_out_bytes
+    tokens_seen = args.steps * args.batch * args.context
+    card = {
+        "parameters": sum(p.numel() for p in exported.parameters()),
+        "corpus_sha256": hashlib.sha256(args.corpus.read_bytes()).hexdigest(),
+        "train_tokens": train_stream.numel(),
+        "tokens_seen": tokens_seen,
+        "held_out_tokens": held_out.numel(),
+        "held_out_bytes": held_out_bytes,
+        "held_out_loss": loss,
+        "bits_per_byte": bits_per_byte,
+        "seconds": seconds,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "history": history,
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+    }
+    (args.out / "training.json").write_text(json.dumps(card, indent=2) + "\n", "utf-8")
+    print(
+        f"held-out loss {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte, "
+        f"{seconds:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
