@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+# The folder `backends` and the function backends() share a name. Importing the folder binds it
+# here, once; the function, imported after it, is what the name then means for good.
+import attention_kernels.backends  # noqa: F401
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,

@@ -333,6 +333,7 @@ def _register_broken(entry_point: str, reason: str) -> None:
         family="plug-in",
         summary="A plug-in that could not be loaded.",
         precisions={"float32": "ieee-fp32"},
+        device_types=("cpu",),  # one device, so that the reason is told once
         probe=lambda _: reason,
     )
     def load() -> Kernels:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpt2_infer.config import GPT2Config
     from gpt2_infer.errors import ConfigError, GPT2InferError, RequestError, WeightsError
-    from gpt2_infer.generate import Generation, generate
+    from gpt2_infer.generation import Generation, generate
     from gpt2_infer.model import GPT2
     from gpt2_infer.sampling import Sampling
 
@@ -25,11 +25,11 @@ _HOMES = {
     "GPT2": "model",
     "GPT2Config": "config",
     "GPT2InferError": "errors",
-    "Generation": "generate",
+    "Generation": "generation",
     "RequestError": "errors",
     "Sampling": "sampling",
     "WeightsError": "errors",
-    "generate": "generate",
+    "generate": "generation",
 }
 __all__ = [
     "GPT2",
@@ -47,8 +47,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = (
-        value  # `generate` is a function and the module that holds it: the function wins
-    )
-    return value
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

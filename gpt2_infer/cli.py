@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from gpt2_infer.generate import Generation
+    from gpt2_infer.generation import Generation
     from gpt2_infer.model import GPT2
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
@@ -187,7 +187,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     from attention_kernels import get_backend
     from gpt2_infer import weights
-    from gpt2_infer.generate import check_request, encode_prompts, generate
+    from gpt2_infer.generation import check_request, encode_prompts, generate
     from gpt2_infer.tokenizer import Tokenizer
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -280,6 +280,8 @@ def make_report(
     """What ran and how long it took, in the order in which it is printed."""
     import torch
 
+    from gpt2_infer.generation import GRAPH_LENGTH_STEP
+
     if model.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(model.device)})"
         memory = torch.cuda.max_memory_allocated(model.device)
@@ -299,6 +301,7 @@ def make_report(
         "dtype": str(model.dtype).removeprefix("torch."),
         "mode": result.mode,
         "cuda_graphs": result.cuda_graphs,
+        "graph_length_step": GRAPH_LENGTH_STEP,
         "prompt_tokens": [len(row) for row in result.prompts],
         "new_tokens": [len(row) for row in result.tokens],
         "finish_reasons": result.finish_reasons,
@@ -328,7 +331,7 @@ def format_report(report: dict[str, Any]) -> str:
     if report["cuda_graphs"]:
         how += ", CUDA graphs"
         if report["mode"] == "recompute":
-            how += " (lengths rounded up to multiples of 16)"
+            how += f" (lengths rounded up to multiples of {report['graph_length_step']})"
     lines = [
         ("model", report["model"]),
         (

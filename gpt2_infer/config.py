@@ -80,9 +80,10 @@ class GPT2Config:
                 raise ConfigError(f"{name} is set: only plain decoder-only GPT-2 is supported")
         values = {_ALIASES.get(name, name): value for name, value in raw.items()}
         eos = values.get("eos_token_id", cls.eos_token_id)
-        values["eos_token_id"] = (
-            () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        )
+        ids = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+        if not all(isinstance(token, int) for token in ids):
+            raise ConfigError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
+        values["eos_token_id"] = tuple(ids)
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

@@ -69,7 +69,7 @@ def find(model: str, *, revision: str | None = None, random_weights: bool = Fals
     With random_weights a published size's name needs no download. Raises WeightsError.
     """
     folder = _PACKAGE / "demo_model" if model == DEMO_MODEL else Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         if revision is not None:
             raise WeightsError(
                 f"--revision {revision} is for models on the hub, and {model} is a local folder"

@@ -18,7 +18,6 @@ import hashlib
 import json
 import lzma
 import math
-import random
 import re
 import sys
 import time
@@ -45,6 +44,7 @@ STRAIGHT = str.maketrans(
         "\N{NO-BREAK SPACE}": " ",
     }
 )
+HOLD_OUT_EVERY = 40  # one book in so many, whole
 CHAPTER = re.compile(r"^(chapter|part|book|letter|canto)\b.{0,40}$", re.IGNORECASE)
 
 
@@ -55,11 +55,21 @@ def read_documents(path: Path) -> list[str]:
     return [text for part in raw.split(f"{END_OF_TEXT}\n") if (text := part.strip())]
 
 
+def is_story(document: str) -> bool:
+    """Whether a book is prose for children rather than scholarship (long words) or verse."""
+    sample = document[:400_000]
+    words = re.findall(r"[A-Za-z']+", sample)
+    paragraphs = re.split(r"\n\s*\n", sample)
+    verse = sum(len(text) for text in paragraphs if text.strip().count("\n") >= 2)
+    return sum(map(len, words)) < 4.42 * len(words) and verse < 0.3 * len(sample)
+
+
 def clean(document: str) -> list[str]:
     """Prose of one book, split into its chapters.
 
-    A model of seven million parameters has none to spare for typography: quotes become straight,
-    italics' underscores, illustrations, headings and tables of contents go.
+    A model of seven million parameters has none to spare for typography: there is one kind of
+    quotation mark for speech, and italics' underscores, illustrations, headings, verse and tables
+    of contents go.
     """
     chapters: list[list[str]] = [[]]
     text = re.sub(r"\[[^\]]{0,300}\]", "", document.translate(STRAIGHT)).replace("_", "")
@@ -70,12 +80,12 @@ def clean(document: str) -> list[str]:
         if len(lines) == 1 and CHAPTER.match(lines[0]):
             chapters.append([])
             continue
-        is_heading = not re.search(r"[a-z]", paragraph) or (
-            len(lines) == 1 and lines[0][-1].isalnum()
-        )
-        is_list = len(lines) > 3 and sum(line[-1].isalnum() for line in lines) > 0.7 * len(lines)
-        if not is_heading and not is_list:
-            chapters[-1].append("\n".join(re.sub(r"\s+", " ", line) for line in lines))
+        is_heading = not re.search(r"[a-z]", paragraph) or lines[-1][-1].isalnum()
+        if not is_heading and len(lines) < 3:
+            line = re.sub(r"\s+", " ", " ".join(lines))
+            line = re.sub(r"(^|[\s(]|--)'(?=[A-Z])", r'\1"', line)  # British speech opens with one
+            line = re.sub(r"(?<=[.,!?;-])'(?=\s|$|--)", '"', line)
+            chapters[-1].append(line)
     return ["\n\n".join(chapter) for chapter in chapters if sum(map(len, chapter)) > 400]
 
 
@@ -212,6 +222,43 @@ def train(
     return history
 
 
+def model_card(facts: dict[str, Any]) -> str:
+    """The model card, from what training.json records."""
+    arguments = facts["arguments"]
+    return f"""# Demo model
+
+A GPT-2 of {facts["parameters"] / 1e6:.1f} million parameters ({arguments["layers"]} layers,
+{arguments["width"]} wide, {arguments["heads"]} heads of {arguments["width"] // arguments["heads"]},
+{arguments["context"]} positions, a byte-level BPE of {arguments["vocab"]} tokens, tied embeddings),
+stored as float16. It exists so that `gpt2-infer --model demo` writes real prose with no download.
+It knows children's books of a hundred years ago and nothing else: sentences hold together, stories
+do not, and the books' attitudes are those of their time. Greedy decoding soon repeats itself;
+`--temperature 0.7 --top-k 40` reads best.
+
+| | |
+|---|---|
+| data | {facts["books_kept"]} of {facts["books"]} children's books from Project Gutenberg, in the \
+public domain in the USA: scholarship and verse are left out, typography is simplified |
+| corpus file, SHA-256 | `{facts["corpus_sha256"]}` |
+| tokens | {facts["train_tokens"] / 1e6:.1f} million to train on, \
+{facts["tokens_seen"] / 1e6:.0f} million seen |
+| held out | {facts["held_out_books"]} whole books, {facts["held_out_tokens"]} tokens, \
+{facts["held_out_bytes"]} bytes after cleaning |
+| held-out loss of these float16 weights | {facts["held_out_loss"]:.4f} nats per token, \
+{facts["bits_per_byte"]:.4f} bits per byte |
+| trained on | {facts["device"]}, torch {facts["torch"]}, {facts["train_seconds"]:.0f} s |
+| seed | {arguments["seed"]} |
+
+The command (the corpus is not part of the repository):
+
+    python scripts/train_demo_model.py --corpus {arguments["corpus"]} \\
+        --steps {arguments["steps"]} --batch {arguments["batch"]} --seed {arguments["seed"]} \\
+        --lr-matrices {arguments["lr_matrices"]} --lr-tables {arguments["lr_tables"]}
+
+`training.json` holds all arguments and the held-out loss by step.
+"""
+
+
 def main() -> None:
     """Parse arguments, train, export, write the model card."""
     parser = argparse.ArgumentParser(
@@ -226,7 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
     )
-    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=96, help="sequences per step")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
@@ -255,13 +302,14 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
 
     documents = read_documents(args.corpus)[: args.max_documents]
-    order = list(range(len(documents)))
-    random.Random(args.seed).shuffle(order)
-    held_out_books = set(order[: max(1, len(order) // 64)])
+    stories = [document for document in documents if is_story(document)]
     train_texts: list[str] = []
     held_out_texts: list[str] = []
-    for i, document in enumerate(tqdm(documents, desc="clean", unit="book")):
-        (held_out_texts if i in held_out_books else train_texts).extend(clean(document))
+    for i, document in enumerate(tqdm(stories, desc="clean", unit="book")):
+        is_held_out = i % HOLD_OUT_EVERY == HOLD_OUT_EVERY // 2
+        (held_out_texts if is_held_out else train_texts).extend(clean(document))
+    if not held_out_texts:
+        sys.exit(f"{len(stories)} books are too few: one in {HOLD_OUT_EVERY} is held out")
     tokenizer = train_tokenizer(train_texts, args.vocab, args.out)
     end_of_text = args.vocab - 1
     train_stream = torch.from_numpy(
@@ -302,23 +350,29 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     nats = held_out_nats(exported, held_out, args.context, 32)
     loss, bits_per_byte = nats / (held_out.numel() - 1), nats / math.log(2) / held_out_bytes
-    tokens_seen = args.steps * args.batch * args.context
-    card = {
+    facts = {
         "parameters": sum(p.numel() for p in exported.parameters()),
         "corpus_sha256": hashlib.sha256(args.corpus.read_bytes()).hexdigest(),
+        "books": len(documents),
+        "books_kept": len(stories),
         "train_tokens": train_stream.numel(),
-        "tokens_seen": tokens_seen,
+        "tokens_seen": args.steps * args.batch * args.context,
+        "held_out_books": len(stories[HOLD_OUT_EVERY // 2 :: HOLD_OUT_EVERY]),
         "held_out_tokens": held_out.numel(),
         "held_out_bytes": held_out_bytes,
         "held_out_loss": loss,
         "bits_per_byte": bits_per_byte,
-        "seconds": seconds,
+        "train_seconds": seconds,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "history": history,
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "held_out_loss_by_step": history,
+        "arguments": {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+        },
     }
-    (args.out / "training.json").write_text(json.dumps(card, indent=2) + "\n", "utf-8")
+    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+    (args.out / "README.md").write_text(model_card(facts), "utf-8")
     print(
         f"held-out loss {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte, "
         f"{seconds:.0f} s"

@@ -92,30 +92,26 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         return o.transpose(1, 2).contiguous()
 
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        """Torch's own reasons, which it gives as warnings."""
-        ask = {
-            SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
-            SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
-            SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
-        }.get(kernel)
-        if ask is None or q.device.type != "cuda":
-            return []
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)
-        with warnings.catch_warnings(record=True) as caught, sdpa_kernel(kernel):
+        """Torch's own reasons, which it gives as warnings when a pinned kernel refuses."""
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if ask(parameters, debug=True):
-                return []
-        return [_first_line(str(warning.message)) for warning in caught] or [
-            "torch refuses it without a reason"
-        ]
+            try:
+                run(q, k, v, 1.0, is_causal)
+            except RuntimeError as error:
+                reasons = [_sentence(str(warning.message)) for warning in caught]
+                return [
+                    reason
+                    for reason in reasons
+                    if not reason.endswith(("not used because:", "runtime disabled."))
+                ] or [_sentence(str(error))]
+        return []
 
     return Kernels(attention, decode, decode_device_types, explain)
 
 
-def _first_line(message: str) -> str:
+def _sentence(message: str) -> str:
     """Torch's sentence without the C++ source location behind it."""
-    return message.splitlines()[0].split("(Triggered internally")[0].strip()
+    return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
 @register(

@@ -29,7 +29,7 @@ MODES: tuple[Mode, ...] = ("recompute", "kv-cache")
 
 # Recompute under CUDA graphs runs at lengths rounded up to a multiple of this, one graph for each:
 # under the causal mask, padding on the right cannot change an earlier position.
-GRAPH_LENGTH_STEP = 16
+GRAPH_LENGTH_STEP = 32
 
 
 @dataclass

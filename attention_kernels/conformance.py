@@ -1,0 +1,116 @@
+"""The conformance suite: what a backend must get right before anyone times it.
+
+Tests and `gpt2-infer verify` run the same cases. Inputs are normal at three scales, from a flat to
+a peaky softmax; lengths lie on and beside tile edges; q, k and v are strided views of one fused
+projection, as GPT-2 hands them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.reference import Verdict, judge
+from attention_kernels.registry import BackendSpec
+
+SCALES = (0.02, 1.0, 8.0)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of the suite; two cases that are equal have equal inputs."""
+
+    seqlen: int
+    head_dim: int
+    scale: float = 1.0
+    batch: int = 1
+    num_heads: int = 2
+    is_causal: bool = True
+    softmax_scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as views of a fused (batch, seqlen, 3, num_heads, head_dim) projection.
+
+        Drawn on the CPU, so that every device gets the same numbers.
+        """
+        shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        qkv = torch.randn(shape, generator=generator) * self.scale
+        q, k, v = qkv.to(device=device, dtype=self.dtype).unbind(2)
+        return q, k, v
+
+    def __str__(self) -> str:
+        """The parameters that tell this case from the others."""
+        kind = "causal" if self.is_causal else "full"
+        return (
+            f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, {kind}, "
+            f"scale {self.scale}, {str(self.dtype).removeprefix('torch.')}, seed {self.seed}"
+        )
+
+
+def cases(
+    head_dims: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    seed: int = 0,
+) -> Iterator[Case]:
+    """Every length with every head_dim and scale; batch 3 and full attention where it is cheap."""
+    for seqlen in lengths:
+        for head_dim in head_dims:
+            for scale in SCALES:
+                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
+            if seqlen <= 200:
+                yield Case(seqlen, head_dim, batch=3, num_heads=3, dtype=dtype, seed=seed)
+                yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
+                yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
+
+
+def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdict:
+    """Run one case; the allocator is left full of NaN first, so that an unwritten output shows."""
+    q, k, v = case.inputs(device)
+    poison = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    del poison
+    o = spec.attention(q, k, v, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
+    return judge(o, q, k, v, case.softmax_scale, case.is_causal)
+
+
+def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> bool:
+    """Whether changing keys and values from position `cut` on changes any earlier row by a bit."""
+    q, k, v = case.inputs(device)
+    before = spec.attention(q, k, v)
+    k2, v2 = k.clone(), v.clone()
+    k2[:, cut:] *= -3
+    v2[:, cut:] += 1e4
+    after = spec.attention(q, k2, v2)
+    return not torch.equal(before[:, :cut], after[:, :cut])
+
+
+def decode_verdict(
+    spec: BackendSpec, device: torch.device | str, head_dim: int, dtype: torch.dtype, seed: int = 0
+) -> Verdict:
+    """Worst decode over rows of different lengths against attention's own last row."""
+    batch, max_seqlen, num_heads = 3, 70, 2
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, 3, num_heads, max_seqlen, head_dim)
+    qkv = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+    q, k, v = (qkv[:, i].transpose(1, 2) for i in range(3))
+    lengths = [1, 37, max_seqlen]
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    rows = torch.arange(batch, device=device)
+    o = spec.decode(q[rows, seqlens.long() - 1][:, None], k, v, seqlens)
+    verdicts = []
+    for row, length in enumerate(lengths):
+        one = [tensor[row : row + 1, :length] for tensor in (q, k, v)]
+        # The whole row's budget: the naive error of one position alone may be zero by luck.
+        full = judge(one[0], one[0], one[1], one[2])
+        last = one[0][:, -1:]
+        verdict = judge(o[row : row + 1], last, one[1], one[2], is_causal=False)
+        verdicts.append(Verdict(verdict.error, full.budget, full.naive_error))
+    return max(verdicts, key=lambda verdict: verdict.error / verdict.budget)

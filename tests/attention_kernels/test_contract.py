@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention_kernels import ArgumentError, UnsupportedError, attention, get_backend
+
+GOOD = torch.randn(2, 5, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "words"),
+    [
+        (GOOD[0], GOOD, GOOD, ["q must be (batch, seqlen, num_heads, head_dim), not (5, 3, 8)"]),
+        (GOOD, GOOD[:, :4], GOOD, ["must have one shape", "(2, 4, 3, 8)"]),
+        (GOOD, GOOD.double(), GOOD, ["must have one dtype", "float32, float64, float32"]),
+        (GOOD, GOOD, GOOD.to("meta"), ["must be on one device", "cpu, cpu, meta"]),
+        (GOOD[:, :0], GOOD[:, :0], GOOD[:, :0], ["q is empty", "k is empty", "v is empty"]),
+        (GOOD, GOOD.mT.contiguous().mT, GOOD, ["the last stride of k must be 1, not 3"]),
+        (GOOD[0], GOOD.double(), GOOD, ["q must be", "must have one dtype"]),
+    ],
+)
+def test_broken_arguments_are_all_named(q, k, v, words):
+    with pytest.raises(ArgumentError) as caught:
+        attention(q, k, v)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_scale_must_be_finite(scale):
+    with pytest.raises(ArgumentError, match="softmax_scale must be a finite number"):
+        attention(GOOD, GOOD, GOOD, softmax_scale=scale)
+
+
+def test_default_scale_is_one_over_root_head_dim():
+    expected = attention(GOOD, GOOD, GOOD, softmax_scale=1 / math.sqrt(8))
+    assert torch.equal(attention(GOOD, GOOD, GOOD), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": torch.randn(2, 2, 3, 8)}, "decode takes one"),
+        ({"seqlens": torch.tensor([1, 2])}, "seqlens must be int32 (2,)"),
+        ({"seqlens": torch.tensor([1], dtype=torch.int32)}, "seqlens must be int32 (2,)"),
+        ({"v_cache": GOOD[:, :4]}, "differ in shape"),
+        ({"q": torch.randn(2, 1, 4, 8)}, "does not fit q"),
+        ({"k_cache": GOOD.double()}, "must have one dtype"),
+        ({"q": torch.randn(2, 3, 8)}, "q must be (batch"),
+    ],
+)
+def test_broken_decode_arguments_are_named(change, words):
+    arguments = {
+        "q": torch.randn(2, 1, 3, 8),
+        "k_cache": GOOD,
+        "v_cache": GOOD,
+        "seqlens": torch.tensor([1, 5], dtype=torch.int32),
+    }
+    get_backend("NAIVE_PYTORCH").decode(**arguments)
+    with pytest.raises(ArgumentError) as caught:
+        get_backend("NAIVE_PYTORCH").decode(**(arguments | change))
+    assert words in str(caught.value)
+
+
+def test_unsupported_names_the_backend_and_every_reason():
+    q = torch.randn(1, 4, 2, 8).int()
+    with pytest.raises(UnsupportedError) as caught:
+        get_backend("PYTORCH_SDPA_CUDNN_ATTENTION").attention(q, q, q)
+    text = str(caught.value)
+    assert "PYTORCH_SDPA_CUDNN_ATTENTION" in text
+    assert "dtype int32 (it takes float16, bfloat16)" in text
+    assert "device cpu (it takes cuda)" in text
+    assert len(caught.value.reasons) == 2

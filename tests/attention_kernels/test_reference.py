@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention_kernels.conformance import Case
+from attention_kernels.reference import Verdict, judge, naive_attention, reference_attention
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_reference_equals_the_definition_written_out(is_causal):
+    q, k, v = (torch.randn(2, 5, 2, 3, dtype=torch.float64) for _ in range(3))
+    out = reference_attention(q, k, v, 0.7, is_causal)
+    for b in range(2):
+        for h in range(2):
+            for i in range(5):
+                keys = range(i + 1) if is_causal else range(5)
+                weights = [math.exp(0.7 * float(q[b, i, h] @ k[b, j, h])) for j in keys]
+                row = sum(w * v[b, j, h] for w, j in zip(weights, keys, strict=True)) / sum(weights)
+                assert torch.allclose(out[b, i, h], row, rtol=0, atol=1e-14)
+
+
+def test_judge_passes_naive_and_fails_what_is_wrong():
+    q, k, v = Case(65, 32, batch=2).inputs("cpu")
+    good = naive_attention(q, k, v)
+    assert judge(good, q, k, v).passed
+    nan = good.clone()
+    nan[0, 3, 1, 5] = torch.nan
+    assert judge(nan, q, k, v).error == math.inf
+    assert not judge(nan, q, k, v).passed
+    assert not judge(good[:, :-1], q, k, v).passed
+    assert not judge(good.double(), q, k, v).passed
+    assert not judge(naive_attention(q, k, v, is_causal=False), q, k, v).passed
+    assert not judge(good + 1e-5, q, k, v).passed
+
+
+def test_an_off_by_one_mask_is_caught():
+    q, k, v = Case(33, 32).inputs("cpu")
+    shifted = torch.cat([v[:, :1], naive_attention(q, k, v)[:, :-1]], 1)
+    assert not judge(shifted, q, k, v).passed
+
+
+def test_nan_never_passes():
+    assert not Verdict(math.nan, math.inf, 0.0).passed

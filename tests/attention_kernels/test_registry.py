@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attention_kernels
+from attention_kernels import UnknownBackendError, backends, get_backend, register, registry
+from attention_kernels.contract import Kernels
+
+NAMES = [spec.name for spec in backends()]
+FIELDS = {
+    "family": "test",
+    "summary": "A backend of a test.",
+    "precisions": {"float32": "ieee-fp32"},
+}
+
+
+@pytest.fixture
+def clean_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+
+
+def test_the_case_studys_names_exist():
+    assert {
+        "NAIVE_PYTORCH",
+        "PYTORCH_SDPA_MATH",
+        "PYTORCH_SDPA_FLASH_ATTENTION",
+        "PYTORCH_SDPA_EFFICIENT_ATTENTION",
+        "PYTORCH_SDPA_CUDNN_ATTENTION",
+    } <= {*NAMES}
+
+
+def test_public_names_are_sorted_and_exist():
+    public = attention_kernels.__all__
+    assert public == sorted(public)
+    assert all(hasattr(attention_kernels, name) for name in public)
+
+
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_any_case_and_any_dash_finds_the_backend(name, data):
+    spelled = "".join(
+        data.draw(st.sampled_from([c, c.lower(), "-" if c == "_" else c])) for c in name
+    )
+    assert get_backend(spelled).name == name
+
+
+@given(st.text(max_size=60))
+def test_any_other_text_is_refused_with_the_list(text):
+    if text.strip().upper().replace("-", "_") in NAMES:
+        return
+    with pytest.raises(UnknownBackendError) as caught:
+        get_backend(text)
+    assert all(name in str(caught.value) for name in NAMES)
+    assert set(caught.value.nearest) <= set(NAMES)
+
+
+@given(name=st.sampled_from(NAMES), data=st.data())
+def test_one_wrong_letter_names_the_right_backend(name, data):
+    at = data.draw(st.integers(0, len(name) - 1))
+    with pytest.raises(UnknownBackendError) as caught:
+        get_backend(name[:at] + "%" + name[at + 1 :])
+    assert name in caught.value.nearest
+
+
+@given(st.text(max_size=20))
+def test_only_upper_case_identifiers_are_names(name):
+    valid = (
+        bool(name)
+        and name[0] in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+        and all(c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_" for c in name)
+    )
+    if valid:
+        return
+    with pytest.raises(ValueError, match="a backend's name is upper case"):
+        register(name=name, **FIELDS)(lambda: Kernels(None))
+
+
+def test_registering_and_loading(clean_registry):
+    loads = []
+
+    @register(name="TEST_BACKEND", **FIELDS)
+    def load() -> Kernels:
+        loads.append(1)
+        return Kernels(lambda q, k, v, softmax_scale, is_causal: q)
+
+    assert not loads
+    spec = get_backend("test-backend")
+    spec.load()
+    spec.load()
+    assert loads == [1]
+    with pytest.raises(ValueError, match="TEST_BACKEND is registered already"):
+        register(name="TEST_BACKEND", **FIELDS)(load)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precisions": {"float32": "exact"}},
+        {"precisions": {}},
+        {"summary": "no full stop"},
+        {"device_types": ("tpu",)},
+    ],
+)
+def test_fields_that_are_off_are_refused(change):
+    with pytest.raises(ValueError, match="TEST_OFF"):
+        register(name="TEST_OFF", **(FIELDS | change))(lambda: Kernels(None))
+
+
+def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
+    @register(name="TEST_BROKEN", **FIELDS)
+    def load() -> Kernels:
+        raise OSError("no such library")
+
+    with pytest.raises(attention_kernels.UnavailableBackendError, match="OSError: no such library"):
+        get_backend("TEST_BROKEN").load()
+
+
+def test_missing_modules_and_devices_are_reasons(clean_registry):
+    register(name="TEST_MODULE", modules=("not_a_module", "os"), **FIELDS)(Kernels)
+    assert (
+        "needs the Python package not_a_module" in get_backend("TEST_MODULE").unavailable_reason()
+    )
+    register(name="TEST_CPU", device_types=("cpu",), **FIELDS)(lambda: Kernels(None))
+    assert get_backend("TEST_CPU").unavailable_reason("cpu") is None
+    assert "runs on cpu only" in get_backend("TEST_CPU").unavailable_reason("cuda")
+
+
+def run_python(code: str, path: Path | None = None) -> str:
+    prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+    done = subprocess.run(
+        [sys.executable, "-c", prefix + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_free():
+    out = run_python(
+        "import sys, attention_kernels, gpt2_infer, torch\n"
+        "from attention_kernels import backends\n"
+        "names = [spec.name for spec in backends()]\n"
+        "print(torch.cuda.is_initialized(), 'triton' in sys.modules, 'transformers' in sys.modules,"
+        " 'torch.utils.cpp_extension' in sys.modules)"
+    )
+    assert out.split() == ["False"] * 4
+
+
+def install_plugin(folder: Path, package: str, code: str) -> None:
+    (folder / f"{package}.py").write_text(code)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[attention_kernels.backends]\n{package} = {package}\n")
+
+
+def test_plugins_register_and_a_broken_one_breaks_nothing(tmp_path):
+    install_plugin(
+        tmp_path,
+        "good_plugin",
+        "from attention_kernels import register\n"
+        "from attention_kernels.contract import Kernels\n"
+        "@register(name='PLUGGED_IN', family='plug-in', summary='From elsewhere.',\n"
+        "          precisions={'float32': 'ieee-fp32'})\n"
+        "def load():\n"
+        "    return Kernels(lambda q, k, v, softmax_scale, is_causal: v.contiguous())\n",
+    )
+    install_plugin(tmp_path, "bad_plugin", "raise ImportError('libfoo.so is missing')\n")
+    out = run_python(
+        "import torch\nfrom attention_kernels import backends, get_backend, attention\n"
+        "q = torch.ones(1, 2, 1, 4)\n"
+        "print(attention(q, q, q, backend='plugged-in').sum().item())\n"
+        "print(get_backend('BAD_PLUGIN').unavailable_reason())\n"
+        "print(len(backends()))",
+        tmp_path,
+    ).splitlines()
+    assert out[0] == "8.0"
+    assert out[1] == "its plug-in failed to load: ImportError: libfoo.so is missing"
+    assert int(out[2]) == len(NAMES) + 2

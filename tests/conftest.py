@@ -1,0 +1,86 @@
+"""Shared fixtures: nothing here downloads, and every checkpoint is made in a temporary folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing may be downloaded
+
+import torch
+from safetensors.torch import save_file
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # workers already use every core
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def demo() -> Any:
+    """The bundled model on the CPU, with the CPU's default backend."""
+    from gpt2_infer import GPT2
+
+    return GPT2.from_pretrained("demo", device="cpu")
+
+
+SaveCheckpoint = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
+    """save(**config): a random transformers GPT-2 in a local folder, as (folder, model)."""
+
+    def save(
+        name: str = "checkpoint", *, tokenizer: bool = True, **fields: Any
+    ) -> tuple[Path, Any]:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 8192}
+        config = GPT2Config(
+            **{
+                **sizes,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                "attn_implementation": "eager",
+                **fields,
+            }
+        )
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+        with torch.no_grad():  # biases and norms start at 0 and 1, where a mistake would not show
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        if tokenizer:
+            demo = Path(__file__).parents[1] / "gpt2_infer" / "demo_model"
+            for file in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+                (folder / file).write_bytes((demo / file).read_bytes())
+        return folder, model
+
+    return save
+
+
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    """Replace a folder's model.safetensors by `change` of its tensors."""
+    from safetensors.torch import load_file
+
+    file = folder / "model.safetensors"
+    tensors = change(load_file(file))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)

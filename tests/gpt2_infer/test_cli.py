@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.cli import build_parser, main
+
+DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main(list(arguments))
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_text_on_stdout_and_report_on_stderr(capsys):
+    status, out, err = run(capsys, *DEMO, "--prompt", "Once upon a time")
+    assert status == 0
+    assert out.startswith("Once upon a time")
+    assert out.count("\n") >= 1
+    for label in (
+        "model  demo",
+        "attention  PYTORCH_SDPA_FLASH_ATTENTION",
+        "device  cpu",
+        "dtype  float32",
+        "mode  recompute",
+        "prompt tokens  ",
+        "new tokens  8, ended by length",
+        "load  ",
+        "warm-up  ",
+        "prefill  ",
+        "generation  ",
+        "speed  ",
+        "peak memory  ",
+    ):
+        assert label in err, label
+
+
+def test_json_for_machines(capsys):
+    status, out, err = run(
+        capsys, *DEMO, "--json", "--prompt", "The", "--prompt", "A", "--kv-cache"
+    )
+    assert status == 0
+    assert not err
+    value = json.loads(out)
+    assert [row["prompt"] for row in value["results"]] == ["The", "A"]
+    assert all(len(row["tokens"]) == 8 for row in value["results"])
+    assert value["report"]["decode_attention"] == "PYTORCH_SDPA_FLASH_ATTENTION"
+    assert value["report"]["mode"] == "kv-cache"
+    assert value["report"]["tokens_per_second"] > 0
+
+
+def test_prompts_from_files_and_standard_input(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffThe dog\n\nThe café\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A cat\n")))
+    arguments = ["--json", "--prompt", "One", "--prompt-file", str(file), "--prompt-file", "-"]
+    status, out, _ = run(capsys, *DEMO, *arguments)
+    assert status == 0
+    prompts = [row["prompt"] for row in json.loads(out)["results"]]
+    assert prompts == ["One", "The dog", "The café", "A cat"]
+
+
+def test_random_weights_are_labelled(capsys):
+    status, _, err = run(capsys, *DEMO, "--random-weights")
+    assert status == 0
+    assert "demo (random weights: the text means nothing)" in err
+
+
+BAD = [
+    (["--backend", "NAIVE_PYTORHC"], ["did you mean NAIVE_PYTORCH?"]),
+    (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
+    (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
+    (["--max-new-tokens", "0"], ["--max-new-tokens must be 1 or more"]),
+    (["--temperature", "-1"], ["temperature must be a number of 0 or more, not -1.0"]),
+    (["--temperature", "nan"], ["temperature must be"]),
+    (["--temperature", "1", "--top-p", "nan"], ["top-p must be"]),
+    (["--temperature", "1", "--top-k", "-3"], ["top-k must be"]),
+    (["--top-k", "3"], ["need a temperature"]),
+    (["--seed", "-1"], ["the seed must be"]),
+    (["--prompt-file", "/no/such/file"], ["/no/such/file cannot be read: No such file"]),
+    (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
+    (["--prompt-file", "{empty}"], ["holds no prompt"]),
+    (["--prompt-file", "{folder}"], ["cannot be read: Is a directory"]),
+    (["--model", "{corrupt}"], ["model.safetensors is truncated or corrupt"]),
+    (["--model", "/no/such/model"], ["there is no folder '/no/such/model'"]),
+    (["--model", "someone/unknown"], ["could not be fetched", "--model demo"]),
+    (["--revision", "main"], ["is a local folder"]),
+    (["--decode-backend", "NAIVE_PYTORCH"], ["--decode-backend is for --kv-cache"]),
+    (["--stop", ""], ["a stop string must not be empty"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_clear_line_and_status_2(
+    arguments, words, capsys, tmp_path, save_checkpoint
+):
+    places = {name: str(tmp_path / name) for name in ("latin1", "empty", "folder")}
+    Path(places["latin1"]).write_bytes(b"caf\xe9")
+    Path(places["empty"]).write_bytes(b"\n \n")
+    Path(places["folder"]).mkdir()
+    if "{corrupt}" in arguments:
+        corrupt, _ = save_checkpoint(vocab_size=8192)
+        (corrupt / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+        places["corrupt"] = str(corrupt)
+        capsys.readouterr()  # transformers' own progress bar
+    status, out, err = run(capsys, *DEMO, *(text.format(**places) for text in arguments))
+    assert status == 2
+    assert not out
+    assert err.startswith("gpt2-infer: error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_no_cuda_device_is_told(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, err = run(capsys, "--model", "demo", "--device", "cuda")
+    assert status == 2
+    assert "no CUDA device" in err
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(LookupError):
+        main([*DEMO, "--debug", "--backend", "nothing"])
+
+
+def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
+    from gpt2_infer import Sampling
+
+    calls = []
+    original = Sampling.choose
+
+    def interrupt(self, logits, uniform):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, logits, uniform)
+
+    monkeypatch.setattr(Sampling, "choose", interrupt)
+    status, out, err = run(capsys, *DEMO, "--prompt", "Once upon")
+    assert status == 130
+    assert len(out.strip()) > len("Once upon")
+    assert "new tokens  3, ended by interrupted" in err
+
+
+def test_backends_lists_every_backend(capsys):
+    from attention_kernels import backends
+
+    status, out, _ = run(capsys, "backends")
+    assert status == 0
+    status, machine, _ = run(capsys, "backends", "--json")
+    assert status == 0
+    rows = {row["name"]: row for row in json.loads(machine)}
+    assert list(rows) == [spec.name for spec in backends()]
+    assert all(name in out for name in rows)
+    assert rows["NAIVE_PYTORCH"]["unavailable"]["cpu"] is None
+    assert rows["PYTORCH_SDPA_EFFICIENT_ATTENTION"]["precisions"]["float32"] == "3xtf32"
+    assert "needs a CUDA device" in out or rows["NAIVE_PYTORCH"]["unavailable"]["cuda"] is None
+
+
+def test_help_needs_no_torch_and_answers_at_once():
+    code = (
+        "import sys\n"
+        "from gpt2_infer.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    status = end.code\n"
+        "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False False"
+    assert time.perf_counter() - started < 10  # generous: what is asserted is that torch stays out
+
+
+def test_python_dash_m_is_the_same_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2_infer", "--prompt-file", "/nope"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_option_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for action in build_parser()._actions:
+        for option in action.option_strings:
+            if option.startswith("--") and option not in ("--help", "--debug"):
+                assert option in readme, option

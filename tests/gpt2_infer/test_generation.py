@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels import UnavailableBackendError, UnsupportedError
+from gpt2_infer import GPT2, RequestError, Sampling, generate, weights
+from gpt2_infer.generation import MODES
+from tests.conftest import DEVICES
+
+PROMPTS = [
+    "Once upon a time",
+    "The",
+    '"I don\'t know," said the old man, and he shut the door of the',
+]
+BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
+
+
+@pytest.fixture(scope="session")
+def theirs():
+    from transformers import AutoModelForCausalLM
+
+    folder = str(weights.find("demo").folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_tokens_equal_transformers_generate(backend, mode, theirs):
+    model = GPT2.from_pretrained("demo", device="cpu", attention=backend)
+    ids = model.tokenizer.encode(PROMPTS[0])
+    expected = theirs.generate(
+        torch.tensor([ids]), max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(ids) :].tolist()
+    got = generate(model, [ids], max_new_tokens=200, mode=mode, ignore_eos=True)
+    assert got.tokens == [expected]
+    assert got.finish_reasons == ["length"]
+    assert got.attention == backend
+    assert len({*expected}) > 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.95, seed=3)])
+def test_a_batch_equals_its_members_alone(sampling, mode, device):
+    model = GPT2.from_pretrained("demo", device=device)
+    together = generate(model, PROMPTS, max_new_tokens=40, mode=mode, sampling=sampling)
+    for row, prompt in enumerate(PROMPTS):
+        own = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + row)
+        alone = generate(model, prompt, max_new_tokens=40, mode=mode, sampling=own)
+        assert together.tokens[row] == alone.tokens[0]
+        assert together.texts[row] == alone.texts[0]
+        assert together.finish_reasons[row] == alone.finish_reasons[0]
+
+
+def test_both_modes_agree(demo):
+    first, second = (generate(demo, PROMPTS, max_new_tokens=60, mode=mode) for mode in MODES)
+    assert first.tokens == second.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_and_devices_agree(mode, demo):
+    model = GPT2.from_pretrained("demo", device="cuda")
+    graphs = generate(model, PROMPTS, max_new_tokens=60, mode=mode)
+    eager = generate(model, PROMPTS, max_new_tokens=60, mode=mode, cuda_graphs=False)
+    assert graphs.cuda_graphs
+    assert not eager.cuda_graphs
+    assert graphs.tokens == eager.tokens == generate(demo, PROMPTS, max_new_tokens=60).tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_new_token_and_a_full_context(mode, save_checkpoint):
+    folder, _ = save_checkpoint(n_positions=32)
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    assert generate(model, [[1, 2]], max_new_tokens=1, mode=mode, ignore_eos=True).new_tokens == 1
+    full = generate(model, [[5] * 31], max_new_tokens=1, mode=mode, ignore_eos=True)
+    assert full.new_tokens == 1
+    full = generate(model, [[5]], max_new_tokens=31, mode=mode, ignore_eos=True)
+    assert full.new_tokens == 31
+    with pytest.raises(RequestError, match=r"2 prompt tokens and 31 new ones.*32 positions"):
+        generate(model, [[5, 5]], max_new_tokens=31, mode=mode)
+
+
+def end_of_text_after(model: GPT2, prompt: str, steps: int) -> GPT2:
+    """The same model, told that the token it produces after `steps` steps ends a text."""
+    import dataclasses
+
+    token = generate(model, prompt, max_new_tokens=steps, ignore_eos=True).tokens[0][-1]
+    model.config = dataclasses.replace(model.config, eos_token_id=(token,))
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_end_of_text_ends_a_row_and_is_not_part_of_it(mode):
+    model = GPT2.from_pretrained("demo", device="cpu")
+    plain = generate(model, PROMPTS[:2], max_new_tokens=30, ignore_eos=True)
+    model = end_of_text_after(model, PROMPTS[0], 12)
+    ended = generate(model, PROMPTS[:2], max_new_tokens=30, mode=mode)
+    for row in range(2):
+        full = plain.tokens[row]
+        eos = model.config.eos_token_id[0]
+        expected = full[: full.index(eos)] if eos in full else full
+        assert ended.tokens[row] == expected
+        assert ended.finish_reasons[row] == ("end-of-text" if eos in full else "length")
+    assert ended.finish_reasons[0] == "end-of-text"
+    ignored = generate(model, PROMPTS[:2], max_new_tokens=30, mode=mode, ignore_eos=True)
+    assert ignored.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_a_stop_string_ends_the_text_before_it(length, demo):
+    full = generate(demo, PROMPTS[0], max_new_tokens=60).texts[0]
+    stop = full[40 : 40 + length]
+    pieces: list[str] = []
+    cut = generate(
+        demo,
+        PROMPTS[0],
+        max_new_tokens=60,
+        stop=["never in the text", stop],
+        on_text=lambda _row, piece: pieces.append(piece),
+    )
+    assert cut.texts[0] == full[: full.index(stop)]
+    assert cut.finish_reasons == ["stop"]
+    assert "".join(pieces) == cut.texts[0]
+    assert cut.new_tokens < 60
+
+
+def test_streamed_text_is_the_text(demo):
+    streamed = ["", "", ""]
+
+    def add(row: int, piece: str) -> None:
+        streamed[row] += piece
+
+    result = generate(demo, PROMPTS, max_new_tokens=30, on_text=add)
+    assert streamed == result.texts
+    assert result.texts == generate(demo, PROMPTS, max_new_tokens=30, ignore_eos=True).texts
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("watched", [True, False])
+def test_ctrl_c_keeps_what_was_generated(mode, watched, demo, monkeypatch):
+    full = generate(demo, PROMPTS[0], max_new_tokens=20, ignore_eos=True).tokens[0]
+    calls = 0
+    original = Sampling.choose
+
+    def interrupt(self, logits, uniform):
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise KeyboardInterrupt
+        return original(self, logits, uniform)
+
+    monkeypatch.setattr(Sampling, "choose", interrupt)
+    cut = generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode, ignore_eos=not watched)
+    warm_up = 1 if mode == "recompute" else 2
+    assert cut.tokens == [full[: 7 - warm_up]]
+    assert cut.finish_reasons == ["interrupted"]
+    calls = 7  # and in the middle of the warm-up
+    assert generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode).tokens == [[]]
+
+
+def test_an_empty_prompt_is_the_start_of_a_document(demo):
+    empty = generate(demo, "", max_new_tokens=10)
+    assert empty.prompts == [[8191]]
+    assert empty.tokens == generate(demo, "<|endoftext|>", max_new_tokens=10).tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompts": [[]]}, "the prompt is empty"),
+        ({"prompts": [[8192]]}, "outside the vocabulary of 8192"),
+        ({"max_new_tokens": 0}, "max-new-tokens must be 1 or more"),
+        ({"max_new_tokens": 1024}, "1024 positions"),
+        ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
+        ({"stop": [""]}, "a stop string must not be empty"),
+    ],
+)
+def test_requests_that_cannot_be_met(arguments, words, demo):
+    with pytest.raises(RequestError, match=words):
+        generate(demo, **({"prompts": "The"} | arguments))
+
+
+def test_backends_are_checked_before_the_work():
+    with pytest.raises(UnavailableBackendError, match="runs on cuda only, not on cpu"):
+        GPT2.from_pretrained("demo", device="cpu", attention="PYTORCH_SDPA_CUDNN_ATTENTION")
+    with pytest.raises(UnavailableBackendError, match="runs on cuda only, not on cpu"):
+        GPT2.from_pretrained(
+            "demo", device="cpu", decode_attention="PYTORCH_SDPA_EFFICIENT_ATTENTION"
+        )
+
+
+def test_a_backend_without_a_decode_kernel_is_told_apart(monkeypatch):
+    from attention_kernels import register, registry
+    from attention_kernels.contract import Kernels
+    from attention_kernels.reference import naive_attention
+
+    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+    register(
+        name="TEST_PREFILL_ONLY",
+        family="test",
+        summary="No decode kernel.",
+        precisions={"float32": "ieee-fp32"},
+    )(lambda: Kernels(naive_attention))
+    model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
+    result = generate(model, "The", max_new_tokens=3, mode="kv-cache")
+    assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", "NAIVE_PYTORCH")
+    model = GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
+    with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
+        generate(model, "The", max_new_tokens=3, mode="kv-cache")

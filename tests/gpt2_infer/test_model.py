@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from gpt2_infer import GPT2, ConfigError, GPT2Config
+from gpt2_infer.model import KVCache
+
+ACTIVATIONS = (
+    "gelu_new",
+    "gelu",
+    "relu",
+    "silu",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "quick_gelu",
+    "tanh",
+)
+BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
+
+
+def random_fields(seed: int) -> dict:
+    draw = random.Random(seed)
+    n_head = draw.choice([1, 2, 3, 4])
+    return {
+        "n_layer": draw.choice([1, 2, 3]),
+        "n_head": n_head,
+        "n_embd": n_head * draw.choice([4, 10, 16, 32]),
+        "n_inner": draw.choice([None, 24, 100]),
+        "n_positions": draw.choice([40, 64]),
+        "vocab_size": draw.choice([50, 131]),
+        "activation_function": ACTIVATIONS[seed % len(ACTIVATIONS)],
+        "layer_norm_epsilon": draw.choice([1e-5, 1e-3, 0.1]),
+        "scale_attn_weights": draw.random() < 0.5,
+        "scale_attn_by_inverse_layer_idx": draw.random() < 0.5,
+        "reorder_and_upcast_attn": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_logits_equal_transformers(seed, save_checkpoint):
+    folder, theirs = save_checkpoint(**random_fields(seed))
+    ours = GPT2.from_pretrained(str(folder), device="cpu", attention=BACKENDS[seed % len(BACKENDS)])
+    tokens = torch.randint(
+        0, ours.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(seed)
+    )
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.01  # a model whose logits are all alike would prove nothing
+    assert (ours(tokens, logits_to_keep=0) - expected).abs().max() < 1e-4
+    assert (ours(tokens) - expected[:, -1:]).abs().max() < 1e-4
+    # And against a cache: a prefill of 7 tokens, then one at a time.
+    cache = KVCache.allocate(ours, 3, 40)
+    logits = [ours(tokens[:, :7], cache=cache)[:, 0]]
+    logits += [ours.decode(tokens[:, i], cache) for i in range(7, 40)]
+    assert (torch.stack(logits, 1) - expected[:, 6:]).abs().max() < 1e-4
+
+
+def test_every_random_field_takes_every_value():
+    drawn = [random_fields(seed) for seed in range(40)]
+    for name in drawn[0]:
+        assert len({fields[name] for fields in drawn}) > 1, name
+    assert {fields["activation_function"] for fields in drawn} == {*ACTIVATIONS}
+
+
+def test_logits_to_keep_is_transformers(save_checkpoint):
+    folder, theirs = save_checkpoint(vocab_size=50)
+    ours = GPT2.from_pretrained(str(folder), device="cpu")
+    tokens = torch.randint(0, 50, (2, 9))
+    for keep in (1, 3, 0, torch.tensor([0, 4, 8])):
+        with torch.no_grad():
+            expected = theirs(tokens, logits_to_keep=keep).logits
+        got = ours(tokens, logits_to_keep=keep)
+        assert got.shape == expected.shape
+        assert torch.allclose(got, expected, atol=1e-4)
+
+
+def test_padding_on_the_right_changes_nothing(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    tokens = torch.randint(0, 50, (3, 12))
+    seqlens = torch.tensor([1, 7, 12])
+    got = model(tokens, seqlens=seqlens)
+    for row, length in enumerate(seqlens.tolist()):
+        alone = model(tokens[row : row + 1, :length])
+        assert torch.allclose(got[row], alone[0], atol=1e-5)
+    with pytest.raises(ValueError, match="logits_to_keep must be 1"):
+        model(tokens, seqlens=seqlens, logits_to_keep=0)
+    with pytest.raises(ValueError, match="65 tokens do not fit n_positions, 64"):
+        model(torch.zeros(1, 65, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("upcast", [False, True])
+def test_half_precision_stays_near_float32(dtype, upcast, save_checkpoint):
+    folder, theirs = save_checkpoint(vocab_size=50, reorder_and_upcast_attn=upcast)
+    model = GPT2.from_pretrained(str(folder), device="cpu", dtype=dtype)
+    tokens = torch.randint(0, 50, (2, 30))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        half = theirs.to(dtype)(tokens).logits.float()
+    error = (model(tokens, logits_to_keep=0).float() - expected).abs().max()
+    assert error <= 2 * (half - expected).abs().max() + 1e-3
+
+
+def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
+    from attention_kernels import BackendSpec
+
+    folder, _ = save_checkpoint(vocab_size=50)
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    seen = []
+    original = BackendSpec.attention
+
+    def spy(self, q, k, v, **options):
+        seen.append((q, k, v))
+        return original(self, q, k, v, **options)
+
+    monkeypatch.setattr(BackendSpec, "attention", spy)
+    model(torch.zeros(2, 5, dtype=torch.long))
+    assert len(seen) == 2
+    for q, k, v in seen:
+        storage = q.untyped_storage().data_ptr()
+        assert storage == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert q.stride() == (5 * 96, 96, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_head": 5}, "n_embd (768) must be a multiple of n_head (5)"),
+        ({"n_layer": 0}, "n_layer must be a positive integer, not 0"),
+        ({"n_embd": "768"}, "n_embd must be a positive integer, not '768'"),
+        ({"add_cross_attention": True}, "add_cross_attention is set"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    ],
+)
+def test_configurations_that_cannot_be_honoured_are_refused_by_name(fields, words):
+    with pytest.raises(ConfigError) as caught:
+        GPT2Config.from_dict(fields)
+    assert words in str(caught.value)
+
+
+def test_an_unknown_activation_is_refused_by_name(save_checkpoint):
+    with pytest.raises(ConfigError, match="activation_function 'wavelet' is not known"):
+        GPT2(GPT2Config(activation_function="wavelet", n_layer=1, n_embd=4, n_head=1))
+
+
+def test_defaults_and_aliases_are_transformers():
+    from transformers import GPT2Config as Theirs
+
+    theirs = Theirs()
+    ours = GPT2Config()
+    for name in vars(ours):
+        expected = getattr(theirs, name)
+        assert getattr(ours, name) == ((expected,) if name == "eos_token_id" else expected), name
+    read = GPT2Config.from_dict(
+        {"hidden_size": 8, "num_attention_heads": 2, "eos_token_id": [1, 2]}
+    )
+    assert (read.n_embd, read.n_head, read.eos_token_id) == (8, 2, (1, 2))
+    assert GPT2Config.from_dict({"eos_token_id": None}).eos_token_id == ()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from gpt2_infer import RequestError, Sampling
+
+logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40)
+
+
+def transformers_probabilities(logits, temperature, top_k, top_p):
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores.softmax(-1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    row=logit_rows,
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, 50),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+)
+def test_the_distribution_is_transformers(row, temperature, top_k, top_p):
+    logits = torch.tensor([row])
+    ours = Sampling(temperature, top_k, top_p).log_weights(logits).softmax(-1)
+    theirs = transformers_probabilities(logits, temperature, top_k, top_p)
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert torch.equal(ours > 0, theirs > 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=logit_rows, top_k=st.integers(0, 10), top_p=st.floats(0.1, 1))
+def test_evenly_spread_uniforms_draw_the_distribution(row, top_k, top_p):
+    """The share of an even grid of uniforms that picks a token is its probability, to one cell."""
+    sampling = Sampling(0.9, top_k, top_p)
+    grid = 2000
+    logits = torch.tensor([row]).expand(grid, -1)
+    uniform = (torch.arange(grid) + 0.5) / grid
+    drawn = torch.bincount(sampling.choose(logits, uniform), minlength=len(row)) / grid
+    expected = sampling.log_weights(logits[:1]).softmax(-1)[0]
+    assert (drawn - expected).abs().max() <= 1.5 / grid
+    assert not drawn[expected == 0].any()
+
+
+@given(row=logit_rows)
+def test_greedy_takes_the_most_likely(row):
+    logits = torch.tensor([row])
+    assert Sampling().choose(logits, torch.zeros(1)).item() == logits.argmax().item()
+
+
+def test_the_ends_of_the_unit_interval():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    sampling = Sampling(1.0)
+    assert sampling.choose(logits, torch.tensor([0.0])).item() == 1
+    assert sampling.choose(logits, torch.tensor([1 - 2**-24])).item() == 3
+
+
+def test_a_row_draws_the_same_whatever_shares_its_batch():
+    three = Sampling(1.0, seed=5).uniforms(3, 7, torch.device("cpu"))
+    assert torch.equal(three[1:2], Sampling(1.0, seed=6).uniforms(1, 7, torch.device("cpu")))
+    assert torch.equal(three[:, :4], Sampling(1.0, seed=5).uniforms(3, 4, torch.device("cpu")))
+    assert three.unique().numel() == 21
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"temperature": math.inf}, "temperature must be"),
+        ({"temperature": 1.0, "top_k": -1}, "top-k must be"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top-p must be"),
+        ({"temperature": 1.0, "top_p": 1.1}, "top-p must be"),
+        ({"temperature": 1.0, "top_p": math.nan}, "top-p must be"),
+        ({"seed": -1}, "the seed must be"),
+        ({"top_k": 5}, "need a temperature above 0"),
+        ({"top_p": 0.5}, "need a temperature above 0"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(fields, words):
+    with pytest.raises(RequestError, match=words):
+        Sampling(**fields)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2_infer import WeightsError, weights
+from gpt2_infer.tokenizer import Tokenizer
+
+DEMO = Tokenizer.load(weights.find("demo").folder)
+GPT2 = Tokenizer.load(weights.find("gpt2", random_weights=True).folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 8191), max_size=30))
+def test_streamed_pieces_join_to_the_whole_text(ids):
+    stream = DEMO.stream()
+    pieces = [stream.feed(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == DEMO.decode(ids)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_survives_and_no_piece_holds_half_a_character(text):
+    ids = DEMO.encode(text)
+    assert DEMO.decode(ids) == text
+    stream = DEMO.stream()
+    pieces = [stream.feed(token) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_that_spans_tokens_comes_out_once():
+    ids = GPT2.encode("a 🦜!")
+    assert len(ids) > 4
+    stream = GPT2.stream()
+    pieces = [stream.feed(token) for token in ids]
+    assert [piece for piece in pieces if piece] == ["a", " 🦜", "!"]
+
+
+def test_gpt2s_own_ids():
+    assert GPT2.encode("Hello, I'm a language model,") == [
+        15496,
+        11,
+        314,
+        1101,
+        257,
+        3303,
+        2746,
+        11,
+    ]
+    assert GPT2.encode("<|endoftext|>") == [50256]
+    assert GPT2.end_of_text == 50256
+    assert DEMO.end_of_text == 8191
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(WeightsError, match="holds no tokenizer that can be read"):
+        Tokenizer.load(tmp_path)

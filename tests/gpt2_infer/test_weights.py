@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt2_infer import GPT2, ConfigError, WeightsError, weights
+from tests.conftest import rewrite
+
+TOKENS = torch.arange(10)[None]
+
+
+def logits(model) -> torch.Tensor:
+    return model(TOKENS, logits_to_keep=0)
+
+
+def load(folder, **options) -> GPT2:
+    return GPT2.from_pretrained(str(folder), device="cpu", **options)
+
+
+def test_sharded_equals_single(save_checkpoint, tmp_path):
+    folder, model = save_checkpoint()
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    (tmp_path / "sharded" / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
+    (tmp_path / "sharded" / "merges.txt").write_bytes((folder / "merges.txt").read_bytes())
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load(tmp_path / "sharded")), logits(load(folder)))
+
+
+def test_an_index_that_names_a_missing_file(save_checkpoint):
+    folder, _ = save_checkpoint()
+    index = {"weight_map": {"wte.weight": "model-1.safetensors", "wpe.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"names files that are not there: model-1\.safetensors"):
+        load(folder)
+
+
+def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
+    folder, _ = save_checkpoint()
+    expected = logits(load(folder))
+
+    def as_published(tensors):
+        bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+        bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+        bare["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+        return bare
+
+    rewrite(folder, as_published)
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_a_second_copy_of_a_tied_head(save_checkpoint):
+    folder, _ = save_checkpoint()
+    expected = logits(load(folder))
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()})
+    assert torch.equal(logits(load(folder)), expected)
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from wte\.weight"):
+        load(folder)
+
+
+def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+
+    def spoil(tensors):
+        del tensors["transformer.h.0.ln_1.weight"]
+        del tensors["transformer.ln_f.bias"]
+        tensors["transformer.h.1.attn.c_attn.weight"] = torch.zeros(32, 95)
+        tensors["transformer.h.0.mlp.c_fc.bias"] = torch.zeros(128, dtype=torch.int8)
+        return tensors | {"score.weight": torch.zeros(2, 32)}
+
+    rewrite(folder, spoil)
+    with pytest.raises(WeightsError) as caught:
+        load(folder)
+    for words in (
+        "missing h.0.ln_1.weight (32,)",
+        "missing ln_f.bias (32,)",
+        "surplus score.weight",
+        "h.1.attn.c_attn.weight is (32, 95) and should be (32, 96)",
+        "h.0.mlp.c_fc.bias is I8",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file(keep, save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is truncated or corrupt"):
+        load(folder)
+
+
+def test_a_corrupt_header(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[8:40] = b"\xff" * 32
+    file.write_bytes(data)
+    with pytest.raises(WeightsError, match="is truncated or corrupt"):
+        load(folder)
+
+
+def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    expected = r"only pytorch_model\.bin.*never from a pickle.*save_pretrained"
+    with pytest.raises(WeightsError, match=expected):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", "{", "cannot be read as JSON"),
+        ("config.json", "[]", "is not a JSON object"),
+        ("vocab.json", "{", "holds no tokenizer that can be read"),
+        ("model.safetensors", None, "holds no weights"),
+    ],
+)
+def test_folders_that_are_incomplete_or_spoiled(file, content, words, save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(WeightsError) as caught:
+        load(folder)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_stored_dtype_becomes_the_dtype_asked_for(stored, dtype, save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    rewrite(folder, lambda tensors: {name: value.to(stored) for name, value in tensors.items()})
+    model = load(folder, dtype=dtype)
+    stored_tensors = load_file(folder / "model.safetensors")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored_tensors[f"transformer.{name}"].to(dtype))
+
+
+def test_float32_weights_on_the_cpu_are_the_files_own_pages(save_checkpoint):
+    """No second copy in host memory: the parameters lie in the mapped file."""
+    folder, _ = save_checkpoint(n_embd=256, vocab_size=8192)
+    model = load(folder)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    mapped = []
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        if "model.safetensors" in line:
+            low, high = (int(part, 16) for part in line.split()[0].split("-"))
+            mapped.append((low, high))
+    assert all(any(low <= address < high for low, high in mapped) for address in addresses)
+
+
+def test_end_of_text_ids_come_from_generation_config(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load(folder).config.eos_token_id == (3, 4)
+
+
+def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, monkeypatch):
+    """The real huggingface_hub code, offline, against a cache folder made here."""
+    from huggingface_hub import constants
+
+    folder, _ = save_checkpoint()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--someone--tiny"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "refs" / "v2").write_text("a" * 40)
+    for file in folder.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    expected = logits(load(folder))
+    assert torch.equal(logits(load("someone/tiny")), expected)
+    assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
+
+
+def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(WeightsError) as caught:
+        load("someone/unknown")
+    text = str(caught.value)
+    assert "someone/unknown could not be fetched" in text
+    assert "--model demo" in text
+    assert "--model FOLDER" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "a/b/c", ""])
+def test_what_is_neither_a_folder_nor_a_hub_id(name):
+    with pytest.raises(WeightsError, match="there is no folder"):
+        load(name)
+
+
+def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    with pytest.raises(WeightsError, match="is a local folder"):
+        load(folder, revision="main")
+
+
+def test_random_weights_of_a_named_size_need_no_download():
+    first = load("distilgpt2", random_weights=True, seed=3)
+    assert first.config.n_layer == 6
+    assert first.config.n_embd == 768
+    assert first.tokenizer.encode("Hello, I'm a language model,") == [
+        15496, 11, 314, 1101, 257, 3303, 2746, 11,
+    ]  # fmt: skip
+    again = load("distilbert/distilgpt2", random_weights=True, seed=3)
+    other = load("distilgpt2", random_weights=True, seed=4)
+    assert torch.equal(first.wte.weight, again.wte.weight)
+    assert not torch.equal(first.wte.weight, other.wte.weight)
+    assert 0.019 < first.wte.weight.std() < 0.021
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("distilgpt2", 81_912_576),
+    ],
+)
+def test_named_sizes_are_the_published_ones(name, parameters):
+    config = weights.named_config(f"openai-community/{name}")
+    with torch.device("meta"):
+        model = GPT2(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_the_demo_model_is_small_and_complete(demo):
+    folder = weights.find("demo").folder
+    assert (folder / "model.safetensors").stat().st_size < 16e6
+    assert {"README.md", "vocab.json", "merges.txt", "config.json"} <= {
+        f.name for f in folder.iterdir()
+    }
+    config = demo.config
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (6, 256, 4, 1024)
+    assert config.vocab_size == 8192
+    assert demo.tokenizer.decode([8191]) == "<|endoftext|>"
+
+
+def test_an_end_of_text_id_that_is_no_id_is_refused(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 1.5}))
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        load(folder)
