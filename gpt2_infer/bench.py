@@ -1,0 +1,125 @@
+"""Measuring: interleaved rounds, and the provenance that makes a number worth keeping."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Samples of each run, taken A B C A B C so that a drift of the machine reaches all alike.
+
+    Each run returns its own figure. The first `warm_up` rounds are not kept.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    with tqdm(total=(rounds + warm_up) * len(runs), unit="run", disable=None) as bar:
+        for index in range(rounds + warm_up):
+            for name, run in runs.items():
+                bar.set_postfix_str(name)
+                figure = run()
+                if index >= warm_up:
+                    samples[name].append(figure)
+                bar.update()
+    return samples
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, software, source and settings of this process, for a results file."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if (status := _git("status", "--porcelain")) is None else bool(status),
+        "source_digest": source_digest(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": gpu_facts(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "precision": {
+            "matmul_allow_tf32": matmul.allow_tf32,
+            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        },
+    }
+
+
+def gpu_facts() -> dict[str, Any] | None:
+    """Name, driver, CUDA version and clocks of the GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    facts: dict[str, Any] = {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
+    query = "driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit"
+    answer = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    if answer:
+        values = [value.strip() for value in answer.splitlines()[0].split(",")]
+        facts |= dict(zip(query.split(","), values, strict=True))
+    return facts
+
+
+def source_digest() -> str:
+    """SHA-256 over both packages' source, so that a result names its code even without git."""
+    digest = hashlib.sha256()
+    for package in ("attention_kernels", "gpt2_infer"):
+        for path in sorted((_ROOT / package).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp"):
+                digest.update(str(path.relative_to(_ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def token_digest(tokens: list[list[int]]) -> str:
+    """SHA-256 of generated tokens: equal digests, equal texts."""
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()
+
+
+def _git(*arguments: str) -> str | None:
+    return _run("git", "-C", str(_ROOT), *arguments)
+
+
+def _run(*command: str) -> str | None:
+    """What a command prints; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"

@@ -1,0 +1,89 @@
+"""Benchmark results as JSON: raw samples and where they come from, checked on write and on read."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt2_infer.errors import GPT2InferError
+
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).parents[1] / "results" / "schema.json"
+
+
+class ResultsError(GPT2InferError):
+    """A results file that cannot be used."""
+
+
+@dataclass
+class Series:
+    """Samples of one thing, in the order of the rounds.
+
+    status "failed" means that its check failed, with the reason: such a series has no samples.
+    """
+
+    name: str
+    labels: dict[str, Any]
+    unit: str
+    samples: list[float] = field(default_factory=list)
+    status: str = "ok"
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The smallest and the largest sample."""
+        return min(self.samples), max(self.samples)
+
+
+@dataclass
+class Results:
+    """One run of one task."""
+
+    task: str
+    provenance: dict[str, Any]
+    settings: dict[str, Any]
+    series: list[Series]
+
+    def write(self, path: Path) -> None:
+        """Validate and write, whole or not at all."""
+        value = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        _validate(value, path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+        os.replace(temporary, path)
+
+
+def read(path: Path) -> Results:
+    """Read and validate; raises ResultsError, in one line, for a file not whole and current."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ResultsError(f"{path} has schema version {version!r}, not {SCHEMA_VERSION}")
+    _validate(value, path)
+    series = [Series(**entry) for entry in value["series"]]
+    return Results(value["task"], value["provenance"], value["settings"], series)
+
+
+def _validate(value: dict[str, Any], path: Path) -> None:
+    import jsonschema
+
+    try:
+        jsonschema.validate(value, json.loads(SCHEMA_FILE.read_text("utf-8")))
+    except jsonschema.ValidationError as error:
+        where = ".".join(map(str, error.absolute_path)) or "the top level"
+        raise ResultsError(f"{path} does not fit the schema at {where}: {error.message}") from error

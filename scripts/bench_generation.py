@@ -1,0 +1,212 @@
+"""Generation end to end, ours beside transformers' generate, in one interleaved run.
+
+    python scripts/bench_generation.py cpu  --out results/<date>_<cpu>_generation.json
+    python scripts/bench_generation.py cuda --out results/<date>_<gpu>_generation.json
+
+cpu: the demo model, 8 prompt tokens and 256 new ones, with and without a cache.
+cuda: GPT-2 small with random weights, float32, 8 to 512 tokens: recompute with each backend that
+takes float32, and a KV cache. Every contender's greedy tokens are compared with those of the first
+before anything is timed; one that differs is recorded as failed. A sample is the wall time of the
+whole call; what our calls spend on warm-up (capturing CUDA graphs) is also told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import GPT2Config as TransformersConfig
+
+from attention_kernels import AttentionError, backends
+from gpt2_infer import GPT2, bench, generate
+from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
+from gpt2_infer.results import Results, Series
+
+PROMPT = [[15496, 11, 314, 1101, 257, 3303, 2746, 11]]  # "Hello, I'm a language model,"
+
+
+@dataclass
+class Contender:
+    """Something that generates: run() returns the tokens and its own split of the time."""
+
+    name: str
+    labels: dict[str, Any]
+    run: Callable[[], tuple[list[list[int]], dict[str, float]]]
+    splits: list[dict[str, float]] = field(default_factory=list)
+
+    def timed(self) -> float:
+        """Wall seconds of one call, device included."""
+        _synchronize()
+        started = time.perf_counter()
+        _, split = self.run()
+        _synchronize()
+        self.splits.append(split)
+        return time.perf_counter() - started
+
+
+def ours(model: GPT2, prompt: list[list[int]], new_tokens: int, mode: Mode) -> Contender:
+    """Our own generate()."""
+
+    def run() -> tuple[list[list[int]], dict[str, float]]:
+        done = generate(model, prompt, max_new_tokens=new_tokens, mode=mode, ignore_eos=True)
+        split = {
+            "warm_up_s": done.warm_up_s,
+            "prefill_s": done.prefill_s,
+            "generation_s": done.generation_s,
+        }
+        return done.tokens, split
+
+    attention = model.attention.name
+    labels = {"program": "gpt2-infer", "mode": mode, "attention": attention}
+    if mode == "kv-cache":
+        labels["decode_attention"] = model.decode_attention.name
+    backend = attention if mode == "recompute" else labels["decode_attention"]
+    return Contender(f"gpt2-infer {mode} {backend}", labels, run)
+
+
+def theirs(model: Any, prompt: list[list[int]], new_tokens: int, mode: Mode) -> Contender:
+    """Transformers' generate(), greedy, with the attention that it chooses itself."""
+    ids = torch.tensor(prompt, device=model.device)
+
+    def run() -> tuple[list[list[int]], dict[str, float]]:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=mode == "kv-cache",
+            pad_token_id=0,
+        )
+        return out[:, ids.shape[1] :].tolist(), {}
+
+    labels = {
+        "program": "transformers",
+        "mode": mode,
+        "attention": model.config._attn_implementation,
+    }
+    return Contender(f"transformers {mode}", labels, run)
+
+
+def cpu_contenders() -> tuple[list[Contender], dict[str, Any]]:
+    """The demo model on the CPU."""
+    from gpt2_infer.weights import find
+
+    new_tokens = 256
+    model = GPT2.from_pretrained("demo", device="cpu")
+    prompt = [[449, 1973, 355, 751, 258, 661, 12, 290]]
+    reference = AutoModelForCausalLM.from_pretrained(str(find("demo").folder), dtype=torch.float32)
+    reference.eval()
+    contenders = []
+    for mode in MODES:
+        contenders += [
+            theirs(reference, prompt, new_tokens, mode),
+            ours(model, prompt, new_tokens, mode),
+        ]
+    settings = {"model": "demo", "dtype": "float32", "prompt_tokens": len(prompt[0])}
+    return contenders, settings | {"new_tokens": new_tokens}
+
+
+def cuda_contenders() -> tuple[list[Contender], dict[str, Any]]:
+    """GPT-2 small with random weights on the GPU, 8 to 512 tokens."""
+    new_tokens = 504
+    first = GPT2.from_pretrained("gpt2", random_weights=True, device="cuda")
+    # The same random weights, in transformers' model.
+    reference = AutoModelForCausalLM.from_config(TransformersConfig())
+    reference.load_state_dict(
+        {f"transformer.{name}": value for name, value in first.state_dict().items()}
+        | {"lm_head.weight": first.wte.weight}
+    )
+    reference = reference.to("cuda").eval()
+    contenders = []
+    for spec in backends():
+        if spec.unavailable_reason("cuda") or "float32" not in spec.precisions:
+            continue
+        try:
+            model = GPT2.from_pretrained(
+                "gpt2", random_weights=True, device="cuda", attention=spec.name
+            )
+        except AttentionError as error:
+            print(f"{spec.name} left out: {error}")
+            continue
+        contenders.append(ours(model, PROMPT, new_tokens, "recompute"))
+        if spec.has_decode("cuda"):
+            contenders.append(ours(model, PROMPT, new_tokens, "kv-cache"))
+    contenders += [theirs(reference, PROMPT, new_tokens, mode) for mode in MODES]
+    settings = {"model": "gpt2, random weights, seed 0", "dtype": "float32", "prompt_tokens": 8}
+    settings |= {"new_tokens": new_tokens, "graph_length_step": GRAPH_LENGTH_STEP}
+    return contenders, settings
+
+
+def main() -> None:
+    """Check, time, write, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--rounds", type=int, default=5, help="kept, after one that is not")
+    arguments = parser.parse_args()
+
+    contenders, settings = cpu_contenders() if arguments.device == "cpu" else cuda_contenders()
+    expected, _ = contenders[0].run()
+    good, series = [], {}
+    for contender in contenders:
+        tokens, _ = contender.run()
+        result = Series(contender.name, contender.labels, "s")
+        result.facts["token_digest"] = bench.token_digest(tokens)
+        series[contender.name] = result
+        if tokens == expected:
+            good.append(contender)
+        else:
+            pairs = enumerate(zip(tokens[0], expected[0], strict=True))
+            at = next(i for i, (got, wanted) in pairs if got != wanted)
+            result.status, result.reason = "failed", f"its greedy tokens differ from token {at} on"
+    samples = bench.interleave({c.name: c.timed for c in good}, rounds=arguments.rounds)
+    for contender in good:
+        result = series[contender.name]
+        result.samples = [round(sample, 6) for sample in samples[contender.name]]
+        kept = contender.splits[-arguments.rounds :]
+        for key in kept[0]:
+            result.facts[key] = [round(split[key], 6) for split in kept]
+    results = Results(
+        f"generation-{arguments.device}",
+        bench.provenance(),
+        settings | {"rounds": arguments.rounds},
+        list(series.values()),
+    )
+    results.write(arguments.out)
+    print(format_table(results))
+
+
+def format_table(results: Results) -> str:
+    """Median and spread of each series; tokens per second by the whole call and without warm-up."""
+    new_tokens = results.settings["new_tokens"]
+    lines = [f"{'':52} {'call, s':>24} {'tok/s':>8} {'generation, s':>14} {'tok/s':>8}"]
+    for series in results.series:
+        if series.status == "failed":
+            lines.append(f"{series.name:52} FAILED: {series.reason}")
+            continue
+        low, high = series.spread
+        line = f"{series.name:52} {series.median:9.3f} ({low:.3f} .. {high:.3f})"
+        line += f" {new_tokens / series.median:8.1f}"
+        if generation := sorted(series.facts.get("generation_s", [])):
+            median = generation[len(generation) // 2]
+            line += f" {median:14.3f} {new_tokens / median:8.1f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
