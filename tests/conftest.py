@@ -75,9 +75,19 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
     return save
 
 
-def rewrite(
-    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the test registers is forgotten after it."""
+    from attention_kernels import backends, registry
+
+    backends()  # discover first: what is found once must not be found into the copy
+    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     """Replace a folder's model.safetensors by `change` of its tensors."""
     from safetensors.torch import load_file
 

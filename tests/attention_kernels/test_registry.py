@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attention_kernels
-from attention_kernels import UnknownBackendError, backends, get_backend, register, registry
+from attention_kernels import UnknownBackendError, backends, get_backend, register
 from attention_kernels.contract import Kernels
 
 NAMES = [spec.name for spec in backends()]
@@ -18,11 +18,6 @@ FIELDS = {
     "summary": "A backend of a test.",
     "precisions": {"float32": "ieee-fp32"},
 }
-
-
-@pytest.fixture
-def clean_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
 
 
 def test_the_case_studys_names_exist():

@@ -192,12 +192,11 @@ def test_backends_are_checked_before_the_work():
         )
 
 
-def test_a_backend_without_a_decode_kernel_is_told_apart(monkeypatch):
-    from attention_kernels import register, registry
+def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
+    from attention_kernels import register
     from attention_kernels.contract import Kernels
     from attention_kernels.reference import naive_attention
 
-    monkeypatch.setattr(registry, "_specs", dict(registry._specs))
     register(
         name="TEST_PREFILL_ONLY",
         family="test",
