@@ -62,12 +62,15 @@ def ours(model: GPT2, prompt: list[list[int]], new_tokens: int, mode: Mode) -> C
         }
         return done.tokens, split
 
-    attention = model.attention.name
-    labels = {"program": "gpt2-infer", "mode": mode, "attention": attention}
-    if mode == "kv-cache":
-        labels["decode_attention"] = model.decode_attention.name
-    backend = attention if mode == "recompute" else labels["decode_attention"]
-    return Contender(f"gpt2-infer {mode} {backend}", labels, run)
+    backend = model.attention if mode == "recompute" else model.decode_attention
+    labels = {
+        "program": "gpt2-infer",
+        "mode": mode,
+        "attention": model.attention.name,
+        "decode_attention": backend.name if mode == "kv-cache" else None,
+        "precision": backend.precisions["float32"],
+    }
+    return Contender(f"gpt2-infer {mode} {backend.name}", labels, run)
 
 
 def theirs(model: Any, prompt: list[list[int]], new_tokens: int, mode: Mode) -> Contender:
@@ -90,6 +93,9 @@ def theirs(model: Any, prompt: list[list[int]], new_tokens: int, mode: Mode) -> 
         "program": "transformers",
         "mode": mode,
         "attention": model.config._attn_implementation,
+        "decode_attention": None,
+        # What SDPA chooses for float32: its CPU kernel, or the memory-efficient one on CUDA.
+        "precision": "3xtf32" if model.device.type == "cuda" else "ieee-fp32",
     }
     return Contender(f"transformers {mode}", labels, run)
 
