@@ -46,7 +46,7 @@ def generation_table(path: Path, results: Results) -> str:
         f"transformers {provenance['packages']['transformers']}; medians of {settings['rounds']} "
         f"interleaved rounds ([{path.name}](results/{path.name})):",
         "",
-        "| program, mode | attention | precision | s (min .. max) | tokens/s | × transformers |",
+        "| program, mode | attention | precision | s (min .. max) | tokens/s | vs transformers |",
         "|---|---|---|---|---|---|",
     ]
     for series in results.series:
