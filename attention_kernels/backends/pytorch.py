@@ -26,14 +26,19 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: boo
     return (weights @ v).transpose(1, 2).contiguous()
 
 
-def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor]:
+def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
     """How many cache positions to look at, and which each row sees: (batch, 1, 1, positions).
 
-    On the CPU the lengths can be read for nothing, so unused positions are not visited. On a GPU
-    reading them would stall the host and break graph capture: the whole cache is visited and
-    masked.
+    On the CPU the lengths can be read for nothing: positions that no row uses are not visited, and
+    rows of one length need no mask. On a GPU reading them would stall the host and break graph
+    capture: the whole cache is visited and masked.
     """
-    positions = int(seqlens.max()) if seqlens.device.type == "cpu" else k_cache.shape[1]
+    positions = k_cache.shape[1]
+    if seqlens.device.type == "cpu":
+        lengths = seqlens.tolist()
+        positions = max(lengths)
+        if min(lengths) == positions:
+            return positions, None
     return positions, torch.arange(positions, device=seqlens.device) < seqlens[:, None, None, None]
 
 
@@ -43,7 +48,7 @@ def _naive_decode(
     positions, visible = _visible(k_cache, seqlens)
     k, v = k_cache[:, :positions].transpose(1, 2), v_cache[:, :positions].transpose(1, 2)
     scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
-    if q.shape[0] > 1 or q.device.type != "cpu":  # one row alone has no padding to hide
+    if visible is not None:
         scores.masked_fill_(~visible, -torch.inf)
     return (torch.softmax(scores, dim=3) @ v).transpose(1, 2)
 
