@@ -70,6 +70,7 @@ class BackendSpec:
     emulated_on: tuple[str, ...] = ()
     needs_contiguous: bool = False
     cuda_graphs: bool = True
+    _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -154,7 +155,29 @@ class BackendSpec:
 
     def load(self) -> Kernels:
         """The kernels, compiled or imported on first use; raises UnavailableBackendError."""
-        return _load(self)
+        if torch.compiler.is_compiling() or not self._kernels:
+            self._load()
+        return self._kernels[0]
+
+    def _load(self) -> bool:
+        with _lock:
+            if not self._kernels:
+                reason = self.unavailable_reason()
+                if reason:
+                    raise UnavailableBackendError(self.name, reason)
+                try:
+                    self._kernels.append(self.loader())
+                except AttentionError:
+                    raise
+                except Exception as error:
+                    raise UnavailableBackendError(
+                        self.name, f"{type(error).__name__}: {error}"
+                    ) from error
+        return True
+
+    # torch.compile runs it as it is and traces none of it. This is what assume_constant_result()
+    # does after its import of torch._dynamo, which takes a second.
+    _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def attention(
         self,
@@ -297,9 +320,13 @@ def default_backend(device_type: str) -> BackendSpec:
     )
 
 
-def default_decode_backend() -> BackendSpec:
-    """What decodes where the attention backend has no decode kernel and none is named."""
-    return get_backend("NAIVE_PYTORCH")
+def default_decode_backend(device_type: str) -> BackendSpec:
+    """What decodes where no backend is named, or the one named has no decode kernel.
+
+    On CUDA plain matrix-vector products: for one query per row, the fused kernels put each head on
+    one multiprocessor and leave the rest idle. On the CPU torch's own flash kernel.
+    """
+    return get_backend("NAIVE_PYTORCH" if device_type == "cuda" else "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
 @functools.cache
@@ -345,16 +372,3 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # a parent package that is missing or half-installed
         return False
-
-
-@functools.cache
-def _load(spec: BackendSpec) -> Kernels:
-    reason = spec.unavailable_reason()
-    if reason:
-        raise UnavailableBackendError(spec.name, reason)
-    try:
-        return spec.loader()
-    except AttentionError:
-        raise
-    except Exception as error:
-        raise UnavailableBackendError(spec.name, f"{type(error).__name__}: {error}") from error

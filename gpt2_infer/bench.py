@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -43,8 +44,9 @@ def provenance() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "commit": _git("rev-parse", "HEAD"),
+        "command": " ".join(["python", *(_without_folder(word) for word in sys.argv)]),
+        # A copy of the source without .git, as on a machine for one run, is told its commit.
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
         "dirty": None if (status := _git("status", "--porcelain")) is None else bool(status),
         "source_digest": source_digest(),
         "python": platform.python_version(),
@@ -94,6 +96,11 @@ def source_digest() -> str:
 def token_digest(tokens: list[list[int]]) -> str:
     """SHA-256 of generated tokens: equal digests, equal texts."""
     return hashlib.sha256(repr(tokens).encode()).hexdigest()
+
+
+def _without_folder(word: str) -> str:
+    """Absolute paths say where somebody's files are, not what was run."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def _git(*arguments: str) -> str | None:

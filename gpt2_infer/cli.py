@@ -55,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--decode-backend",
         metavar="NAME",
-        help="attention backend for decoding with --kv-cache "
-        "(default: --backend where it has a decode kernel, else NAIVE_PYTORCH)",
+        help="attention backend for decoding with --kv-cache (default: a named --backend where it "
+        "has a decode kernel, else NAIVE_PYTORCH on cuda and PYTORCH_SDPA_FLASH_ATTENTION on cpu)",
     )
     model.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"

@@ -181,8 +181,8 @@ class GPT2(nn.Module):
     """GPT-2 for inference.
 
     attention: a backend name, None for the device's documented default. decode_attention: the
-    backend that decodes with a KV cache; None takes `attention` where it has a decode kernel, else
-    the documented default.
+    backend that decodes with a KV cache; None takes a named `attention` where it has a decode
+    kernel, else the device's documented default.
     """
 
     def __init__(
@@ -237,11 +237,9 @@ class GPT2(nn.Module):
         """The backend that decodes one token against a cache."""
         if self._decode_name is not None:
             return get_backend(self._decode_name)
-        return (
-            self.attention
-            if self.attention.has_decode(self.device.type)
-            else default_decode_backend()
-        )
+        if self._attention_name is not None and self.attention.has_decode(self.device.type):
+            return self.attention
+        return default_decode_backend(self.device.type)
 
     def blocks(self) -> Iterable[Block]:
         """The transformer's blocks, first to last."""

@@ -13,7 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from gpt2_infer.results import SCHEMA_FILE, Results, Series, read
+from gpt2_infer.results import SCHEMA_FILE, Results, read
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -35,7 +35,10 @@ def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
 
 
 def generation_table(path: Path, results: Results) -> str:
-    """Generation end to end beside transformers; a ratio only within a mode and precision class."""
+    """Generation end to end beside transformers.
+
+    A ratio is of whole calls, warm-up included, and only within a mode and precision class.
+    """
     settings, provenance = results.settings, results.provenance
     new_tokens = settings["new_tokens"]
     gpu = provenance["gpu"]
@@ -46,8 +49,9 @@ def generation_table(path: Path, results: Results) -> str:
         f"transformers {provenance['packages']['transformers']}; medians of {settings['rounds']} "
         f"interleaved rounds ([{path.name}](results/{path.name})):",
         "",
-        "| program, mode | attention | precision | s (min .. max) | tokens/s | vs transformers |",
-        "|---|---|---|---|---|---|",
+        "| program, mode | attention | precision | call, s (min .. max) | vs transformers "
+        "| after warm-up, s | tokens/s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for series in results.series:
         labels = series.labels
@@ -55,25 +59,20 @@ def generation_table(path: Path, results: Results) -> str:
         attention = labels["decode_attention"] or labels["attention"]
         start = f"| {program} | `{attention}` | {labels['precision']} |"
         if series.status == "failed":
-            lines.append(f"{start} failed: {series.reason} | | |")
+            lines.append(f"{start} failed: {series.reason} | | | |")
             continue
-        samples = seconds(series)
-        median = statistics.median(samples)
         ratio = ""
         for other in results.series:
             same = all(other.labels[key] == labels[key] for key in ("mode", "precision"))
             if same and other.labels["program"] == "transformers" and other.status == "ok":
-                ratio = f"{statistics.median(seconds(other)) / median:.2f}"
+                ratio = f"{other.median / series.median:.2f}"
+        low, high = series.spread
+        generation = statistics.median(series.facts.get("generation_s", series.samples))
         lines.append(
-            f"{start} {median:.3f} ({min(samples):.3f} .. {max(samples):.3f}) "
-            f"| {new_tokens / median:.0f} | {ratio} |"
+            f"{start} {series.median:.3f} ({low:.3f} .. {high:.3f}) | {ratio} "
+            f"| {generation:.3f} | {new_tokens / generation:.0f} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def seconds(series: Series) -> list[float]:
-    """From the start of generation to its last token: without capturing graphs, where we do."""
-    return series.facts.get("generation_s") or series.samples
 
 
 TABLES = {"generation-cpu": generation_table, "generation-cuda": generation_table}

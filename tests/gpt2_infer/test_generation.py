@@ -203,9 +203,10 @@ def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
         summary="No decode kernel.",
         precisions={"float32": "ieee-fp32"},
     )(lambda: Kernels(naive_attention))
+    DECODES = "PYTORCH_SDPA_FLASH_ATTENTION"
     model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
     result = generate(model, "The", max_new_tokens=3, mode="kv-cache")
-    assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", "NAIVE_PYTORCH")
+    assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", DECODES)
     model = GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
     with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
         generate(model, "The", max_new_tokens=3, mode="kv-cache")
