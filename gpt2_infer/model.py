@@ -72,9 +72,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """x: (..., in_features) -> (..., out_features); gelu applies GELU's tanh form to it."""
         rows = x.reshape(-1, x.shape[-1])
-        if _onednn_is_faster(rows):
+        if _has_onednn(rows) and rows.shape[0] >= ONEDNN_MIN_ROWS:
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            y = torch.ops.mkldnn._linear_pointwise(rows, self.weight.t(), self.bias, kind, [], form)
+            y = _linear_onednn(rows, self.weight.t(), self.bias, kind, [], form)
         else:
             if x.device.type == "cpu":
                 y = torch.addmm(self.bias, rows, self.weight)
@@ -86,21 +86,21 @@ class Linear(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x W + b to residual, which may be written over, and return the sum."""
         rows, into = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
-        if _onednn_is_faster(rows):
-            into = torch.ops.mkldnn._linear_pointwise.binary(
-                rows, into, self.weight.t(), self.bias, "add"
-            )
+        if _has_onednn(rows) and rows.shape[0] >= ONEDNN_MIN_ROWS:
+            into = _linear_onednn.binary(rows, into, self.weight.t(), self.bias, "add")
         else:
             into.add_(self.bias).addmm_(rows, self.weight)
         return into.view(residual.shape)
 
 
-def _onednn_is_faster(rows: Tensor) -> bool:
+# torch.compile's own entry to oneDNN: a dense weight, transposed or not, and an epilogue.
+_linear_onednn = torch.ops.mkldnn._linear_pointwise
+ONEDNN_MIN_ROWS = 8
+
+
+def _has_onednn(x: Tensor) -> bool:
     return (
-        rows.device.type == "cpu"
-        and rows.dtype == torch.float32
-        and rows.shape[0] >= 8
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
 
 
@@ -314,8 +314,10 @@ class GPT2(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.ln_f(x)
-        head = self.wte if self.lm_head is None else self.lm_head
-        return F.linear(x, head.weight)
+        weight = (self.wte if self.lm_head is None else self.lm_head).weight
+        if _has_onednn(x):  # whose product with one row uses every core; MKL's uses one
+            return cast("Tensor", _linear_onednn(x, weight, None, "none", [], ""))
+        return F.linear(x, weight)
 
 
 def check_backend(
