@@ -97,7 +97,7 @@ class Linear(nn.Module):
         return into.view(residual.shape)
 
     def _few_rows(self, rows: Tensor) -> Tensor:
-        """x W on the CPU, on two cores: MKL's product with one row uses one."""
+        """Rows times W on the CPU, on two cores: MKL's product with one row uses one."""
         half = rows.shape[1] // 2
         if rows.shape[0] > 1 or rows.shape[1] % 2 or torch.get_num_threads() == 1:
             return torch.mm(rows, self.weight)
