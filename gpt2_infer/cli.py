@@ -280,8 +280,6 @@ def make_report(
     """What ran and how long it took, in the order in which it is printed."""
     import torch
 
-    from gpt2_infer.generation import GRAPH_LENGTH_STEP
-
     if model.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(model.device)})"
         memory = torch.cuda.max_memory_allocated(model.device)
@@ -301,7 +299,7 @@ def make_report(
         "dtype": str(model.dtype).removeprefix("torch."),
         "mode": result.mode,
         "cuda_graphs": result.cuda_graphs,
-        "graph_length_step": GRAPH_LENGTH_STEP,
+        "length_step": result.length_step,
         "prompt_tokens": [len(row) for row in result.prompts],
         "new_tokens": [len(row) for row in result.tokens],
         "finish_reasons": result.finish_reasons,
@@ -330,8 +328,8 @@ def format_report(report: dict[str, Any]) -> str:
     how = report["mode"]
     if report["cuda_graphs"]:
         how += ", CUDA graphs"
-        if report["mode"] == "recompute":
-            how += f" (lengths rounded up to multiples of {report['graph_length_step']})"
+    if report["length_step"] > 1:
+        how += f", lengths rounded up to multiples of {report['length_step']}"
     lines = [
         ("model", report["model"]),
         (

@@ -27,9 +27,11 @@ Mode = Literal["recompute", "kv-cache"]
 FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
 MODES: tuple[Mode, ...] = ("recompute", "kv-cache")
 
-# Recompute under CUDA graphs runs at lengths rounded up to a multiple of this, one graph for each:
-# under the causal mask, padding on the right cannot change an earlier position.
+# Recompute runs at lengths rounded up to a multiple of these: under the causal mask, padding on the
+# right cannot change an earlier position. CUDA: a captured graph for each multiple. CPU: oneDNN
+# keeps about 2 MB of code and buffers for each length that it has multiplied.
 GRAPH_LENGTH_STEP = 32
+CPU_LENGTH_STEP = 16
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Generation:
     prompts, tokens: ids per row; tokens are the new ones only, without the end-of-text token that
     ended them.
     texts: the new text per row, cut before a stop string; empty without a tokenizer.
+    length_step: recompute ran at lengths rounded up to multiples of it.
     warm_up_s: loading kernels and capturing graphs. prefill_s: from the start to the first new
     token.
     generation_s: from the start to the last new token, prefill included.
@@ -51,6 +54,7 @@ class Generation:
     attention: str
     decode_attention: str | None
     cuda_graphs: bool
+    length_step: int
     warm_up_s: float
     prefill_s: float
     generation_s: float
@@ -157,6 +161,7 @@ def generate(
         attention=model.attention.name,
         decode_attention=model.decode_attention.name if mode == "kv-cache" else None,
         cuda_graphs=use_graphs,
+        length_step=loop.length_step if mode == "recompute" else 1,
         warm_up_s=warm_up_s,
         prefill_s=prefill_s,
         generation_s=generation_s,
@@ -250,7 +255,9 @@ class _Loop:
         self.device = model.device
         self.longest = max(map(len, prompts))
         self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
-        self.capacity = min(_round_up(self.last_length + 1), model.config.n_positions)
+        step = GRAPH_LENGTH_STEP if use_graphs else CPU_LENGTH_STEP
+        self.length_step = step if use_graphs or self.device.type == "cpu" else 1
+        self.capacity = min(self.rounded(self.last_length + 1), model.config.n_positions)
         padded = [row + [0] * (self.capacity - len(row)) for row in prompts]
         self.tokens = torch.tensor(padded, dtype=torch.long, device=self.device)
         self.prompt_lengths = torch.tensor([len(row) for row in prompts], device=self.device)
@@ -281,6 +288,9 @@ class _Loop:
         self.tokens[self.rows, self.lengths] = self.newest
         self.lengths += 1
 
+    def rounded(self, length: int) -> int:
+        return -(-length // self.length_step) * self.length_step
+
     def reset(self) -> None:
         self.lengths.copy_(self.prompt_lengths)
 
@@ -300,7 +310,7 @@ class _Recompute(_Loop):
     def warm_up(self) -> None:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if not self.use_graphs:
-            self.run(self.longest)
+            self.run(self.padded(self.longest))
             self.reset()
             return
         lengths = sorted(
@@ -308,23 +318,23 @@ class _Recompute(_Loop):
         )
         # The longest first: the shorter ones then fit in the memory that it took.
         for length in reversed(lengths):
-            body = functools.partial(self.run, length, padded=True)
+            body = functools.partial(self.run, length)
             body()
             first = next(iter(self.graphs.values()), None)
             self.graphs[length] = self.capture(body, shared_with=first)
             self.reset()
 
     def padded(self, length: int) -> int:
-        return min(_round_up(length), self.capacity)
+        return min(self.rounded(length), self.capacity)
 
-    def run(self, length: int, *, padded: bool = False) -> None:
-        seqlens = None if self.same_length and not padded else self.lengths
+    def run(self, length: int) -> None:
+        seqlens = None if self.same_length and self.length_step == 1 else self.lengths
         self.accept(self.model(self.tokens[:, :length], seqlens=seqlens)[:, 0])
 
     def step(self, index: int) -> None:
-        length = self.longest + index
+        length = self.padded(self.longest + index)
         if self.use_graphs:
-            self.graphs[self.padded(length)].replay()
+            self.graphs[length].replay()
         else:
             self.run(length)
 
@@ -479,7 +489,3 @@ class _Marks:
 
 def _event(*, timing: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
-
-
-def _round_up(length: int) -> int:
-    return -(-length // GRAPH_LENGTH_STEP) * GRAPH_LENGTH_STEP
