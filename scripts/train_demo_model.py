@@ -83,9 +83,7 @@ def clean(document: str) -> list[str]:
         is_heading = not re.search(r"[a-z]", paragraph) or lines[-1][-1].isalnum()
         if not is_heading and len(lines) < 3:
             line = re.sub(r"\s+", " ", " ".join(lines))
-            # British speech opens with one; within a sentence not every one is speech ('tis, 'em).
-            line = re.sub(r"(^|[\s(]|--)'(?=[A-Z])", r'\1"', line)
-            line = re.sub(r"(?<=[,;.!?] )'(?!(?:tis|twas|twill|em|cause|un|im|er)\b)", '"', line)
+            line = re.sub(r"(^|[\s(]|--)'(?=[A-Z])", r'\1"', line)  # British speech opens with one
             line = re.sub(r"(?<=[.,!?;-])'(?=\s|$|--)", '"', line)
             chapters[-1].append(line)
     return ["\n\n".join(chapter) for chapter in chapters if sum(map(len, chapter)) > 400]
@@ -275,7 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
     )
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=96, help="sequences per step")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
