@@ -1,0 +1,44 @@
+// The contract between a kernel's version file and the rest of the project. No torch header here.
+//
+// A version file defines exactly two functions in `namespace attention::ATTENTION_VERSION`:
+//
+//   int64_t scratch_floats(const Params& params);                     // floats of scratch that launch() needs
+//   cudaError_t launch(const Params& params, cudaStream_t stream);    // enqueues the work, nothing else
+//
+// launch() never allocates, synchronizes, prints, exits or copies from the host. A head_dim it has no kernel for, or
+// more shared memory than the device has, is returned as the cudaError_t it is; the caller turns it into an exception.
+
+#pragma once
+
+#include <cstdint>
+
+namespace attention {
+
+// Distances between neighbours, in elements. The stride of head_dim is 1: binding.cpp checks it.
+struct Strides {
+  int64_t batch;
+  int64_t seqlen;
+  int64_t head;
+};
+
+// q, k, v and o are (batch, seqlen, num_heads, head_dim); seqlen_q == seqlen_k. With is_causal, query i sees the keys
+// 0..i. The element type is the ladder's: float for fp32/.
+struct Params {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* o;
+  float* scratch;  // scratch_floats(params) floats, uninitialised; null where none are asked for
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides o_strides;
+  int batch;
+  int seqlen;
+  int num_heads;
+  int head_dim;
+  float softmax_scale;
+  bool is_causal;
+};
+
+}  // namespace attention

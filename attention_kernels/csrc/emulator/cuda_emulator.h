@@ -1,0 +1,463 @@
+// CUDA for g++, as far as the attention kernels use it: with -x c++ -std=c++17
+// -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. This file spells CUDA;
+// block_runner.h runs the threads. It is there to find wrong kernels, not to be fast.
+//
+// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file: with -I for this folder, a
+// kernel's own `#include <cuda_fp16.h>` finds them. An mma.h (nvcuda::wmma) has its place there
+// too: a fragment is one lane's part, and attention::emulator::wait_for_warp() brings the warp
+// together.
+//
+// Environment, read at each launch:
+//   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...
+//   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
+//   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order in which threads run
+//   ATTENTION_EMULATOR_POISON   hexadecimal word that shared memory holds at first
+//
+// Limits. Barriers must be reached as CUDA's documentation says, not merely as hardware forgives. A
+// shuffle orders memory accesses here, which CUDA does not promise. A thread that spins until
+// another writes spins for ever. There is no inline PTX. A library of emulated kernels must have no
+// thread_local of its own, not from a static C++ library either (see StaticShared).
+
+#pragma once
+
+#include <cassert>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <tuple>
+#include <type_traits>
+
+#include "block_runner.h"
+
+#pragma GCC visibility push(hidden)
+
+// ---- Qualifiers and built-in variables ----------------------------------------------------------
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __shared__ static thread_local  // one OS thread runs one block at a time
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+#define threadIdx (::attention::emulator::this_fiber().thread_idx)
+#define blockIdx (::attention::emulator::this_fiber().runner->block_idx)
+#define blockDim (::attention::emulator::this_fiber().runner->launch->block)
+#define gridDim (::attention::emulator::this_fiber().runner->launch->grid)
+constexpr int warpSize = 32;
+
+#define ATTENTION_DYNAMIC_SHARED(type, name) \
+  type* const name =                         \
+      reinterpret_cast<type*>(::attention::emulator::this_fiber().runner->dynamic_shared())
+
+#define CUDART_INF_F (std::numeric_limits<float>::infinity())
+#define CUDART_NAN_F (std::numeric_limits<float>::quiet_NaN())
+#define CUDART_INF (std::numeric_limits<double>::infinity())
+
+#ifndef NDEBUG
+#undef assert
+#define assert(condition) \
+  ((condition) ? void() : ::attention::emulator::assertion_failed(#condition, __FILE__, __LINE__))
+#endif
+
+// ---- Vector types -------------------------------------------------------------------------------
+
+#define ATTENTION_EMULATOR_VECTORS(name, type)                                           \
+  struct name##1 { type x; };                                                            \
+  struct alignas(2 * sizeof(type)) name##2 { type x, y; };                               \
+  struct alignas(sizeof(type) < 4 ? 4 * sizeof(type) : 16) name##4 { type x, y, z, w; }; \
+  constexpr name##1 make_##name##1(type x) { return {x}; }                               \
+  constexpr name##2 make_##name##2(type x, type y) { return {x, y}; }                    \
+  constexpr name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
+
+ATTENTION_EMULATOR_VECTORS(char, signed char)
+ATTENTION_EMULATOR_VECTORS(uchar, unsigned char)
+ATTENTION_EMULATOR_VECTORS(short, short)
+ATTENTION_EMULATOR_VECTORS(ushort, unsigned short)
+ATTENTION_EMULATOR_VECTORS(int, int)
+ATTENTION_EMULATOR_VECTORS(uint, unsigned)
+ATTENTION_EMULATOR_VECTORS(longlong, long long)
+ATTENTION_EMULATOR_VECTORS(ulonglong, unsigned long long)
+ATTENTION_EMULATOR_VECTORS(float, float)
+ATTENTION_EMULATOR_VECTORS(double, double)
+
+struct int3 {
+  int x, y, z;
+};
+struct float3 {
+  float x, y, z;
+};
+constexpr int3 make_int3(int x, int y, int z) { return {x, y, z}; }
+constexpr uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
+
+// ---- Waiting for others -------------------------------------------------------------------------
+
+namespace attention::emulator {
+
+// The caller's source line, as a default argument of the function that is called.
+#define ATTENTION_EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+#define ATTENTION_EMULATOR_INLINE __attribute__((always_inline)) inline
+
+ATTENTION_EMULATOR_INLINE unsigned wait_for_block(bool predicate, const char* name,
+                                                  const char* file, int line) {
+  Fiber& self = this_fiber();
+  Fiber* const to = self.runner->arrive_at_barrier(predicate, name, file, line);
+  if (to != &self) switch_context(self, *to);
+  return self.runner->barrier_votes;
+}
+
+ATTENTION_EMULATOR_INLINE uint64_t wait_for_warp(WarpOp op, unsigned mask, uint64_t value,
+                                                 unsigned source, const Site& site) {
+  Fiber& self = this_fiber();
+  Fiber* const to = self.runner->arrive_in_warp(op, mask, value, source, &site);
+  if (to != &self) switch_context(self, *to);
+  return self.runner->warp->result[self.thread % kWarpSize];
+}
+
+// source(lane, first lane of its segment of `width` lanes) is the lane to read from.
+template <typename T, typename Source>
+ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Site& site,
+                                    Source source) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+  Fiber& self = this_fiber();
+  if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
+    self.runner->record(cudaErrorLaunchFailure,
+                        site.text() + ": width is not a power of two up to 32");
+    self.runner->abandon();
+  }
+  const int lane = static_cast<int>(self.thread % kWarpSize);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = wait_for_warp(WarpOp::kShuffle, mask, bits, source(lane, lane & -width), site);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+// Ends the launch, or outside of kernels the process.
+[[noreturn]] inline void assertion_failed(const char* condition, const char* file, int line) {
+  const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  if (BlockRunner* const runner = Runners::instance().of(stack_pointer)) {
+    runner->record(cudaErrorAssert, Site{"assert", file, line}.text() + ": " + condition);
+    runner->abandon();
+  }
+  std::fprintf(stderr, "%s:%d: assertion failed: %s\n", file, line, condition);
+  std::abort();
+}
+
+}  // namespace attention::emulator
+
+ATTENTION_EMULATOR_INLINE void __syncthreads(ATTENTION_EMULATOR_SITE) {
+  attention::emulator::wait_for_block(false, "__syncthreads", file, line);
+}
+ATTENTION_EMULATOR_INLINE int __syncthreads_count(int predicate, ATTENTION_EMULATOR_SITE) {
+  return static_cast<int>(
+      attention::emulator::wait_for_block(predicate != 0, "__syncthreads_count", file, line));
+}
+ATTENTION_EMULATOR_INLINE int __syncthreads_or(int predicate, ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::wait_for_block(predicate != 0, "__syncthreads_or", file, line) != 0;
+}
+ATTENTION_EMULATOR_INLINE int __syncthreads_and(int predicate, ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::wait_for_block(predicate == 0, "__syncthreads_and", file, line) == 0;
+}
+
+ATTENTION_EMULATOR_INLINE void __syncwarp(unsigned mask = ~0u, ATTENTION_EMULATOR_SITE) {
+  attention::emulator::wait_for_warp(attention::emulator::WarpOp::kSync, mask, 0, 0,
+                                     {"__syncwarp", file, line});
+}
+ATTENTION_EMULATOR_INLINE unsigned __ballot_sync(unsigned mask, int predicate,
+                                                 ATTENTION_EMULATOR_SITE) {
+  return static_cast<unsigned>(attention::emulator::wait_for_warp(
+      attention::emulator::WarpOp::kVote, mask, predicate != 0, 0, {"__ballot_sync", file, line}));
+}
+ATTENTION_EMULATOR_INLINE int __any_sync(unsigned mask, int predicate, ATTENTION_EMULATOR_SITE) {
+  return __ballot_sync(mask, predicate, file, line) != 0;
+}
+ATTENTION_EMULATOR_INLINE int __all_sync(unsigned mask, int predicate, ATTENTION_EMULATOR_SITE) {
+  return __ballot_sync(mask, !predicate, file, line) == 0;
+}
+inline unsigned __activemask() {
+  const auto& fiber = attention::emulator::this_fiber();
+  const auto& warp = fiber.runner->warps[fiber.thread / 32];
+  return warp.exists & ~warp.done;
+}
+
+template <typename T>
+ATTENTION_EMULATOR_INLINE T __shfl_sync(unsigned mask, T value, int source, int width = 32,
+                                        ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::shuffle(
+      mask, value, width, {"__shfl_sync", file, line},
+      [&](int, int first) { return first + (source & (width - 1)); });
+}
+template <typename T>
+ATTENTION_EMULATOR_INLINE T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                                           ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::shuffle(
+      mask, value, width, {"__shfl_up_sync", file, line}, [&](int lane, int first) {
+        return delta > unsigned(lane - first) ? lane : lane - int(delta);
+      });
+}
+template <typename T>
+ATTENTION_EMULATOR_INLINE T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                                             ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::shuffle(
+      mask, value, width, {"__shfl_down_sync", file, line}, [&](int lane, int first) {
+        return delta >= unsigned(first + width - lane) ? lane : lane + int(delta);
+      });
+}
+template <typename T>
+ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
+                                            ATTENTION_EMULATOR_SITE) {
+  return attention::emulator::shuffle(
+      mask, value, width, {"__shfl_xor_sync", file, line}, [&](int lane, int first) {
+        return unsigned(lane ^ lane_mask) >= unsigned(first + width) ? lane : lane ^ lane_mask;
+      });
+}
+
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence_block() { __threadfence(); }
+[[noreturn]] inline void __trap() {
+  attention::emulator::BlockRunner& runner = *attention::emulator::this_fiber().runner;
+  runner.record(cudaErrorLaunchFailure, "__trap()");
+  runner.abandon();
+}
+
+// ---- Memory -------------------------------------------------------------------------------------
+
+// Loads and stores that only differ in what they leave in which cache.
+#define ATTENTION_EMULATOR_ACCESS(load, store)          \
+  template <typename T>                                 \
+  T load(const T* address) {                            \
+    return *address;                                    \
+  }                                                     \
+  template <typename T>                                 \
+  void store(T* address, std::common_type_t<T> value) { \
+    *address = value;                                   \
+  }
+ATTENTION_EMULATOR_ACCESS(__ldg, __stwb)
+ATTENTION_EMULATOR_ACCESS(__ldcg, __stcg)
+ATTENTION_EMULATOR_ACCESS(__ldcs, __stcs)
+#undef ATTENTION_EMULATOR_ACCESS
+
+namespace attention::emulator {
+
+// Blocks run on several OS threads, so an atomic is one. Returns the value before.
+template <typename T, typename Function>
+T atomic_update(T* address, Function function) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  typedef Bits __attribute__((may_alias)) Word;
+  auto* const word = reinterpret_cast<Word*>(address);
+  Bits before = __atomic_load_n(word, __ATOMIC_RELAXED);
+  for (;;) {
+    T old_value;
+    std::memcpy(&old_value, &before, sizeof(T));
+    const T new_value = function(old_value);
+    Bits after;
+    std::memcpy(&after, &new_value, sizeof(T));
+    if (__atomic_compare_exchange_n(word, &before, after, false, __ATOMIC_RELAXED,
+                                    __ATOMIC_RELAXED))
+      return old_value;
+  }
+}
+
+}  // namespace attention::emulator
+
+#define ATTENTION_EMULATOR_ATOMIC(name, expression)                                             \
+  template <typename T>                                                                         \
+  T name(T* address, std::common_type_t<T> value) {                                             \
+    return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }); \
+  }
+ATTENTION_EMULATOR_ATOMIC(atomicAdd, old + value)
+ATTENTION_EMULATOR_ATOMIC(atomicSub, old - value)
+ATTENTION_EMULATOR_ATOMIC(atomicMax, old < value ? value : old)
+ATTENTION_EMULATOR_ATOMIC(atomicMin, value < old ? value : old)
+ATTENTION_EMULATOR_ATOMIC(atomicAnd, old& value)
+ATTENTION_EMULATOR_ATOMIC(atomicOr, old | value)
+ATTENTION_EMULATOR_ATOMIC(atomicXor, old ^ value)
+ATTENTION_EMULATOR_ATOMIC(atomicExch, (void(old), value))
+#undef ATTENTION_EMULATOR_ATOMIC
+
+template <typename T>
+T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
+  return attention::emulator::atomic_update(address,
+                                            [&](T old) { return old == expected ? value : old; });
+}
+
+// ---- Arithmetic ---------------------------------------------------------------------------------
+
+template <typename A, typename B, typename T = std::common_type_t<A, B>>
+constexpr std::enable_if_t<std::is_arithmetic_v<T>, T> min(A a, B b) {
+  if constexpr (std::is_floating_point_v<T>) return __builtin_fmin(T(a), T(b));
+  return T(b) < T(a) ? T(b) : T(a);
+}
+template <typename A, typename B, typename T = std::common_type_t<A, B>>
+constexpr std::enable_if_t<std::is_arithmetic_v<T>, T> max(A a, B b) {
+  if constexpr (std::is_floating_point_v<T>) return __builtin_fmax(T(a), T(b));
+  return T(a) < T(b) ? T(b) : T(a);
+}
+
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+inline float fdividef(float x, float y) { return x / y; }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return 1.0f / std::sqrt(x); }
+
+// The fast approximations are their accurate selves. Macros, because <math.h> declares some of
+// these names.
+#define __expf expf
+#define __exp2f exp2f
+#define __exp10f exp10f
+#define __logf logf
+#define __log2f log2f
+#define __log10f log10f
+#define __powf powf
+#define __sinf sinf
+#define __cosf cosf
+#define __tanf tanf
+
+namespace attention::emulator {
+template <typename To, typename From>
+To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+}  // namespace attention::emulator
+
+inline int __float_as_int(float x) { return attention::emulator::bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return attention::emulator::bit_cast<unsigned>(x); }
+inline float __int_as_float(int x) { return attention::emulator::bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return attention::emulator::bit_cast<float>(x); }
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+inline int __float2int_rz(float x) { return static_cast<int>(x); }
+inline float __int2float_rn(int x) { return static_cast<float>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+
+// ---- The runtime --------------------------------------------------------------------------------
+
+using cudaStream_t =
+    struct CUstream_st*;  // work is done when a launch returns; the stream does not matter
+
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+
+enum cudaDeviceAttr {
+  cudaDevAttrMaxThreadsPerBlock = 1,
+  cudaDevAttrMaxSharedMemoryPerBlock = 8,
+  cudaDevAttrWarpSize = 10,
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+
+inline const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+#define X(name, code, text) \
+  case name:                \
+    return #name;
+    ATTENTION_EMULATOR_ERRORS(X)
+#undef X
+  }
+  return "unrecognized error code";
+}
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+#define X(name, code, text) \
+  case name:                \
+    return text;
+    ATTENTION_EMULATOR_ERRORS(X)
+#undef X
+  }
+  return "unrecognized error code";
+}
+
+// Every call returns its own error; none is left for later.
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  const attention::emulator::Device device = attention::emulator::Device::emulated();
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = 48 * 1024;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 8;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = device.arch / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = device.arch % 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(device.shared_limit);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return device.shared_limit == 0 ? cudaErrorInvalidDevice : cudaSuccess;
+}
+
+template <typename Function>
+cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute attribute, int value) {
+  const size_t limit = attention::emulator::Device::emulated().shared_limit;
+  const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize ||
+                    (value >= 0 && size_t(value) <= limit);
+  return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+namespace attention {
+
+// Found before libm's by the kernels, which live in this namespace: g++ calls those instead of
+// compiling them inline.
+inline float fmaxf(float x, float y) { return x < y || x != x ? y : x; }
+inline float fminf(float x, float y) { return y < x || x != x ? y : x; }
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
+                          cudaStream_t /*stream*/, Arguments... arguments) {
+  const auto call =
+      std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
+  const auto body = [](const void* data) {
+    const auto& [function, parameters] = *static_cast<decltype(call)*>(data);
+    std::apply(function, parameters);
+  };
+  return emulator::run_launch({grid, block, smem_bytes, body, &call});
+}
+
+}  // namespace attention
+
+#pragma GCC visibility pop

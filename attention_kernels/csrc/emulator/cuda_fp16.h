@@ -1,0 +1,145 @@
+// __half, __nv_bfloat16 and their pairs, as far as attention kernels use them. Every operation is
+// done in float and rounded once, to the nearest even: for + - * / that is exactly what the 16-bit
+// operation gives.
+
+#pragma once
+
+#include "cuda_emulator.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+struct HalfFormat {
+#if defined(__FLT16_MAX__)
+  using Native = _Float16;
+#else
+  using Native = __fp16;  // aarch64 before g++ 13
+#endif
+  static uint16_t encode(float value) { return bit_cast<uint16_t>(static_cast<Native>(value)); }
+  static float decode(uint16_t bits) { return static_cast<float>(bit_cast<Native>(bits)); }
+};
+
+struct BFloat16Format {
+  static uint16_t encode(float value) {
+    const auto bits = bit_cast<uint32_t>(value);
+    if (value != value) return 0x7fff;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static float decode(uint16_t bits) { return bit_cast<float>(uint32_t{bits} << 16); }
+};
+
+// Trivial, so that it can be __shared__ and moved by shuffles.
+template <typename Format>
+struct Float16 {
+  uint16_t bits;
+
+  Float16() = default;
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
+  Float16(T value) : bits(Format::encode(static_cast<float>(value))) {}
+  operator float() const { return Format::decode(bits); }
+
+  // Templates' friends, so that a mixture of this and float is not ambiguous: it is float.
+#define ATTENTION_EMULATOR_OPERATOR(op)                                             \
+  friend Float16 operator op(Float16 a, Float16 b) { return float(a) op float(b); } \
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>       \
+  friend auto operator op(Float16 a, T b) {                                         \
+    return float(a) op b;                                                           \
+  }                                                                                 \
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>       \
+  friend auto operator op(T a, Float16 b) {                                         \
+    return a op float(b);                                                           \
+  }                                                                                 \
+  Float16& operator op## = (Float16 b) { return *this = *this op b; }
+  ATTENTION_EMULATOR_OPERATOR(+)
+  ATTENTION_EMULATOR_OPERATOR(-)
+  ATTENTION_EMULATOR_OPERATOR(*)
+  ATTENTION_EMULATOR_OPERATOR(/)
+#undef ATTENTION_EMULATOR_OPERATOR
+  friend Float16 operator-(Float16 a) { return -float(a); }
+};
+
+template <typename Format>
+struct alignas(4) Float16x2 {
+  Float16<Format> x, y;
+
+  friend Float16x2 operator+(Float16x2 a, Float16x2 b) { return {a.x + b.x, a.y + b.y}; }
+  friend Float16x2 operator-(Float16x2 a, Float16x2 b) { return {a.x - b.x, a.y - b.y}; }
+  friend Float16x2 operator*(Float16x2 a, Float16x2 b) { return {a.x * b.x, a.y * b.y}; }
+  friend Float16x2 operator/(Float16x2 a, Float16x2 b) { return {a.x / b.x, a.y / b.y}; }
+};
+
+}  // namespace attention::emulator
+
+using __half = attention::emulator::Float16<attention::emulator::HalfFormat>;
+using __half2 = attention::emulator::Float16x2<attention::emulator::HalfFormat>;
+using __nv_bfloat16 = attention::emulator::Float16<attention::emulator::BFloat16Format>;
+using __nv_bfloat162 = attention::emulator::Float16x2<attention::emulator::BFloat16Format>;
+using half = __half;
+using half2 = __half2;
+using nv_bfloat16 = __nv_bfloat16;
+using nv_bfloat162 = __nv_bfloat162;
+
+// The conversions, whose names differ by type.
+#define ATTENTION_EMULATOR_CONVERSIONS(type, type2, name, name2)          \
+  inline type __float2##name(float x) { return x; }                       \
+  inline type __float2##name##_rn(float x) { return x; }                  \
+  inline type __double2##name(double x) { return static_cast<float>(x); } \
+  inline float __##name##2float(type x) { return x; }                     \
+  inline type2 __float2##name2##_rn(float x) { return {x, x}; }           \
+  inline type2 __floats2##name2##_rn(float x, float y) { return {x, y}; } \
+  inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }     \
+  inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }        \
+  inline type2 __##name##2##name2(type x) { return {x, x}; }              \
+  inline unsigned short __##name##_as_ushort(type x) { return x.bits; }   \
+  inline type __ushort_as_##name(unsigned short x) {                      \
+    return attention::emulator::bit_cast<type>(x);                        \
+  }
+ATTENTION_EMULATOR_CONVERSIONS(__half, __half2, half, half2)
+ATTENTION_EMULATOR_CONVERSIONS(__nv_bfloat16, __nv_bfloat162, bfloat16, bfloat162)
+#undef ATTENTION_EMULATOR_CONVERSIONS
+
+inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
+inline __half2 make_half2(__half x, __half y) { return {x, y}; }
+inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+
+// The functions, whose names do not.
+#define ATTENTION_EMULATOR_BINARY(name, expression)                                                \
+  template <typename Format>                                                                       \
+  auto __h##name(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b) { \
+    return expression;                                                                             \
+  }                                                                                                \
+  template <typename Format>                                                                       \
+  attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> a,    \
+                                                      attention::emulator::Float16x2<Format> b) {  \
+    return {__h##name(a.x, b.x), __h##name(a.y, b.y)};                                             \
+  }
+ATTENTION_EMULATOR_BINARY(add, a + b)
+ATTENTION_EMULATOR_BINARY(sub, a - b)
+ATTENTION_EMULATOR_BINARY(mul, a* b)
+ATTENTION_EMULATOR_BINARY(max, attention::emulator::Float16<Format>(std::fmax(float(a), float(b))))
+ATTENTION_EMULATOR_BINARY(min, attention::emulator::Float16<Format>(std::fmin(float(a), float(b))))
+#undef ATTENTION_EMULATOR_BINARY
+
+template <typename Format>
+auto __hfma(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
+            attention::emulator::Float16<Format> c) {
+  return attention::emulator::Float16<Format>(std::fma(double(a), double(b), double(c)));
+}
+template <typename Format>
+attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Format> a,
+                                               attention::emulator::Float16x2<Format> b,
+                                               attention::emulator::Float16x2<Format> c) {
+  return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+template <typename Format>
+float __low2float(attention::emulator::Float16x2<Format> v) {
+  return v.x;
+}
+template <typename Format>
+float __high2float(attention::emulator::Float16x2<Format> v) {
+  return v.y;
+}
+
+#pragma GCC visibility pop
