@@ -9,7 +9,6 @@ kernel is compiled, no optional module is imported and no CUDA context is create
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -329,10 +328,18 @@ def default_decode_backend(device_type: str) -> BackendSpec:
     return get_backend("NAIVE_PYTORCH" if device_type == "cuda" else "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
-@functools.cache
+_discovered: bool | None = False  # None while it is under way
+
+
 def _discover() -> None:
     """Import every module of attention_kernels.backends, then every plug-in, once."""
+    global _discovered  # noqa: PLW0603 (a functools.cache stops torch.compile)
+    if _discovered:
+        return
     with _lock:
+        if _discovered is not False:  # another thread was first, or a plug-in asks while it loads
+            return
+        _discovered = None
         package = importlib.import_module("attention_kernels.backends")
         for module in sorted(
             pkgutil.iter_modules(package.__path__), key=lambda m: m.name != "pytorch"
@@ -341,12 +348,10 @@ def _discover() -> None:
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             try:
                 entry_point.load()
-            except (
-                Exception
-            ) as error:  # a broken plug-in must not break the others; it is listed with its reason
-                _register_broken(
-                    entry_point.name, f"its plug-in failed to load: {type(error).__name__}: {error}"
-                )
+            except Exception as error:  # a broken plug-in is listed and breaks no other
+                reason = f"its plug-in failed to load: {type(error).__name__}: {error}"
+                _register_broken(entry_point.name, reason)
+        _discovered = True
 
 
 def _register_broken(entry_point: str, reason: str) -> None:

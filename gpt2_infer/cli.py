@@ -135,6 +135,17 @@ def build_parser() -> argparse.ArgumentParser:
     backends.add_argument("--json", action="store_true", help="a JSON list")
     backends.add_argument("--debug", action="store_true", help="show the traceback of an error")
     backends.set_defaults(run=_backends)
+    kernels = commands.add_parser(
+        "kernels",
+        help="registers, spills, shared memory and occupancy of every version; no GPU needed",
+    )
+    kernels.add_argument(
+        "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
+    )
+    kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
+    kernels.add_argument("--json", action="store_true", help="a JSON list")
+    kernels.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    kernels.set_defaults(run=_kernels)
     return parser
 
 
@@ -390,6 +401,22 @@ def _backends(arguments: argparse.Namespace) -> int:
         if not here:
             reasons = [row["unavailable"][device] for device in row["devices"]]
             print(f"{indent}{'; '.join(dict.fromkeys(reasons))}")
+    return 0
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    import dataclasses
+
+    from attention_kernels import resources
+    from attention_kernels.build import versions
+
+    rows = resources.resource_table(
+        versions(), arguments.arch or resources.ARCHS, arguments.head_dim
+    )
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        print(resources.format_table(rows))
     return 0
 
 

@@ -56,7 +56,8 @@ def test_any_other_text_is_refused_with_the_list(text):
 
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_one_wrong_letter_names_the_right_backend(name, data):
-    at = data.draw(st.integers(0, len(name) - 1))
+    # In a version's number any digit may be the wrong one: there, no name is nearer than others.
+    at = data.draw(st.integers(0, len(name.rstrip("0123456789")) - 1))
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(name[:at] + "%" + name[at + 1 :])
     assert name in caught.value.nearest

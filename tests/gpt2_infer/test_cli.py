@@ -200,3 +200,23 @@ def test_every_option_is_in_the_readme():
         for option in action.option_strings:
             if option.startswith("--") and option not in ("--help", "--debug"):
                 assert option in readme, option
+
+
+def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
+    from attention_kernels import get_backend
+
+    reason = get_backend("CUSTOM_CUDA_VERSION_12").unavailable_reason("cpu")
+    if reason:
+        pytest.skip(reason)
+    arguments = [*DEMO, "--prompt", "The king", "--backend"]
+    status, emulated, err = run(capsys, *arguments, "custom-cuda-version-12")
+    assert status == 0
+    assert "CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in err
+    assert "timing  none" in err
+    assert "tokens/s" not in err
+    _, plain, _ = run(capsys, *arguments, "NAIVE_PYTORCH")
+    assert emulated == plain
+    _, out, _ = run(capsys, *arguments, "custom-cuda-version-12", "--json")
+    report = json.loads(out)["report"]
+    assert report["emulated"] is True
+    assert "tokens_per_second" not in report

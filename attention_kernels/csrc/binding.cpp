@@ -1,0 +1,192 @@
+// The one file with torch headers: it registers a version's launch() as
+// attention_kernels::ATTENTION_OP, for CUDA or, with ATTENTION_EMULATOR, for the CPU. The op's
+// schema and its fake kernel are in Python. Macros that the build sets:
+//
+//   ATTENTION_VERSION     the version's namespace, e.g. v07
+//   ATTENTION_OP          the op's name; ATTENTION_VERSION where it is not set
+//   ATTENTION_DTYPE       float32, float16 or bfloat16; float32 where it is not set
+//   ATTENTION_CONTIGUOUS  the kernel ignores the strides of q, k and v
+//   ATTENTION_POISON      output and scratch are NaN before the launch, so that what nobody writes
+//                         shows; the emulator does so always
+//
+// It does all that a version's launch() does not: checks, allocation, the device guard, the current
+// stream, and exceptions for errors.
+
+// The stable interface of torch 2.10: later ones keep it.
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
+#ifndef ATTENTION_EMULATOR
+#define USE_CUDA  // declares aoti_torch_get_current_cuda_stream()
+#endif
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <climits>
+#include <cstring>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "attention.h"
+#ifdef ATTENTION_EMULATOR
+#include "emulator/cuda_emulator.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#ifndef ATTENTION_OP
+#define ATTENTION_OP ATTENTION_VERSION
+#endif
+#ifndef ATTENTION_DTYPE
+#define ATTENTION_DTYPE float32
+#endif
+#define ATTENTION_TEXT_(token) #token
+#define ATTENTION_TEXT(token) ATTENTION_TEXT_(token)
+#define ATTENTION_JOIN_(a, b) a##b
+#define ATTENTION_JOIN(a, b) ATTENTION_JOIN_(a, b)
+
+namespace attention {
+
+namespace ATTENTION_VERSION {
+int64_t scratch_floats(const Params& params);
+cudaError_t launch(const Params& params, cudaStream_t stream);
+}  // namespace ATTENTION_VERSION
+
+namespace {
+
+using torch::stable::Tensor;
+
+// Kernels load 16 bytes at a time.
+constexpr int64_t kAlignment = 16;
+
+[[noreturn]] void fail(const std::string& complaint) {
+  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_OP) ": " + complaint);
+}
+
+int32_t dtype_of(const Tensor& tensor) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+void check_input(const char* name, const Tensor& tensor, const Tensor& q) {
+  const auto check = [&](bool holds, const char* complaint) {
+    if (!holds) fail(std::string(name) + " must " + complaint);
+  };
+  check(tensor.dim() == 4, "be (batch, seqlen, num_heads, head_dim)");
+  for (int i = 0; i < 4; ++i) check(tensor.size(i) == q.size(i), "have the shape of q");
+  check(dtype_of(tensor) == ATTENTION_JOIN(aoti_torch_dtype_, ATTENTION_DTYPE)(),
+        "be " ATTENTION_TEXT(ATTENTION_DTYPE));
+#ifdef ATTENTION_EMULATOR
+  check(tensor.is_cpu(), "be on the CPU");
+#else
+  check(tensor.is_cuda(), "be on a CUDA device");
+#endif
+  check(tensor.get_device_index() == q.get_device_index(), "be on the device of q");
+  check(tensor.size(3) <= 1 || tensor.stride(3) == 1, "have a last stride of 1");
+#ifdef ATTENTION_CONTIGUOUS
+  check(tensor.is_contiguous(), "be contiguous");
+#endif
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+  for (int i = 0; i < 3; ++i)
+    aligned &= tensor.size(i) <= 1 || tensor.stride(i) * element % kAlignment == 0;
+  check(aligned, "begin at a multiple of 16 bytes, and so must its rows");
+}
+
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
+  int64_t strides[4];
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
+  int32_t device_type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                  strides, dtype, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// All bits set is a NaN in every floating-point type.
+void poison([[maybe_unused]] const Tensor& tensor, [[maybe_unused]] cudaStream_t stream) {
+#if defined(ATTENTION_EMULATOR)
+  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * tensor.element_size());
+#elif defined(ATTENTION_POISON)
+  const cudaError_t error = cudaMemsetAsync(tensor.mutable_data_ptr(), 0xff,
+                                            tensor.numel() * tensor.element_size(), stream);
+  if (error != cudaSuccess) fail(cudaGetErrorString(error));
+#endif
+}
+
+Strides strides_of(const Tensor& tensor) {
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
+  check_input("q", q, q);
+  check_input("k", k, q);
+  check_input("v", v, q);
+  if (q.size(0) > INT_MAX || q.size(1) > INT_MAX || q.size(0) * q.size(2) > INT_MAX)
+    fail("q is too large");
+
+#ifdef ATTENTION_EMULATOR
+  const cudaStream_t stream = nullptr;
+#else
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  void* current_stream;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &current_stream));
+  const auto stream = static_cast<cudaStream_t>(current_stream);
+#endif
+
+  const Tensor o = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, dtype_of(q), q);
+  if (o.numel() == 0) return o;
+  Params params{};
+  params.q = q.const_data_ptr();
+  params.k = k.const_data_ptr();
+  params.v = v.const_data_ptr();
+  params.o = o.mutable_data_ptr();
+  params.q_strides = strides_of(q);
+  params.k_strides = strides_of(k);
+  params.v_strides = strides_of(v);
+  params.o_strides = strides_of(o);
+  params.batch = static_cast<int>(q.size(0));
+  params.seqlen = static_cast<int>(q.size(1));
+  params.num_heads = static_cast<int>(q.size(2));
+  params.head_dim = static_cast<int>(q.size(3));
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.is_causal = is_causal;
+  poison(o, stream);
+
+  // Freed on return, while the kernel may still run: the allocator gives it to later work on this
+  // stream only.
+  std::optional<Tensor> scratch;
+  if (const int64_t floats = ATTENTION_VERSION::scratch_floats(params); floats > 0) {
+    scratch = empty({floats}, aoti_torch_dtype_float32(), q);
+    params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
+    poison(*scratch, stream);
+  }
+
+  const cudaError_t error = ATTENTION_VERSION::launch(params, stream);
+  if (error != cudaSuccess) {
+    std::string complaint = std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error);
+#ifdef ATTENTION_EMULATOR
+    if (const std::string reason = emulator::last_error(); !reason.empty())
+      complaint += ": " + reason;
+#endif
+    fail(complaint);
+  }
+  return o;
+}
+
+}  // namespace
+}  // namespace attention
+
+#ifdef ATTENTION_EMULATOR
+STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
+#else
+STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
+#endif
+  library.impl(ATTENTION_TEXT(ATTENTION_OP), TORCH_BOX(&attention::run));
+}

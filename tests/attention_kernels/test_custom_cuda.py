@@ -1,0 +1,437 @@
+"""The float32 ladder: the same suite on the GPU and, from the same source, in the CPU emulator."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    backends,
+    build,
+    get_backend,
+)
+from attention_kernels.backends import custom_cuda
+from attention_kernels.conformance import Case, cases, future_leaks, run_case
+from tests.conftest import DEVICES
+
+NAMES = [spec.name for spec in backends() if spec.family == "custom-cuda"]
+STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
+CONTIGUOUS = [name for name in NAMES if get_backend(name).needs_contiguous]
+HEAD_DIMS = (32, 64, 128)
+NEGATIVE = Path(__file__).parent / "negative"
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_every_version = pytest.mark.parametrize("name", NAMES)
+
+
+def usable(name: str, device: str) -> BackendSpec:
+    spec = get_backend(name)
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    return spec
+
+
+def ready_op(name: str, device: str):
+    usable(name, device)
+    custom_cuda.load_op(name, device)
+    op = f"v{int(name.rsplit('_', 1)[1]):02d}"
+    return getattr(torch.ops.attention_kernels, op).default
+
+
+def spec_of(version: build.VersionHeader) -> BackendSpec:
+    """A backend of a version file that is in no ladder."""
+    name = f"TEST_{version.op.upper()}"
+    return BackendSpec(
+        name=name,
+        family="test",
+        summary="A version file of a test.",
+        loader=lambda: custom_cuda.kernels(name, version),
+        precisions={"float32": "ieee-fp32"},
+        needs_contiguous=version.layout == "contiguous",
+    )
+
+
+# Right results
+
+
+def test_the_ladder_is_the_files():
+    files = build.version_files(custom_cuda.FOLDER)
+    assert [f"CUSTOM_CUDA_VERSION_{int(file.name[1:3])}" for file in files] == NAMES
+    assert len(files) >= 12
+    for name in NAMES:
+        spec = get_backend(name)
+        assert dict(spec.precisions) == {"float32": "ieee-fp32"}
+        assert spec.head_dims == HEAD_DIMS
+        assert spec.emulated_on == ("cpu",)
+        assert (name in STRIDED) == (int(name.rsplit("_", 1)[1]) >= 11)
+
+
+@on_every_device
+@for_every_version
+def test_conformance(name, device):
+    spec = usable(name, device)
+    failed = [str(case) for case in cases(HEAD_DIMS) if not run_case(spec, case, device).passed]
+    assert not failed
+
+
+@on_every_device
+@for_every_version
+def test_the_future_does_not_change_the_past(name, device):
+    spec = usable(name, device)
+    for cut in (1, 41, 64, 99):
+        assert not future_leaks(spec, Case(100, 64), device, cut)
+
+
+@on_every_device
+@for_every_version
+def test_other_seeds_and_shapes(name, device):
+    spec = usable(name, device)
+    for seed, (seqlen, batch, num_heads) in enumerate([(47, 3, 5), (48, 2, 1), (49, 1, 12)]):
+        for is_causal in (True, False):
+            case = Case(
+                seqlen, 64, batch=batch, num_heads=num_heads, is_causal=is_causal, seed=seed
+            )
+            assert run_case(spec, case, device).passed, case
+
+
+@for_every_version
+def test_neither_the_order_of_threads_nor_unwritten_memory_matters(name, monkeypatch):
+    """A race or a read of what nobody wrote would show as a difference between these runs."""
+    spec = usable(name, "cpu")
+    inputs = [Case(70, head_dim).inputs("cpu") for head_dim in HEAD_DIMS]
+    expected = [spec.attention(*qkv) for qkv in inputs]
+    for variable, value in (
+        ("ATTENTION_EMULATOR_ORDER", "reverse"),
+        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
+        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
+        ("ATTENTION_EMULATOR_THREADS", "1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            for qkv, o in zip(inputs, expected, strict=True):
+                assert torch.equal(spec.attention(*qkv), o), (variable, value)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_views_need_no_copy(name, device, monkeypatch):
+    spec = usable(name, device)
+    monkeypatch.setattr("attention_kernels.contract.contiguous", None)
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 50, 64, device=device).transpose(1, 2)  # heads before positions
+    k = torch.randn(2, 1, 3, 64, device=device).expand(2, 50, 3, 64)  # one key for all
+    v = torch.randn(4, 60, 3, 4 * 64, device=device)[1:3, 7:57, :, 64:128]
+    o = spec.attention(q, k, v)
+    expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(o, expected)
+    assert o.is_contiguous()
+
+
+# Part of torch
+
+
+@on_every_device
+@for_every_version
+def test_opcheck(name, device):
+    op = ready_op(name, device)
+    q, k, v = (x.contiguous() for x in Case(33, 32, batch=2).inputs(device))
+    torch.library.opcheck(op, (q, k, v, 0.2, True))
+
+
+@on_every_device
+@for_every_version
+def test_torch_compile_fullgraph(name, device):
+    """From a cold start: what tracing reaches first is built outside of it."""
+    spec = usable(name, device)
+
+    def model(q, k, v):
+        return spec.attention(q * 2, k, v, softmax_scale=0.1) + 1
+
+    q, k, v = Case(33, 64).inputs(device)
+    spec._kernels.clear()
+    custom_cuda._loaded.discard((name, device))
+    torch.compiler.reset()
+    # Inductor for one of them, which also runs what it compiles; on a GPU that takes triton.
+    inductor = name == NAMES[-1] and (device == "cpu" or importlib.util.find_spec("triton"))
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if inductor else "aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v), rtol=0, atol=1e-6)
+
+
+BAD = torch.zeros(1, 4, 2, 32)
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
+@pytest.mark.parametrize(
+    ("q", "k", "words"),
+    [
+        (BAD[0], BAD, "q must be (batch, seqlen, num_heads, head_dim)"),
+        (BAD, BAD[0], "k must be (batch, seqlen, num_heads, head_dim)"),
+        (BAD, BAD[:, :3], "k must have the shape of q"),
+        (BAD.half(), BAD, "q must be float32"),
+        (BAD, BAD.double(), "k must be float32"),
+        (BAD, BAD.mT.contiguous().mT, "k must have a last stride of 1"),
+        (BAD, torch.zeros(257)[1:].view(1, 4, 2, 32), "k must begin at a multiple of 16 bytes"),
+    ],
+)
+def test_the_op_checks_who_calls_it_directly(name, q, k, words):
+    op = ready_op(name, "cpu")
+    with pytest.raises(RuntimeError) as caught:
+        op(q, k, BAD, 1.0, True)
+    assert str(caught.value).startswith(f"attention_kernels::{op.name().split('::')[1]}: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [CONTIGUOUS[0], CONTIGUOUS[-1]])
+def test_the_op_of_a_contiguous_kernel_refuses_views(name):
+    op = ready_op(name, "cpu")
+    q, k, v = Case(5, 32).inputs("cpu")
+    with pytest.raises(RuntimeError, match="q must be contiguous"):
+        op(q, k, v, 1.0, True)
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_the_op_of_a_strided_kernel_refuses_rows_that_are_not_aligned(name):
+    op = ready_op(name, "cpu")
+    q = torch.zeros(1, 4, 2, 33)[..., :32]
+    with pytest.raises(RuntimeError, match="q must begin at a multiple of 16 bytes"):
+        op(q, BAD, BAD, 1.0, True)
+
+
+def test_the_op_takes_an_empty_batch():
+    assert ready_op(NAMES[0], "cpu")(BAD[:0], BAD[:0], BAD[:0], 1.0, True).shape == (0, 4, 2, 32)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
+def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
+    spec = usable(name, "cpu")
+    q, k, v = Case(5, 128).inputs("cpu")
+    assert spec.unsupported_reasons(q, k, v) == []
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(q, k, v)
+    assert caught.value.reasons == spec.unsupported_reasons(q, k, v)
+    assert re.search(
+        r"head_dim 128 on this device: .*bytes of dynamic shared memory are more than the 65536 of",
+        caught.value.reasons[0],
+    )
+
+
+def test_misaligned_inputs_are_a_reason():
+    spec = usable(NAMES[-1], "cpu")
+    k = torch.zeros(257)[1:].view(1, 4, 2, 32)
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(BAD, k, BAD)
+    assert caught.value.reasons == ["k must begin at a multiple of 16 bytes, and so must its rows"]
+    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
+    k = torch.zeros(1, 4, 2, 33)[..., :32]  # a copy is aligned, and some kernels get one
+    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
+    assert get_backend(NAMES[0]).unsupported_reasons(BAD, k, BAD) == []
+    get_backend(NAMES[0]).attention(BAD, k, BAD)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    for name in ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+
+def test_without_compilers_the_reason_is_told_and_asking_compiles_nothing(no_compiler, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    for name in NAMES:
+        assert "needs a C++ compiler" in get_backend(name).unavailable_reason("cpu")
+        assert get_backend(name).unavailable_reason("cuda") is not None
+
+
+def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
+    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_typo.cu").write_text(header + "a typo\n")
+    spec = spec_of(build.parse_header(tmp_path / "v01_typo.cu", "typo_"))
+    with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
+        spec.attention(BAD, BAD, BAD)
+    assert "v01_typo.cu:11:1: error: " in custom_cuda._failed[spec.name, "cpu"]
+
+
+# Negative controls: what the suite and the emulator are for
+
+
+def repaired(file: Path, folder: Path) -> Path:
+    """A copy of the file with its broken line replaced by the right one that it names."""
+    broken = re.compile(r"[^\n]*\n[^\n]*// BROKEN\. The right line: ([^\n]*)")
+    text, count = broken.subn(r"\1", file.read_text())
+    assert count == 1
+    (folder / file.name).write_text(text)
+    return folder / file.name
+
+
+SMALL = [Case(n, d, is_causal=c) for n in (1, 31, 33, 65) for d in (32, 64) for c in (True, False)]
+
+
+def caught_by(spec: BackendSpec) -> set[str]:
+    found = set()
+    if not all(run_case(spec, case, "cpu").passed for case in SMALL):
+        found.add("conformance")
+    if any(future_leaks(spec, Case(65, 32), "cpu", cut) for cut in (1, 33, 64)):
+        found.add("future")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stem", "catchers"),
+    [
+        ("v01_dropped_barrier", {"conformance", "future"}),
+        ("v02_off_by_one_mask", {"conformance", "future"}),
+    ],
+)
+def test_a_broken_kernel_is_caught(stem, catchers, tmp_path):
+    file = NEGATIVE / f"{stem}.cu"
+    assert caught_by(spec_of(build.parse_header(file, "broken_"))) == catchers
+    right = build.parse_header(repaired(file, tmp_path), "repaired_")
+    assert caught_by(spec_of(right)) == set()
+
+
+@pytest.fixture
+def run_with_address_sanitizer(monkeypatch):
+    """run(versions, code): build with AddressSanitizer, then run the code under it."""
+
+    def run(versions: list[build.VersionHeader], code: str) -> subprocess.CompletedProcess[str]:
+        gxx = build.find_gxx() or pytest.skip("needs g++")
+        library = build.execute([gxx, "-print-file-name=libasan.so"])[1].strip()
+        if not Path(library).is_absolute():
+            pytest.skip("this compiler has no AddressSanitizer")
+        monkeypatch.setenv("ATTENTION_KERNELS_FLAGS", "-fsanitize=address -g -O1")
+        for version in versions:  # out here, or the compiler would run under it, too
+            build.build(version, "emulator")
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(run_with_address_sanitizer, tmp_path):
+    """And by nothing else: the mask hides what was read."""
+    broken = build.parse_header(NEGATIVE / "v03_out_of_bounds_read.cu", "broken_")
+    right = build.parse_header(repaired(broken.path, tmp_path), "repaired_")
+    done = run_with_address_sanitizer(
+        [right, broken],
+        f"""
+from pathlib import Path
+from attention_kernels import build
+from attention_kernels.conformance import Case, run_case
+from tests.attention_kernels.test_custom_cuda import spec_of
+for file, prefix in (({str(right.path)!r}, "repaired_"), ({str(broken.path)!r}, "broken_")):
+    spec = spec_of(build.parse_header(Path(file), prefix))
+    print(prefix, run_case(spec, Case(33, 32), "cpu").passed, flush=True)
+""",
+    )
+    assert done.returncode != 0
+    assert done.stdout == "repaired_ True\n"
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+    assert "v03_out_of_bounds_read.cu:44" in done.stderr
+    assert "emulated CUDA block (" in done.stderr
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_address_sanitizer_finds_nothing(run_with_address_sanitizer, start):
+    versions = build.versions()[start::2]
+    done = run_with_address_sanitizer(
+        versions,
+        f"""
+from attention_kernels import get_backend
+from attention_kernels.conformance import Case, run_case
+cases = [Case(n, d, is_causal=c) for n in (1, 33, 65) for d in (32, 64, 128) for c in (True, False)]
+for name in {NAMES[start::2]}:
+    assert all(run_case(get_backend(name), case, "cpu").passed for case in cases)
+    print(name, flush=True)
+""",
+    )
+    assert done.stdout.split() == NAMES[start::2], done.stderr[-4000:]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_the_current_stream_is_used(name):
+    spec = usable(name, "cuda")
+    q, k, v = Case(200, 64).inputs("cuda")
+    expected = spec.attention(q, k, v)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # on the default stream the kernel would overtake the copy
+        late.copy_(q)
+        o = spec.attention(late, k, v)
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_it_is_captured_in_a_cuda_graph(name):
+    spec = usable(name, "cuda")
+    q, k, v = Case(200, 64).inputs("cuda")
+    spec.attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = spec.attention(q, k, v)
+    for seed in (1, 2):
+        for x, y in zip((q, k, v), Case(200, 64, seed=seed).inputs("cuda"), strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(o, spec.attention(q, k, v))
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_two_runs_are_bit_identical(name):
+    spec = usable(name, "cuda")
+    q, k, v = Case(1023, 64, batch=2, num_heads=12).inputs("cuda")
+    expected = spec.attention(q, k, v)
+    assert all(torch.equal(spec.attention(q, k, v), expected) for _ in range(5))
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_it_runs_on_the_device_of_its_inputs(name):
+    spec = usable(name, "cuda")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    q, k, v = Case(100, 64).inputs("cuda:1")
+    o = spec.attention(q, k, v)
+    assert o.device == q.device
+    assert torch.cuda.current_device() == 0
+    expected = spec.attention(*(x.to("cuda:0") for x in (q, k, v)))
+    if torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1):
+        assert torch.equal(o.cpu(), expected.cpu())
+    with pytest.raises(RuntimeError, match="k must be on the device of q"):
+        ready_op(name, "cuda")(*(x.contiguous() for x in (q, k.to("cuda:0"), v)), 1.0, True)
+
+
+@pytest.mark.gpu
+def test_the_op_refuses_a_mixture_of_cpu_and_cuda():
+    op = ready_op(NAMES[0], "cuda")
+    with pytest.raises(RuntimeError, match="k must be on a CUDA device"):
+        op(BAD.cuda(), BAD, BAD.cuda(), 1.0, True)
