@@ -14,6 +14,7 @@ import attention_kernels.backends  # noqa: F401
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,
+    OutputError,
     UnavailableBackendError,
     UnknownBackendError,
     UnsupportedError,
@@ -24,6 +25,7 @@ __all__ = [
     "ArgumentError",
     "AttentionError",
     "BackendSpec",
+    "OutputError",
     "UnavailableBackendError",
     "UnknownBackendError",
     "UnsupportedError",

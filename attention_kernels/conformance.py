@@ -1,8 +1,8 @@
 """The conformance suite: what a backend must get right before anyone times it.
 
-Tests and `gpt2-infer verify` run the same cases. Inputs are normal at three scales, from a flat to
-a peaky softmax; lengths lie on and beside tile edges; q, k and v are strided views of one fused
-projection, as GPT-2 hands them over.
+It is library code, so that others can hold their own backends to it. Inputs are normal at three
+scales, from a flat to a peaky softmax; lengths lie on and beside tile edges; q, k and v are strided
+views of one fused projection, as GPT-2 hands them over.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ def cases(
 
 
 def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdict:
-    """Run one case; the allocator is left full of NaN first, so that an unwritten output shows."""
+    """Run one case.
+
+    NaN of the output's size is freed first: an allocator that gives it back, as CUDA's does, makes
+    what a kernel does not write show. The CPU emulator fills every output with NaN itself.
+    """
     q, k, v = case.inputs(device)
     poison = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
     del poison

@@ -39,5 +39,12 @@ class UnsupportedError(AttentionError, ValueError):
         )
 
 
+class OutputError(AttentionError, RuntimeError):
+    """A backend's kernel returned something else than the contract says."""
+
+    def __init__(self, name: str, got: str, wanted: str) -> None:
+        super().__init__(f"attention backend {name} returned {got} instead of {wanted}")
+
+
 class ArgumentError(AttentionError, ValueError):
     """The arguments break the attention contract, whatever the backend."""

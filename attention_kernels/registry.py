@@ -26,6 +26,7 @@ from attention_kernels import contract
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import (
     AttentionError,
+    OutputError,
     UnavailableBackendError,
     UnknownBackendError,
     UnsupportedError,
@@ -197,7 +198,7 @@ class BackendSpec:
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
-        return self.load().attention(q, k, v, scale, is_causal)
+        return self._checked(self.load().attention(q, k, v, scale, is_causal), q)
 
     def has_decode(self, device_type: str) -> bool:
         """Whether it has a decode kernel for that device type (loads the backend)."""
@@ -225,7 +226,15 @@ class BackendSpec:
             raise UnsupportedError(
                 self.name, reasons or [f"it has no decode kernel on {q.device.type}"]
             )
-        return kernel(q, k_cache, v_cache, seqlens, scale)
+        return self._checked(kernel(q, k_cache, v_cache, seqlens, scale), q)
+
+    def _checked(self, o: Tensor, q: Tensor) -> Tensor:
+        """The kernel's output, which must look like q: a wrong layout would pass for wrong text."""
+        if o.shape != q.shape or o.dtype != q.dtype:
+            raise OutputError(
+                self.name, f"{tuple(o.shape)} {o.dtype}", f"{tuple(q.shape)} {q.dtype}"
+            )
+        return o
 
 
 _specs: dict[str, BackendSpec] = {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -21,9 +23,16 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, with an error of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every option and subcommand."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gpt2-infer",
         description="Generate text with GPT-2, its attention computed by the backend you name.",
         epilog=f"Without --prompt or --prompt-file, the case study's: {DEFAULT_PROMPT!r}.",
@@ -108,8 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--seed",
         type=int,
-        default=0,
-        help="prompt i is sampled from SEED + i (default: %(default)s)",
+        help="prompt i is sampled from SEED + i (default: 0)",
     )
     work = parser.add_argument_group("how")
     work.add_argument(
@@ -127,13 +135,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="one JSON object instead of text and report"
     )
     commands = parser.add_subparsers(
-        title="subcommands (without one, text is generated)", metavar=""
+        title="subcommands (without one, text is generated)", dest="command", metavar="COMMAND"
     )
     backends = commands.add_parser(
         "backends", help="list the attention backends and whether they run here"
     )
-    backends.add_argument("--json", action="store_true", help="a JSON list")
-    backends.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    backends.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="a JSON list"
+    )
+    backends.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
     backends.set_defaults(run=_backends)
     kernels = commands.add_parser(
         "kernels",
@@ -143,21 +158,32 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
     )
     kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
-    kernels.add_argument("--json", action="store_true", help="a JSON list")
-    kernels.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    kernels.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="a JSON list"
+    )
+    kernels.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
     kernels.set_defaults(run=_kernels)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that cannot show a character must not end the run
-    arguments = build_parser().parse_args(argv)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
+        elif hasattr(stream, "reconfigure"):
+            # A terminal that cannot show a character must not end the run.
+            stream.reconfigure(errors="replace")
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     try:
+        _check_options(parser, arguments)
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         if arguments.debug:
@@ -165,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gpt2-infer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone: there is nobody to tell
+        # The reader has gone: there is nobody to tell, and nothing to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if arguments.debug or not _is_expected(error):
@@ -174,11 +201,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
+def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse options of generation in front of a subcommand, which would not look at them."""
+    from gpt2_infer.errors import RequestError
+
+    if arguments.command is None:
+        return
+    shared = ("command", "debug", "json")
+    options = [action for action in parser._actions if action.dest not in shared]
+    for action in options:
+        if getattr(arguments, action.dest, action.default) != action.default:
+            name = action.option_strings[0]
+            raise RequestError(f"{name} is for generating text, not for {arguments.command}")
+
+
 def _is_expected(error: Exception) -> bool:
     from attention_kernels import AttentionError
     from gpt2_infer.errors import GPT2InferError
 
-    return isinstance(error, (GPT2InferError, AttentionError))
+    return isinstance(error, (GPT2InferError, AttentionError, OSError))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -190,7 +231,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens must be 1 or more, not {arguments.max_new_tokens}")
     prompts = _read_prompts(arguments)
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    seed = 0 if arguments.seed is None else arguments.seed
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
+    if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
+        raise RequestError("--seed needs a temperature above 0: greedy text has no chance in it")
     if arguments.decode_backend and not arguments.kv_cache:
         raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
 
@@ -201,8 +245,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from gpt2_infer.generation import check_request, encode_prompts, generate
     from gpt2_infer.tokenizer import Tokenizer
 
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("--device cuda: this machine has no CUDA device that torch can use")
+    device = weights.resolve_device(arguments.device)
     for name in (arguments.backend, arguments.decode_backend):
         if name is not None:
             get_backend(name)
@@ -211,17 +254,18 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
     )
     config = weights.read_config(source, random_weights=arguments.random_weights)
-    rows = encode_prompts(Tokenizer.load(source.folder), prompts)
+    tokenizer = Tokenizer.load(source.folder)
+    rows = encode_prompts(tokenizer, prompts)
     check_request(config, rows, arguments.max_new_tokens, arguments.stop)
     model = weights.load_model(
-        arguments.model,
-        revision=arguments.revision,
-        device=arguments.device,
+        source,
+        tokenizer=tokenizer,
+        device=device,
         dtype=getattr(torch, arguments.dtype),
         attention=arguments.backend,
         decode_attention=arguments.decode_backend,
         random_weights=arguments.random_weights,
-        seed=arguments.seed,
+        seed=sampling.seed,
     )
     load_s = time.perf_counter() - started
 
@@ -240,8 +284,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         progress=not streams and sys.stderr.isatty(),
         cuda_graphs=not arguments.no_cuda_graphs,
     )
+    name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
     report = make_report(
-        model, result, load_s=load_s, name=arguments.model, random_weights=arguments.random_weights
+        model, result, load_s=load_s, name=name, random_weights=arguments.random_weights
     )
     if arguments.json:
         texts = [
@@ -250,7 +295,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 prompts, result.texts, result.finish_reasons, result.tokens, strict=True
             )
         ]
-        print(json.dumps({"report": report, "results": texts}, ensure_ascii=False, indent=2))
+        print(json.dumps({"report": report, "results": texts}, indent=2))
     else:
         if streams:
             print()
@@ -268,6 +313,8 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
     prompts = list(arguments.prompt or [])
     for name in arguments.prompt_file or []:
         try:
+            if name == "-" and sys.stdin is None:
+                raise RequestError("--prompt-file -: standard input is closed")
             raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
             text = raw.decode("utf-8-sig")
         except OSError as error:
@@ -278,7 +325,7 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
             raise RequestError(
                 f"--prompt-file {name} is not UTF-8: byte {error.start} is not valid"
             ) from error
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
         if not lines:
             raise RequestError(f"--prompt-file {name} holds no prompt")
         prompts += lines

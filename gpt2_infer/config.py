@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,21 @@ class GPT2Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        for name in (
+            "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx",
+            "reorder_and_upcast_attn",
+            "tie_word_embeddings",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        epsilon = self.layer_norm_epsilon
+        if not isinstance(epsilon, int | float) or not 0 <= epsilon < math.inf:
+            raise ConfigError(f"layer_norm_epsilon must be a number of 0 or more, not {epsilon!r}")
+        if not isinstance(self.activation_function, str):
+            raise ConfigError(
+                f"activation_function must be a name, not {self.activation_function!r}"
+            )
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})"

@@ -13,5 +13,9 @@ class WeightsError(GPT2InferError):
     """Weights that cannot be found, read or matched to the configuration."""
 
 
+class UnavailableDeviceError(GPT2InferError):
+    """A device that this machine does not have."""
+
+
 class RequestError(GPT2InferError, ValueError):
     """A request for text that cannot be met: a prompt, a length or a sampling value that is off."""

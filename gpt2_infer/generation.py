@@ -8,6 +8,7 @@ strings) tokens are copied to pinned memory and read one step late, while the ne
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ def generate(
     max_new_tokens: int = 512,
     mode: Mode = "recompute",
     sampling: Sampling | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
@@ -97,6 +98,7 @@ def generate(
     UnavailableBackendError or UnsupportedError before any long work.
     """
     sampling = sampling or Sampling()
+    stop = [stop] if isinstance(stop, str) else stop
     if mode not in MODES:
         raise RequestError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     rows = encode_prompts(model.tokenizer, [prompts] if isinstance(prompts, str) else prompts)
@@ -183,11 +185,18 @@ def encode_prompts(
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise RequestError("this model has no tokenizer: give the prompt as token ids")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is not valid text: {error.reason}") from error
             ids = tokenizer.encode(prompt)
             if not ids and tokenizer.end_of_text is not None:
                 ids = [tokenizer.end_of_text]
         else:
-            ids = list(prompt)
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"a prompt is a text or a list of ids: {error}") from error
         if not ids:
             raise RequestError(
                 "the prompt is empty and there is no end-of-text token to begin with"
@@ -200,7 +209,7 @@ def check_request(
     config: GPT2Config, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
 ) -> None:
     """Raise RequestError for what a model of this configuration cannot meet."""
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise RequestError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
     if any(not text for text in stop):
         raise RequestError("a stop string must not be empty")

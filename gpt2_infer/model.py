@@ -258,12 +258,10 @@ class GPT2(nn.Module):
 
     def check_backends(self, *, decode: bool = False) -> None:
         """Raise UnavailableBackendError or UnsupportedError now, not in the middle of the work."""
-        for spec in [self.attention, *([self.decode_attention] if decode else [])]:
-            check_backend(spec, self.config, self.dtype, self.device.type)
-        if decode and not self.decode_attention.has_decode(self.device.type):
-            raise UnsupportedError(
-                self.decode_attention.name, [f"it has no decode kernel on {self.device.type}"]
-            )
+        check_backend(self.attention, self.config, self.dtype, self.device.type)
+        if decode:
+            spec = self.decode_attention
+            check_backend(spec, self.config, self.dtype, self.device.type, decode=True)
 
     @torch.inference_mode()
     def forward(
@@ -332,20 +330,24 @@ class GPT2(nn.Module):
 
 
 def check_backend(
-    spec: BackendSpec, config: GPT2Config, dtype: torch.dtype, device_type: str
+    spec: BackendSpec,
+    config: GPT2Config,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    decode: bool = False,
 ) -> None:
     """Raise UnavailableBackendError or UnsupportedError where `spec` cannot serve this model."""
     reason = spec.unavailable_reason(device_type)
     if reason:
         raise UnavailableBackendError(spec.name, reason)
-    reasons = spec.static_reasons(
-        torch.float32 if config.reorder_and_upcast_attn else dtype, config.head_dim, device_type
-    )
-    if not reasons and spec.load().explain is not None:
-        probe_dtype = torch.float32 if config.reorder_and_upcast_attn else dtype
-        q = torch.empty(
-            1, 16, config.n_head, config.head_dim, dtype=probe_dtype, device=device_type
-        )
+    dtype = torch.float32 if config.reorder_and_upcast_attn else dtype
+    reasons = spec.static_reasons(dtype, config.head_dim, device_type)
+    if not reasons and decode and not spec.has_decode(device_type):
+        reasons = [f"it has no decode kernel on {device_type}"]
+    if not reasons and not decode and spec.load().explain is not None:
+        shape = (1, 16, config.n_head, config.head_dim)
+        q = torch.zeros(shape, dtype=dtype, device=device_type)
         reasons = spec.unsupported_reasons(q, q, q)
     if reasons:
         raise UnsupportedError(spec.name, reasons)

@@ -8,13 +8,14 @@ others share its batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2_infer.errors import RequestError
+
+MIN_TEMPERATURE = 1e-6  # below it, logits over the temperature overflow
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature must be a number of 0 or more, not {self.temperature}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, "
+                f"not {self.temperature}"
+            )
         if self.top_k < 0:
             raise RequestError(f"top-k must be 0 (off) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -76,8 +82,9 @@ class Sampling:
         return scores
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """The next token per row: logits (batch, vocab_size), uniform (batch,) -> int64 "
-        "(batch,).
+        """The next token of each row, int64 (batch,).
+
+        logits: (batch, vocab_size). uniform: (batch,), in [0, 1).
         """
         if self.is_greedy:
             return logits.argmax(-1)
@@ -89,8 +96,3 @@ class Sampling:
         return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(
             max=logits.shape[-1] - 1
         )
-
-
-def end_of_text_position(tokens: Sequence[int], eos_token_id: Sequence[int]) -> int | None:
-    """Where the first end-of-text token is; None where there is none."""
-    return next((i for i, token in enumerate(tokens) if token in eos_token_id), None)

@@ -8,6 +8,8 @@ from typing import Any
 
 from gpt2_infer.errors import WeightsError
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
 
 class Tokenizer:
     """Text to ids and back. Load it with Tokenizer.load(folder)."""
@@ -20,16 +22,16 @@ class Tokenizer:
         """Read the tokenizer in `folder`; raises WeightsError where none can be read."""
         from transformers import AutoTokenizer
 
+        # Without these AutoTokenizer builds an empty tokenizer from config.json alone.
+        if not any((folder / name).is_file() for name in _VOCABULARIES):
+            raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
             return cls(AutoTokenizer.from_pretrained(str(folder)))
         except (
             Exception
         ) as error:  # transformers and tokenizers raise many kinds, bare Exception among them
-            reason = str(error).strip().splitlines()
-            raise WeightsError(
-                f"{folder} holds no tokenizer that can be read: "
-                f"{reason[0] if reason else type(error).__name__}"
-            ) from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise WeightsError(f"{folder} holds no tokenizer that can be read: {reason}") from error
 
     @property
     def end_of_text(self) -> int | None:

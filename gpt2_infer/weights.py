@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from attention_kernels import get_backend
+from attention_kernels import default_backend, get_backend
 from gpt2_infer.config import GPT2Config, named_config
-from gpt2_infer.errors import ConfigError, WeightsError
+from gpt2_infer.errors import ConfigError, UnavailableDeviceError, WeightsError
 from gpt2_infer.model import GPT2, check_backend
+from gpt2_infer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "openai-community/gpt2"
 DEMO_MODEL = "demo"
@@ -68,7 +69,15 @@ def find(model: str, *, revision: str | None = None, random_weights: bool = Fals
 
     With random_weights a published size's name needs no download. Raises WeightsError.
     """
-    folder = _PACKAGE / "demo_model" if model == DEMO_MODEL else Path(model).expanduser()
+    if model == DEMO_MODEL:
+        folder = _PACKAGE / "demo_model"
+    else:
+        try:
+            folder = Path(model).expanduser()
+            if folder.is_file():
+                raise WeightsError(f"{model} is a file: name the folder it is in")
+        except (OSError, RuntimeError) as error:  # a name too long, a user unknown, no permission
+            raise WeightsError(f"{model!r} cannot be a model: {error}") from error
     if model and folder.is_dir():
         if revision is not None:
             raise WeightsError(
@@ -88,7 +97,7 @@ def find(model: str, *, revision: str | None = None, random_weights: bool = Fals
 
 
 def load_model(
-    model: str = DEFAULT_MODEL,
+    model: str | Source = DEFAULT_MODEL,
     *,
     revision: str | None = None,
     device: str | torch.device | None = None,
@@ -97,32 +106,36 @@ def load_model(
     decode_attention: str | None = None,
     random_weights: bool = False,
     seed: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> GPT2:
     """A GPT2 with its tokenizer, ready to generate.
 
-    model: "demo", a folder or a hub id (with revision). device: None for cuda where there is one,
-    else cpu.
+    model: "demo", a folder, a hub id (with revision), or what find() made of one of them. device:
+    None for cuda where there is one, else cpu.
     attention, decode_attention: backend names. random_weights: build the size named by `model` from
     `seed`, for timing.
     Raises WeightsError, ConfigError, UnknownBackendError, UnavailableBackendError or
     UnsupportedError, each before any weight is read where it can be.
     """
-    from gpt2_infer.tokenizer import Tokenizer
-
-    target = torch.device(device) if device is not None else default_device()
+    target = resolve_device(device)
     for name in (attention, decode_attention):
         if name is not None:
             get_backend(name)
-    source = find(model, revision=revision, random_weights=random_weights)
+    source = (
+        model
+        if isinstance(model, Source)
+        else find(model, revision=revision, random_weights=random_weights)
+    )
     config = read_config(source, random_weights=random_weights)
-    for name in (attention, decode_attention):
-        if name is not None:
-            check_backend(get_backend(name), config, dtype, target.type)
+    spec = default_backend(target.type) if attention is None else get_backend(attention)
+    check_backend(spec, config, dtype, target.type)
+    if decode_attention is not None:
+        check_backend(get_backend(decode_attention), config, dtype, target.type, decode=True)
     if random_weights:
         network = _random(config, target, dtype, seed, attention, decode_attention)
     else:
         network = _load(source.weights_folder(), config, target, dtype, attention, decode_attention)
-    network.tokenizer = Tokenizer.load(source.folder)
+    network.tokenizer = tokenizer or Tokenizer.load(source.folder)
     return network.eval()
 
 
@@ -134,9 +147,18 @@ def read_config(source: Source, *, random_weights: bool = False) -> GPT2Config:
     return source.config()
 
 
-def default_device() -> torch.device:
-    """Cuda where there is one, else cpu."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device named; without a name cuda where there is one, else cpu.
+
+    Raises UnavailableDeviceError for a CUDA device where there is none.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableDeviceError(
+            f"{device}: this machine has no CUDA device that torch can use"
+        )
+    return torch.device(device)
 
 
 def _load(
@@ -151,13 +173,23 @@ def _load(
         model = GPT2(config, attention=attention, decode_attention=decode_attention)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {}
+    problems = []
     for file, key, shape, dtype_name in _headers(_weight_files(folder)):
         name = key.removeprefix("transformer.")
-        if not _LEGACY_BUFFER.fullmatch(name):
-            found[name] = (file, key, shape, dtype_name)
-    # A tied checkpoint may hold the output projection a second time.
+        if _LEGACY_BUFFER.fullmatch(name):
+            continue
+        if name in found:
+            problems.append(f"{name} is there twice")
+        found[name] = (file, key, shape, dtype_name)
+    # A tied checkpoint may hold the output projection a second time, or it alone.
     second_head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
+    if second_head is not None and "wte.weight" not in found:
+        found["wte.weight"], second_head = second_head, None
+    if second_head is not None and second_head[2] != expected["wte.weight"]:
+        problems.append(
+            f"lm_head.weight is {second_head[2]} and should be {expected['wte.weight']}"
+        )
+    problems += [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
     problems += [f"surplus {name}" for name in found if name not in expected]
     for name, (_, _, shape, dtype_name) in found.items():
         if name in expected and shape != expected[name]:
@@ -215,22 +247,15 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{index} has no weight_map")
-        return [folder / name for name in sorted({str(value) for value in weight_map.values()})]
+        names = sorted({str(value) for value in weight_map.values()})
+        if outside := [name for name in names if Path(name).name != name]:
+            raise WeightsError(f"{index} names files of other folders: {', '.join(outside)}")
+        return [folder / name for name in names]
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
-    pickles = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
-        for path in folder.glob(pattern)
-    )
-    found = f"only {', '.join(pickles)}" if pickles else "no weights"
-    raise WeightsError(
-        f"{folder} holds {found}: weights are read from model.safetensors or its shards, never "
-        "from a pickle, which can "
-        "run code; convert one with transformers: "
-        "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
-    )
+    patterns = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+    raise _no_weights(folder, sorted(f.name for pattern in patterns for f in folder.glob(pattern)))
 
 
 def _headers(files: list[Path]) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
@@ -265,11 +290,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
+    """The snapshot folder of a hub id with the files of `patterns`, all of them.
 
+    Offline, huggingface_hub gives what its cache has, which may be less: then the hub is asked, so
+    that "not downloaded" is not told as "not there".
+    """
+    from huggingface_hub import errors as hub
+    from huggingface_hub import model_info, snapshot_download
+
+    wanted = "*.safetensors" if patterns == _WEIGHT_FILES else "config.json"
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        if any(folder.glob(wanted)):
+            return folder
+        files = [entry.rfilename for entry in model_info(hub_id, revision=revision).siblings or []]
     except hub.RevisionNotFoundError:
         raise WeightsError(
             f"{hub_id} has no revision {revision!r} on the Hugging Face hub"
@@ -277,11 +311,24 @@ def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         reason = f"{hub_id!r} is neither a local folder nor a model on the Hugging Face hub"
         raise WeightsError(f"{reason} (try --model demo)") from error
-    except (
-        Exception
-    ) as error:  # whatever its HTTP client raises: the hub cannot be used, and the cause is chained
+    except Exception as error:  # whatever its HTTP client raises: the hub cannot be used
         raise WeightsError(
             f"{hub_id} could not be fetched from the Hugging Face hub ({type(error).__name__}); "
-            "use --model demo, which is bundled, --model FOLDER for a local checkpoint, or "
-            "--random-weights"
+            "use --model demo, which is bundled, --model FOLDER for a local checkpoint, "
+            "or --random-weights with the name of a published size"
         ) from error
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    raise (
+        _no_weights(hub_id, pickles)
+        if wanted == "*.safetensors"
+        else WeightsError(f"{hub_id} has no config.json on the Hugging Face hub")
+    )
+
+
+def _no_weights(where: str | Path, pickles: list[str]) -> WeightsError:
+    holds = f"only {', '.join(pickles)}" if pickles else "no weights"
+    return WeightsError(
+        f"{where} holds {holds}: weights are read from model.safetensors or its shards, never from "
+        "a pickle, which can run code; convert one with transformers: "
+        "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+    )

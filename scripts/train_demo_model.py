@@ -1,7 +1,6 @@
 """Train the bundled demo model (`--model demo`) on a text file, on one GPU, in minutes.
 
-    python scripts/train_demo_model.py --corpus gutenberg_children.txt.xz --out
-    gpt2_infer/demo_model
+    python scripts/train_demo_model.py --corpus gutenberg_children.txt.xz
 
 The corpus is plain text (optionally .xz) whose documents are separated by a line `<|endoftext|>`.
 The script cleans it, trains a byte-level BPE in GPT-2's file format, trains transformers' own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,8 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
         try:
             o = run(q, k, v, softmax_scale, is_causal)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reasons = explain(q, k, v, is_causal)
             if not reasons:
@@ -93,25 +96,38 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         positions, visible = _visible(k_cache, seqlens)
-        o = run(q, k_cache[:, :positions], v_cache[:, :positions], softmax_scale, mask=visible)
+        k, v = k_cache[:, :positions], v_cache[:, :positions]
+        try:
+            o = run(q, k, v, softmax_scale, mask=visible)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reasons = _refusals(lambda: run(q, k, v, softmax_scale, mask=visible))
+            if not reasons:
+                raise
+            raise UnsupportedError(name, reasons) from error
         return o.transpose(1, 2).contiguous()
 
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        """Torch's own reasons, which it gives as warnings when a pinned kernel refuses."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                run(q, k, v, 1.0, is_causal)
-            except RuntimeError as error:
-                reasons = [_sentence(str(warning.message)) for warning in caught]
-                return [
-                    reason
-                    for reason in reasons
-                    if not reason.endswith(("not used because:", "runtime disabled."))
-                ] or [_sentence(str(error))]
-        return []
+        return _refusals(lambda: run(q, k, v, 1.0, is_causal))
 
     return Kernels(attention, decode, decode_device_types, explain)
+
+
+def _refusals(call: Callable[[], Tensor]) -> list[str]:
+    """Torch's own reasons, which it gives as warnings when a pinned kernel refuses a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except RuntimeError as error:
+            reasons = [_sentence(str(warning.message)) for warning in caught]
+            return [
+                reason
+                for reason in reasons
+                if not reason.endswith(("not used because:", "runtime disabled."))
+            ] or [_sentence(str(error))]
+    return []
 
 
 def _sentence(message: str) -> str:

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attention_kernels
-from attention_kernels import UnknownBackendError, backends, get_backend, register
+from attention_kernels import OutputError, UnknownBackendError, backends, get_backend, register
 from attention_kernels.contract import Kernels
 
 NAMES = [spec.name for spec in backends()]
@@ -114,6 +115,31 @@ def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
 
     with pytest.raises(attention_kernels.UnavailableBackendError, match="OSError: no such library"):
         get_backend("TEST_BROKEN").load()
+
+
+@pytest.mark.parametrize("wrong", [lambda q: q.transpose(1, 2), lambda q: q.double()])
+def test_an_output_that_does_not_look_like_q_is_refused(wrong, clean_registry):
+    register(name="TEST_LAYOUT", **FIELDS)(
+        lambda: Kernels(lambda q, k, v, softmax_scale, is_causal: wrong(q))
+    )
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(OutputError, match="TEST_LAYOUT returned"):
+        get_backend("TEST_LAYOUT").attention(q, q, q)
+
+
+def test_needs_contiguous_is_met(clean_registry):
+    seen = []
+
+    def kernel(q, k, v, softmax_scale, is_causal):
+        seen.extend([q, k, v])
+        return q
+
+    for needs in (True, False):
+        name = f"TEST_CONTIGUOUS_{needs}".upper()
+        register(name=name, needs_contiguous=needs, **FIELDS)(lambda: Kernels(kernel))
+        get_backend(name).attention(*torch.randn(1, 4, 3, 2, 8).unbind(2))
+        assert all(x.is_contiguous() == needs for x in seen)
+        seen.clear()
 
 
 def test_missing_modules_and_devices_are_reasons(clean_registry):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -85,7 +87,7 @@ BAD = [
     (["--temperature", "1", "--top-p", "nan"], ["top-p must be"]),
     (["--temperature", "1", "--top-k", "-3"], ["top-k must be"]),
     (["--top-k", "3"], ["need a temperature"]),
-    (["--seed", "-1"], ["the seed must be"]),
+    (["--temperature", "1", "--seed", "-1"], ["the seed must be"]),
     (["--prompt-file", "/no/such/file"], ["/no/such/file cannot be read: No such file"]),
     (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
     (["--prompt-file", "{empty}"], ["holds no prompt"]),
@@ -96,6 +98,14 @@ BAD = [
     (["--revision", "main"], ["is a local folder"]),
     (["--decode-backend", "NAIVE_PYTORCH"], ["--decode-backend is for --kv-cache"]),
     (["--stop", ""], ["a stop string must not be empty"]),
+    (["--seed", "3"], ["--seed needs a temperature above 0"]),
+    (["--temperature", "1e-40"], ["temperature must be 0 (greedy) or 1e-06 and more"]),
+    (["--prompt", "a\udcff"], ["the prompt is not valid text"]),
+    (["--model", "~nobody-of-that-name/x"], ["cannot be a model"]),
+    (["--model", "x" * 300], ["cannot be a model"]),
+    (["--model", "{latin1}"], ["is a file: name the folder it is in"]),
+    (["backends"], ["--model is for generating text, not for backends"]),
+    (["--seed", "1", "kernels"], ["--model is for generating text, not for kernels"]),
 ]
 
 
@@ -194,8 +204,68 @@ def test_python_dash_m_is_the_same_program():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--max-new-tokens", "x"], ["nonsense"], ["--no-such-option"], ["backends", "x"]]
+)
+def test_what_cannot_be_parsed_is_one_line_too(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gpt2-infer")
+    assert err.count("\n") == 1
+
+
+def test_options_shared_with_a_subcommand_may_stand_before_it(capsys):
+    status, out, _ = run(capsys, "--json", "backends")
+    assert status == 0
+    assert json.loads(out)
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m gpt2_infer --model demo --device cpu --max-new-tokens 4"
+    return subprocess.run(
+        ["bash", "-c", command.format(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("{} >&-", 0, "new tokens  4"),
+        ("{} --prompt-file - <&-", 2, "error: --prompt-file -: standard input is closed"),
+        ("{} >/dev/full", 2, "error: [Errno 28] No space left on device"),
+        ("set -o pipefail; {} --json | true", 0, ""),
+    ],
+)
+def test_closed_and_full_streams(command, status, words):
+    done = shell(command)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_is_whole_whatever_the_encoding(demo):
+    done = shell("PYTHONIOENCODING=latin-1 {} --json --prompt 'The café “x” 🦜'")
+    assert json.loads(done.stdout)["results"][0]["prompt"] == "The café “x” 🦜"
+
+
+def test_only_line_ends_separate_the_prompts_of_a_file(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("one\u2028still one\r\ntwo\x0bstill two\rthree\n".encode())
+    status, out, _ = run(capsys, *DEMO, "--json", "--prompt-file", str(file))
+    assert status == 0
+    prompts = [row["prompt"] for row in json.loads(out)["results"]]
+    assert prompts == ["one\u2028still one", "two\x0bstill two", "three"]
+
+
 def test_every_option_is_in_the_readme():
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = re.findall(r"--[a-z-]+", (ROOT / "README.md").read_text("utf-8"))
     for action in build_parser()._actions:
         for option in action.option_strings:
             if option.startswith("--") and option not in ("--help", "--debug"):

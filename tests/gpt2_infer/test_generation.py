@@ -108,7 +108,7 @@ def test_end_of_text_ends_a_row_and_is_not_part_of_it(mode):
     assert ignored.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("length", [1, 3, 9])
+@pytest.mark.parametrize("length", [1, 3, 9, 15, 24])
 def test_a_stop_string_ends_the_text_before_it(length, demo):
     full = generate(demo, PROMPTS[0], max_new_tokens=60).texts[0]
     stop = full[40 : 40 + length]
@@ -124,6 +124,32 @@ def test_a_stop_string_ends_the_text_before_it(length, demo):
     assert cut.finish_reasons == ["stop"]
     assert "".join(pieces) == cut.texts[0]
     assert cut.new_tokens < 60
+
+
+def test_one_stop_string_need_not_be_in_a_list(demo):
+    full = generate(demo, PROMPTS[0], max_new_tokens=30).texts[0]
+    stop = full[20:25]
+    cut = generate(demo, PROMPTS[0], max_new_tokens=30, stop=stop).texts[0]
+    assert cut == full[: full.index(stop)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_generates_text_of_the_same_kind(dtype, mode, demo):
+    model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
+    result = generate(model, PROMPTS, max_new_tokens=8, mode=mode)
+    reference = generate(demo, PROMPTS, max_new_tokens=8, mode=mode)
+    assert [row[0] for row in result.tokens] == [row[0] for row in reference.tokens]
+
+
+def test_a_batch_of_many_rows_equals_its_members(demo):
+    prompts = [
+        f"{word} upon a time"
+        for word in ["One", "Two", "She", "He", "They", "We", "It", "You", "I", "Once"]
+    ]
+    together = generate(demo, prompts, max_new_tokens=12, mode="kv-cache")
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        assert generate(demo, prompt, max_new_tokens=12, mode="kv-cache").tokens == [tokens]
 
 
 def test_streamed_text_is_the_text(demo):
@@ -176,6 +202,9 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"max_new_tokens": 1024}, "1024 positions"),
         ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
         ({"stop": [""]}, "a stop string must not be empty"),
+        ({"prompts": [[1.5]]}, "a prompt is a text or a list of ids"),
+        ({"prompts": [1, 2]}, "a prompt is a text or a list of ids"),
+        ({"max_new_tokens": 2.0}, "max-new-tokens must be 1 or more"),
     ],
 )
 def test_requests_that_cannot_be_met(arguments, words, demo):
@@ -207,6 +236,5 @@ def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
     model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
     result = generate(model, "The", max_new_tokens=3, mode="kv-cache")
     assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", DECODES)
-    model = GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
     with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
-        generate(model, "The", max_new_tokens=3, mode="kv-cache")
+        GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")

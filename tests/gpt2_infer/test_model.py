@@ -135,6 +135,10 @@ def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
         ({"n_embd": "768"}, "n_embd must be a positive integer, not '768'"),
         ({"add_cross_attention": True}, "add_cross_attention is set"),
         ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number of 0 or more"),
+        ({"layer_norm_epsilon": -1}, "layer_norm_epsilon must be a number of 0 or more"),
+        ({"scale_attn_weights": "false"}, "scale_attn_weights must be true or false"),
+        ({"activation_function": None}, "activation_function must be a name"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
     ],
 )

@@ -55,6 +55,13 @@ def test_gpt2s_own_ids():
     assert DEMO.end_of_text == 8191
 
 
+def test_a_configuration_alone_is_no_tokenizer(tmp_path):
+    config = weights.find("demo").folder / "config.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    with pytest.raises(WeightsError, match=r"holds no tokenizer: none of tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
 def test_no_tokenizer(tmp_path):
-    with pytest.raises(WeightsError, match="holds no tokenizer that can be read"):
+    with pytest.raises(WeightsError, match="holds no tokenizer"):
         Tokenizer.load(tmp_path)

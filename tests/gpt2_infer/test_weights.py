@@ -62,6 +62,28 @@ def test_a_second_copy_of_a_tied_head(save_checkpoint):
         load(folder)
 
 
+def test_a_tied_checkpoint_may_hold_the_head_alone(save_checkpoint):
+    folder, _ = save_checkpoint()
+    expected = logits(load(folder))
+    rewrite(folder, lambda t: t | {"lm_head.weight": t.pop("transformer.wte.weight")})
+    assert torch.equal(logits(load(folder)), expected)
+
+
+def test_a_tensor_under_two_names_is_refused(save_checkpoint):
+    folder, _ = save_checkpoint()
+    rewrite(folder, lambda t: t | {"wte.weight": torch.zeros_like(t["transformer.wte.weight"])})
+    with pytest.raises(WeightsError, match=r"wte\.weight is there twice"):
+        load(folder)
+
+
+def test_shards_lie_in_the_folder(save_checkpoint):
+    folder, _ = save_checkpoint()
+    index = {"weight_map": {"wte.weight": "../other/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"names files of other folders: \.\./other"):
+        load(folder)
+
+
 def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
 
@@ -181,6 +203,39 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
+
+
+def test_a_half_filled_cache_offline_is_a_hub_out_of_reach(save_checkpoint, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    folder, _ = save_checkpoint()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (snapshot / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
+        load("someone/tiny")
+
+
+def test_a_pickle_only_repository_is_refused_as_such(save_checkpoint, monkeypatch):
+    import huggingface_hub
+
+    class Entry:
+        rfilename = "pytorch_model.bin"
+
+    class Info:
+        siblings = (Entry,)
+
+    folder, _ = save_checkpoint()
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: Info)
+    with pytest.raises(WeightsError, match=r"someone/old holds only pytorch_model\.bin.*convert"):
+        load("someone/old")
 
 
 def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatch):
