@@ -1,0 +1,62 @@
+"""How long the float32 ladder takes to build from nothing, all versions at once.
+
+    python scripts/bench_build.py --out results/<date>_<machine>_build.json
+
+Each round builds into an empty cache: for the GPU architecture named, with nvcc, and for the CPU
+emulator, with g++. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from attention_kernels import build
+from gpt2_infer import bench
+from gpt2_infer.results import Results, Series
+
+
+def main() -> None:
+    """Build, write, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--arch", default="90", help="compute capability, e.g. 90")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    versions = build.versions()
+    targets: dict[str, tuple[build.Target, str]] = {
+        f"nvcc, sm_{arguments.arch}": ("cuda", arguments.arch),
+        "g++, emulator": ("emulator", ""),
+    }
+
+    def cold(target: build.Target, arch: str) -> float:
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["ATTENTION_KERNELS_CACHE"] = cache
+            started = time.perf_counter()
+            built = build.build_many(versions, target, arch)
+            seconds = time.perf_counter() - started
+        for op, outcome in built.items():
+            if isinstance(outcome, build.BuildError):
+                raise SystemExit(f"{op} was not built: {outcome}")
+        return seconds
+
+    runs = {name: (lambda what=what: cold(*what)) for name, what in targets.items()}
+    samples = bench.interleave(runs, rounds=arguments.rounds, warm_up=0)
+    series = [
+        Series(name, {"versions": len(versions)}, "s", [round(value, 3) for value in values])
+        for name, values in samples.items()
+    ]
+    settings = {"rounds": arguments.rounds, "jobs": os.cpu_count()}
+    Results("build", bench.provenance(), settings, series).write(arguments.out)
+    for one in series:
+        low, high = one.spread
+        print(f"{one.name}: {one.median:.1f} s ({low:.1f} .. {high:.1f}), {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()
