@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from attention_kernels.reference import Verdict, judge, naive_attention
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.reference import Verdict, judge, naive_error
 from attention_kernels.registry import BackendSpec
 
 SCALES = (0.02, 1.0, 8.0)
@@ -108,8 +110,7 @@ def naive_floor(case: Case, device: str) -> float:
     errors = []
     for seed in range(16):
         q, k, v = dataclasses.replace(case, seed=1000 + seed).inputs(device)
-        out = naive_attention(q, k, v, case.softmax_scale, case.is_causal)
-        errors.append(judge(out, q, k, v, case.softmax_scale, case.is_causal).error)
+        errors.append(naive_error(q, k, v, case.softmax_scale, case.is_causal))
     return max(errors)
 
 
@@ -122,6 +123,97 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
     v2[:, cut:] += 1e4
     after = spec.attention(q, k2, v2)
     return not torch.equal(before[:, :cut], after[:, :cut])
+
+
+@dataclass
+class Report:
+    """What verify() found.
+
+    failures: a sentence each. refusals: what the backend does not take here. worst: the case
+    nearest to its budget, or farthest over it.
+    """
+
+    backend: str
+    device: str
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    worst: tuple[Case, Verdict] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether something ran and nothing failed."""
+        return self.cases > 0 and not self.failures
+
+
+def verify(
+    spec: BackendSpec,
+    device: str,
+    *,
+    dtypes: tuple[str, ...] = (),
+    seed: int = 0,
+    progress: bool = False,
+) -> Report:
+    """Run the whole suite on one backend: every case, the future against the past, decoding.
+
+    dtypes: names out of spec.dtypes, none for all. A case that the backend refuses is told as such;
+    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run.
+    """
+    if reason := spec.unavailable_reason(device):
+        raise UnavailableBackendError(spec.name, reason)
+    report = Report(spec.name, device)
+    head_dims = spec.head_dims or (32, 64, 128)
+    wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
+    suite = [case for dtype in wanted for case in cases(head_dims, dtype, seed=seed)]
+    refused: set[tuple[torch.dtype, int]] = set()
+    for case in tqdm(suite, spec.name, unit="case", disable=None if progress else True):
+        if (case.dtype, case.head_dim) in refused:
+            continue
+        try:
+            verdict = run_case(spec, case, device)
+        except UnsupportedError as error:
+            refused.add((case.dtype, case.head_dim))
+            report.refusals.append(f"{case.dtype} head_dim {case.head_dim}: {error}")
+            continue
+        except (RuntimeError, ValueError, TypeError) as error:
+            report.failures.append(f"{case}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        report.cases += 1
+        if not verdict.passed:
+            report.failures.append(f"{case}: {_describe(verdict)}")
+        if report.worst is None or _nearness(verdict) > _nearness(report.worst[1]):
+            report.worst = case, verdict
+    for dtype in wanted:
+        for head_dim in head_dims:
+            if (dtype, head_dim) not in refused:
+                report.failures += _more_failures(spec, device, head_dim, dtype, seed)
+    return report
+
+
+def _more_failures(
+    spec: BackendSpec, device: str, head_dim: int, dtype: torch.dtype, seed: int
+) -> list[str]:
+    """Failures of the checks that are not a comparison of one output."""
+    found = []
+    case = Case(100, head_dim, dtype=dtype, seed=seed)
+    found += [
+        f"{case}: keys and values from {cut} on change earlier rows"
+        for cut in (1, 41, 64, 99)
+        if future_leaks(spec, case, device, cut)
+    ]
+    if spec.has_decode(device):
+        verdict = decode_verdict(spec, device, head_dim, dtype, seed)
+        if not verdict.passed:
+            found.append(f"decode, head_dim {head_dim}, {dtype}, seed {seed}: {_describe(verdict)}")
+    return found
+
+
+def _describe(verdict: Verdict) -> str:
+    return f"error {verdict.error:.2e}, budget {verdict.budget:.2e}"
+
+
+def _nearness(verdict: Verdict) -> float:
+    return verdict.error / verdict.budget if verdict.budget > 0 else float(verdict.error > 0)
 
 
 def decode_verdict(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 # How many times the naive error a class may have. 3xTF32 keeps 22 of float32's 24 bits in each
-# product, so two bits more may be lost than by plain float32.
-BUDGET_FACTOR = {"3xtf32": 8.0}
+# product, so two bits more may be lost than by plain float32. float64 is judged by float64, which
+# is as far from the truth as the output.
+BUDGET_FACTOR = {"3xtf32": 8.0, "fp64": 4.0}
 DEFAULT_BUDGET_FACTOR = 2.0
 # The absolute term, in units in the last place of the largest output: a floor where the naive error
 # is luckily zero.
@@ -56,6 +57,23 @@ def reference_attention(
     return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
 
 
+def naive_error(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+) -> float:
+    """How far plain PyTorch in the dtype of its inputs is from the reference.
+
+    For float64, where no reference is finer, it is float32's error scaled to float64's precision.
+    """
+    reference = reference_attention(q, k, v, softmax_scale, is_causal)
+    scale = 1.0
+    if q.dtype == torch.float64:
+        q, k, v = q.float(), k.float(), v.float()
+        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+    out = naive_attention(q, k, v, softmax_scale, is_causal)
+    return scale * (out.double() - reference).abs().max().item()
+
+
 def judge(
     out: Tensor,
     q: Tensor,
@@ -75,15 +93,12 @@ def judge(
     A wrong shape or dtype, a NaN or an infinity gives an infinite error.
     """
     reference = reference_attention(q, k, v, softmax_scale, is_causal)
-    naive_error = (
-        (naive_attention(q, k, v, softmax_scale, is_causal).double() - reference).abs().max().item()
-    )
-    naive_error = max(naive_error, naive_floor)
+    naive = max(naive_error(q, k, v, softmax_scale, is_causal), naive_floor)
     budget = (
-        BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR) * naive_error
+        BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR) * naive
         + ABSOLUTE_TERM_ULPS * torch.finfo(q.dtype).eps * reference.abs().max().item()
     )
     if out.shape != reference.shape or out.dtype != q.dtype:
-        return Verdict(math.inf, budget, naive_error)
+        return Verdict(math.inf, budget, naive)
     error = (out.double() - reference).abs().max().item()
-    return Verdict(error if math.isfinite(error) else math.inf, budget, naive_error)
+    return Verdict(error if math.isfinite(error) else math.inf, budget, naive)

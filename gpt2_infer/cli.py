@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DTYPES = ("float32", "float16", "bfloat16")
+EXIT_FAILED = 1  # verify
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -150,6 +151,27 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the traceback of an error",
     )
     backends.set_defaults(run=_backends)
+    verify = commands.add_parser(
+        "verify", help="hold one backend to the float64 reference and tell its worst case"
+    )
+    verify.add_argument("name", metavar="BACKEND")
+    verify.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default=argparse.SUPPRESS,
+        help="default: cuda where it runs there",
+    )
+    verify.add_argument("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
+    verify.add_argument(
+        "--seed", type=int, default=argparse.SUPPRESS, help="of the inputs (default: 0)"
+    )
+    verify.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
+    verify.set_defaults(run=_verify, shared=("device", "seed"))
     kernels = commands.add_parser(
         "kernels",
         help="registers, spills, shared memory and occupancy of every version; no GPU needed",
@@ -172,7 +194,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line; returns the exit status.
+
+    0, 1 where verify fails, 2 for bad input, 130 after Ctrl-C.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by whoever started the program
@@ -207,7 +232,7 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
     if arguments.command is None:
         return
-    shared = ("command", "debug", "json")
+    shared = ("command", "debug", "json", *getattr(arguments, "shared", ()))
     options = [action for action in parser._actions if action.dest not in shared]
     for action in options:
         if getattr(arguments, action.dest, action.default) != action.default:
@@ -449,6 +474,38 @@ def _backends(arguments: argparse.Namespace) -> int:
             reasons = [row["unavailable"][device] for device in row["devices"]]
             print(f"{indent}{'; '.join(dict.fromkeys(reasons))}")
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from attention_kernels import UnsupportedError, conformance, get_backend
+
+    spec = get_backend(arguments.name)
+    device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    dtypes = tuple(arguments.dtypes or ())
+    if unknown := [name for name in dtypes if name not in spec.dtypes]:
+        raise UnsupportedError(
+            spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
+        )
+    report = conformance.verify(
+        spec, device, dtypes=dtypes, seed=arguments.seed or 0, progress=True
+    )
+    where = f"{device}, emulated" if device in spec.emulated_on else device
+    print(f"{spec.name} on {where}: {report.cases} cases")
+    for refusal in report.refusals:
+        print(f"  not taken: {refusal}")
+    for failure in report.failures[:20]:
+        print(f"  FAILED: {failure}")
+    if len(report.failures) > 20:
+        print(f"  and {len(report.failures) - 20} more")
+    if report.worst:
+        case, verdict = report.worst
+        print(f"  worst: {case}")
+        print(
+            f"         error {verdict.error:.2e}, budget {verdict.budget:.2e}, "
+            f"plain PyTorch's error {verdict.naive_error:.2e}"
+        )
+    print("PASSED" if report.passed else "FAILED")
+    return 0 if report.passed else EXIT_FAILED
 
 
 def _kernels(arguments: argparse.Namespace) -> int:

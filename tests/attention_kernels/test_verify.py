@@ -1,0 +1,111 @@
+"""verify() passes what is right and tells what is wrong, by name and with its worst case."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels import BackendSpec, UnavailableBackendError, backends, get_backend
+from attention_kernels.conformance import verify
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import naive_attention
+from gpt2_infer.cli import main
+
+ON_CPU = [
+    spec.name
+    for spec in backends()
+    if spec.family == "pytorch" and spec.unavailable_reason("cpu") is None
+]
+
+
+def spec_of(kernel, **fields) -> BackendSpec:
+    defaults = {"precisions": {"float32": "ieee-fp32"}, "head_dims": (32,)}
+    return BackendSpec(
+        name="TEST_VERIFY",
+        family="test",
+        summary="A backend of a test.",
+        loader=lambda: Kernels(kernel),
+        **(defaults | fields),
+    )
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_every_backend_of_torch_passes_in_every_dtype(name):
+    report = verify(get_backend(name), "cpu")
+    assert not report.failures
+    assert report.passed
+    assert not report.refusals
+    assert report.cases == 4 * 198
+    case, verdict = report.worst
+    assert 0 < verdict.error <= verdict.budget
+    assert case.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def off_by_one(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return torch.cat([o[:, :1], o[:, :-1]], 1)
+
+
+def reads_the_future(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return o + 1e-7 * v.mean(1, keepdim=True)
+
+
+def sometimes_nan(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    if q.shape[1] == 33:
+        o[0, 32] = torch.nan
+    return o
+
+
+def crashes(q, k, v, softmax_scale, is_causal):
+    if q.shape[0] == 3:
+        raise RuntimeError("batch 3 is too much\nfor me")
+    return naive_attention(q, k, v, softmax_scale, is_causal)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (
+            off_by_one,
+            "seqlen 1024, head_dim 32, batch 1, causal, scale 1.0, float32, seed 0: error",
+        ),
+        (reads_the_future, "keys and values from 41 on change earlier rows"),
+        (
+            sometimes_nan,
+            "seqlen 33, head_dim 32, batch 1, causal, scale 1.0, float32, seed 0: error inf",
+        ),
+        (crashes, "batch 3, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too much"),
+    ],
+)
+def test_what_is_wrong_is_told(kernel, words):
+    report = verify(spec_of(kernel), "cpu")
+    assert not report.passed
+    assert any(words in failure for failure in report.failures), report.failures
+
+
+def test_a_backend_that_takes_nothing_has_not_passed():
+    def refuse(q, k, v, softmax_scale, is_causal):
+        from attention_kernels import UnsupportedError
+
+        raise UnsupportedError("TEST_VERIFY", ["no"])
+
+    report = verify(spec_of(refuse), "cpu")
+    assert not report.passed
+    assert len(report.refusals) == 1
+    with pytest.raises(UnavailableBackendError):
+        verify(spec_of(refuse, device_types=("cuda",)), "cpu")
+
+
+def test_the_command_line(capsys):
+    arguments = ["verify", "naive-pytorch", "--device", "cpu", "--dtypes", "float32", "--seed", "5"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("NAIVE_PYTORCH on cpu: 198 cases")
+    assert "seed 5" in out
+    assert out.endswith("PASSED\n")
+    assert main(["verify", "naive"]) == 2
+    assert main(["verify", "naive-pytorch", "--dtypes", "float64", "--device", "cuda"]) == 2 or (
+        torch.cuda.is_available()
+    )
