@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,13 @@ def _identity(compiler: str, _mtime: float) -> str:
     return execute([compiler, "--version"])[1]
 
 
+def nvcc_architectures() -> set[str]:
+    """The compute capabilities that nvcc compiles for: {"75", ..., "120"}; none without nvcc."""
+    nvcc = find_nvcc()
+    output = execute([nvcc, "--list-gpu-arch"])[1] if nvcc else ""
+    return set(re.findall(r"compute_(\d+)", output))
+
+
 @functools.cache
 def _cuda_root(nvcc: str) -> Path:
     """The toolkit's folder, from nvcc itself: on PATH there may be a link or a script."""
@@ -278,7 +286,7 @@ def cache_dir() -> Path:
         return Path(named).absolute()
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "attention_kernels"
     try:
-        return base.expanduser()
+        return base.expanduser().absolute()
     except RuntimeError:
         return _private_cache(base, "this user has no home folder")
 
@@ -294,14 +302,19 @@ def _writable(cache: Path) -> Path:
 
 
 _private: dict[Path, Path] = {}
+_private_lock = threading.Lock()
 
 
 def _private_cache(cache: Path, reason: str) -> Path:
-    if cache not in _private:
-        folder = _private[cache] = Path(tempfile.mkdtemp(prefix="attention_kernels-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _tell(f"warning: {cache} cannot be written ({reason}): kernels are built for this run only")
-    return _private[cache]
+    with _private_lock:
+        if cache not in _private:
+            folder = _private[cache] = Path(tempfile.mkdtemp(prefix="attention_kernels-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            _tell(
+                f"warning: {cache} cannot be written ({reason}): "
+                "kernels are built for this run only"
+            )
+        return _private[cache]
 
 
 def _tell(line: str) -> None:
@@ -313,7 +326,12 @@ def _lock(path: Path, label: str) -> Iterator[bool]:
     """Hold the lock file; False where that took too long: it only saves work."""
     import fcntl
 
-    with path.open("w") as file:
+    try:
+        file = path.open("w")
+    except OSError:  # another user's, in a cache that is shared: build without it
+        yield False
+        return
+    with file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         told = held = False
         while not held and time.monotonic() < deadline:
@@ -354,7 +372,10 @@ def build_many(
             plans[version.op] = plan(version, target, arch)
         except BuildError as error:
             results[version.op] = error
-    missing = sum(not (cache_dir() / f"{item.stem}.so").exists() for item in plans.values())
+    cache = cache_dir()
+    missing = sum(not os.path.exists(cache / f"{item.stem}.so") for item in plans.values())
+    if missing:
+        _writable(cache)  # here once, so that the threads below share what stands in for it
     with (
         tqdm(total=len(plans), desc="building kernels", unit="", disable=missing == 0) as bar,
         ThreadPoolExecutor(jobs or os.cpu_count()) as pool,
@@ -373,7 +394,7 @@ def build_many(
 
 def _build(item: Plan, quiet: bool) -> Path:
     cache, name = cache_dir(), f"{item.stem}.so"
-    if (cache / name).exists():
+    if os.path.exists(cache / name):  # False, not an error, below a folder that is closed to us
         return cache / name
     cache = _writable(cache)
     library, log = cache / name, cache / f"{item.stem}.log"

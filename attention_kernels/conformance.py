@@ -83,8 +83,9 @@ def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdi
     what a kernel does not write show. The CPU emulator fills every output with NaN itself.
     """
     q, k, v = case.inputs(device)
-    poison = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    del poison
+    block = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    poison = [block.clone() for _ in range(6)]  # as many as copies of inputs may take, too
+    del block, poison
     o = spec.attention(q, k, v, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
     return judge(
         o,

@@ -46,14 +46,16 @@ def main() -> None:
         return seconds
 
     runs = {name: (lambda what=what: cold(*what)) for name, what in targets.items()}
+    settings = {"rounds": arguments.rounds, "jobs": os.cpu_count()}
+    results = Results("build", bench.provenance(), settings, [])
+    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
     samples = bench.interleave(runs, rounds=arguments.rounds, warm_up=0)
-    series = [
+    results.series = [
         Series(name, {"versions": len(versions)}, "s", [round(value, 3) for value in values])
         for name, values in samples.items()
     ]
-    settings = {"rounds": arguments.rounds, "jobs": os.cpu_count()}
-    Results("build", bench.provenance(), settings, series).write(arguments.out)
-    for one in series:
+    results.write(arguments.out)
+    for one in results.series:
         low, high = one.spread
         print(f"{one.name}: {one.median:.1f} s ({low:.1f} .. {high:.1f}), {os.cpu_count()} cores")
 

@@ -43,18 +43,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="kept, after one that is not")
     arguments = parser.parse_args()
 
-    series = []
-    for seqlen in arguments.seqlens:
-        series += measure(seqlen, arguments)
     settings = {
         name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "dtype", "rounds")
     }
-    results = Results("kernels", bench.provenance(), settings | {"is_causal": True}, series)
-    results.write(arguments.out)
+    results = Results("kernels", bench.provenance(), settings | {"is_causal": True}, [])
+    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
+    # Listed once: a backend that fails at the first length is recorded at every one.
+    specs = [
+        spec for spec in backends() if not spec.unavailable_reason("cuda") and spec.cuda_graphs
+    ]
+    for seqlen in arguments.seqlens:
+        results.series += measure(specs, seqlen, arguments)
+        results.write(arguments.out)
     print(format_table(results))
 
 
-def measure(seqlen: int, arguments: argparse.Namespace) -> list[Series]:
+def measure(
+    specs: Sequence[BackendSpec], seqlen: int, arguments: argparse.Namespace
+) -> list[Series]:
     """All backends at one length."""
     dtype = getattr(torch, arguments.dtype)
     case = Case(
@@ -69,16 +75,16 @@ def measure(seqlen: int, arguments: argparse.Namespace) -> list[Series]:
     dense = [tuple(x.contiguous() for x in qkv) for qkv in fused]
     found: dict[str, Series] = {}
     replays: dict[str, Callable[[], float]] = {}
-    for spec in backends():
+    for spec in specs:
         q, k, v = fused[0]
-        if spec.unavailable_reason("cuda") or not spec.cuda_graphs:
-            continue
         series = Series(spec.name, {"seqlen": seqlen, "family": spec.family}, "us")
         try:
             if spec.unsupported_reasons(q, k, v):
                 continue
             series.labels["precision"] = spec.precisions[arguments.dtype]
             verdict = run_case(spec, case, "cuda")
+            inputs: Sequence[tuple[Tensor, ...]] = dense if spec.needs_contiguous else fused
+            graph = capture(spec, inputs)
         except (AttentionError, RuntimeError) as error:
             series.status, series.reason = "failed", str(error).splitlines()[0]
             found[spec.name] = series
@@ -89,8 +95,7 @@ def measure(seqlen: int, arguments: argparse.Namespace) -> list[Series]:
             "naive_error": verdict.naive_error,
         }
         if verdict.passed:
-            inputs: Sequence[tuple[Tensor, ...]] = dense if spec.needs_contiguous else fused
-            replays[spec.name] = functools.partial(replay, capture(spec, inputs), len(inputs))
+            replays[spec.name] = functools.partial(replay, graph, len(inputs))
         else:
             series.status = "failed"
             series.reason = f"error {verdict.error:.2e} is over its budget of {verdict.budget:.2e}"

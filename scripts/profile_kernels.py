@@ -52,17 +52,19 @@ def main() -> None:
         return
     if arguments.out is None:
         parser.error("--out is needed")
+    settings = {"batch": 1, "heads": 12, "seqlen": CASE.seqlen, "head_dim": CASE.head_dim}
+    results = Results("profile", bench.provenance(), settings, [])
+    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
     launch_each()  # builds what is not built, outside the profiler
     rows = profile()
     names = {f"v{spec.name.rsplit('_', 1)[1]:0>2}": spec.name for spec in ladder()}
-    series = []
+    if missing := names.keys() - rows.keys():
+        sys.exit(f"ncu reported nothing for {', '.join(sorted(missing))}")
     for version, values in rows.items():
         for metric, value in values.items():
             labels = {"metric": metric, "counter": METRICS[metric]}
             unit = "percent" if metric.endswith("percent") else metric.rsplit("_", 1)[1]
-            series.append(Series(names[version], labels, unit, [value]))
-    settings = {"batch": 1, "heads": 12, "seqlen": CASE.seqlen, "head_dim": CASE.head_dim}
-    results = Results("profile", bench.provenance(), settings, series)
+            results.series.append(Series(names[version], labels, unit, [value]))
     results.write(arguments.out)
     for version, values in rows.items():
         print(version, " ".join(f"{name}={value:.4g}" for name, value in values.items()))
@@ -100,7 +102,11 @@ def profile() -> dict[str, dict[str, float]]:
         name = by_counter.get(row["Metric Name"])
         if mangled and name:
             version = mangled[2][: int(mangled[1])]
-            value = float(row["Metric Value"].replace(",", ""))
+            try:
+                value = float(row["Metric Value"].replace(",", ""))
+            except ValueError:
+                print(f"{version}: {name} is {row['Metric Value']}", file=sys.stderr)
+                continue
             rows.setdefault(version, {})[name] = value / 1e3 if name == "duration_us" else value
     return rows
 

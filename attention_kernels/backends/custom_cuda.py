@@ -30,6 +30,7 @@ _REFUSALS = (
     "InvalidConfiguration",
     "LaunchOutOfResources",
     "NoKernelImageForDevice",
+    "InsufficientDriver",
 )
 
 _lock = threading.RLock()
@@ -44,9 +45,15 @@ def backend_name(number: int) -> str:
 
 
 def architectures() -> str:
-    """The compute capabilities of this machine's CUDA devices, as build() takes them: "80,90"."""
+    """The compute capabilities of this machine's CUDA devices, as build() takes them: "80,90".
+
+    Those that nvcc cannot compile for are left out, unless there are no others: an old card beside
+    a new one must not take the new one's kernels away.
+    """
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    return ",".join(f"{major}{minor}" for major, minor in sorted(found))
+    archs = [f"{major}{minor}" for major, minor in sorted(found)]
+    known = build.nvcc_architectures()
+    return ",".join([arch for arch in archs if arch in known] or archs)
 
 
 def build_all(device_type: str, jobs: int | None = None) -> dict[str, Path | BuildError]:

@@ -2,11 +2,13 @@
 //
 // A version file defines exactly two functions in `namespace attention::ATTENTION_VERSION`:
 //
-//   int64_t scratch_floats(const Params& params);                     // floats of scratch that launch() needs
-//   cudaError_t launch(const Params& params, cudaStream_t stream);    // enqueues the work, nothing else
+//   int64_t scratch_floats(const Params& params);
+//   cudaError_t launch(const Params& params, cudaStream_t stream);
 //
-// launch() never allocates, synchronizes, prints, exits or copies from the host. A head_dim it has no kernel for, or
-// more shared memory than the device has, is returned as the cudaError_t it is; the caller turns it into an exception.
+// The first says how many floats of scratch launch() needs; launch() enqueues the work and does
+// nothing else: it never allocates, synchronizes, prints, exits or copies from the host. A head_dim
+// it has no kernel for, or more shared memory than the device has, is returned as the cudaError_t
+// it is; the caller turns it into an exception.
 
 #pragma once
 
@@ -21,8 +23,8 @@ struct Strides {
   int64_t head;
 };
 
-// q, k, v and o are (batch, seqlen, num_heads, head_dim); seqlen_q == seqlen_k. With is_causal, query i sees the keys
-// 0..i. The element type is the ladder's: float for fp32/.
+// q, k, v and o are (batch, seqlen, num_heads, head_dim); seqlen_q == seqlen_k. With is_causal,
+// query i sees the keys 0..i. The element type is the ladder's: float for fp32/.
 struct Params {
   const void* q;
   const void* k;

@@ -1,5 +1,6 @@
-// What every version shares and none of them teaches: the launch, and the two spellings that differ between nvcc and
-// the CPU emulator. Anything that could make one version faster than another belongs in the version file.
+// What every version shares and none of them teaches: the launch, and the two spellings that differ
+// between nvcc and the CPU emulator. Anything that could make one version faster than another
+// belongs in the version file.
 
 #pragma once
 
@@ -21,12 +22,13 @@ constexpr Integer ceil_div(Integer a, Integer b) {
 #ifndef ATTENTION_EMULATOR
 
 // Dynamic shared memory, 16-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
-#define ATTENTION_DYNAMIC_SHARED(type, name)                   \
+#define ATTENTION_DYNAMIC_SHARED(type, name)                    \
   extern __shared__ __align__(16) unsigned char name##_bytes[]; \
   type* const name = reinterpret_cast<type*>(name##_bytes)
 
-// Launches `kernel` with any amount of dynamic shared memory and returns the launch's error. A block may use more than
-// 48 KB only after the kernel's limit has been raised; asking for more than the device has fails here.
+// Launches `kernel` with any amount of dynamic shared memory and returns the launch's error. A
+// block may use more than 48 KB only after the kernel's limit has been raised; asking for more than
+// the device has fails here.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t stream, Arguments... arguments) {
@@ -35,7 +37,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(smem_bytes));
     if (error != cudaSuccess) {
-      (void)cudaGetLastError();  // the error is reported here; it must not surface at a later, innocent call
+      (void)cudaGetLastError();  // reported here, it must not surface at a later, innocent call
       return error;
     }
   }

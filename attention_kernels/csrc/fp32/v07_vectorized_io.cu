@@ -7,8 +7,8 @@
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
-// Expect: a quarter of the load instructions for K and the same bytes: no gain where the bandwidth of
-//         shared memory is the limit, and at worst a percent lost to the longer rows of K.
+// Expect: a quarter of the load instructions for K and the same bytes: no gain where the bandwidth
+//         of shared memory is the limit, and at worst a percent lost to the longer rows of K.
 
 #include "common.cuh"
 
