@@ -458,15 +458,19 @@ def _backends(arguments: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     width = max(len(row["name"]) for row in rows)
-    indent = " " * (width + 21)
+    indent = " " * (width + 31)
     family = None
     for row in rows:
         if row["family"] != family:
             family = row["family"]
             print(f"\n{family}")
-        here = [device for device, reason in row["unavailable"].items() if reason is None]
+        here = [
+            f"{device} (emulated)" if device in row["emulated_on"] else device
+            for device, reason in row["unavailable"].items()
+            if reason is None
+        ]
         state = f"on {' and '.join(here)}" if here else "not here"
-        print(f"  {row['name']:<{width}}  {state:<16} {row['summary']}")
+        print(f"  {row['name']:<{width}}  {state:<26} {row['summary']}")
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row["precisions"].items())
         dims = ", ".join(map(str, row["head_dims"])) or "any"
         print(f"{indent}takes {takes}; head_dim {dims}")
@@ -532,5 +536,6 @@ def _describe(spec: BackendSpec) -> dict[str, Any]:
         "precisions": dict(spec.precisions),
         "head_dims": list(spec.head_dims),
         "devices": list(spec.device_types),
+        "emulated_on": list(spec.emulated_on),
         "unavailable": {device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     }

@@ -176,6 +176,8 @@ def test_backends_lists_every_backend(capsys):
     assert all(name in out for name in rows)
     assert rows["NAIVE_PYTORCH"]["unavailable"]["cpu"] is None
     assert rows["PYTORCH_SDPA_EFFICIENT_ATTENTION"]["precisions"]["float32"] == "3xtf32"
+    assert rows["CUSTOM_CUDA_VERSION_1"]["emulated_on"] == ["cpu"]
+    assert "cpu (emulated)" in out or rows["CUSTOM_CUDA_VERSION_1"]["unavailable"]["cpu"]
     assert "needs a CUDA device" in out or rows["NAIVE_PYTORCH"]["unavailable"]["cuda"] is None
 
 
