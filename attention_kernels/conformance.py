@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from attention_kernels.contract import dtype_name
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.reference import Verdict, judge, naive_error
 from attention_kernels.registry import BackendSpec
@@ -54,7 +55,7 @@ class Case:
         kind = "causal" if self.is_causal else "full"
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, {kind}, "
-            f"scale {self.scale}, {str(self.dtype).removeprefix('torch.')}, seed {self.seed}"
+            f"scale {self.scale}, {dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -94,7 +95,7 @@ def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdi
         v,
         case.softmax_scale,
         case.is_causal,
-        precision=spec.precisions[str(case.dtype).removeprefix("torch.")],
+        precision=spec.precisions[dtype_name(case.dtype)],
         naive_floor=naive_floor(case, str(device)),
     )
 

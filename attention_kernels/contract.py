@@ -161,5 +161,10 @@ def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[
     return wrong
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name as backends list it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return dtype_name(tensor.dtype)

@@ -144,7 +144,7 @@ class BackendSpec:
     def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
         """The part of unsupported_reasons() that can be told before there are tensors."""
         reasons = []
-        name = str(dtype).removeprefix("torch.")
+        name = contract.dtype_name(dtype)
         if name not in self.precisions:
             reasons.append(f"dtype {name} (it takes {', '.join(self.dtypes)})")
         if self.head_dims and head_dim not in self.head_dims:

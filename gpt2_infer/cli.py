@@ -138,21 +138,21 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="subcommands (without one, text is generated)", dest="command", metavar="COMMAND"
     )
+    # Shared with the program itself: not given here, what was given there stands.
+    debug = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    listing = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    listing.add_argument("--json", action="store_true", help="a JSON list")
     backends = commands.add_parser(
-        "backends", help="list the attention backends and whether they run here"
-    )
-    backends.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="a JSON list"
-    )
-    backends.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of an error",
+        "backends",
+        parents=[debug, listing],
+        help="list the attention backends and whether they run here",
     )
     backends.set_defaults(run=_backends)
     verify = commands.add_parser(
-        "verify", help="hold one backend to the float64 reference and tell its worst case"
+        "verify",
+        parents=[debug],
+        help="hold one backend to the float64 reference and tell its worst case",
     )
     verify.add_argument("name", metavar="BACKEND")
     verify.add_argument(
@@ -165,30 +165,16 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--seed", type=int, default=argparse.SUPPRESS, help="of the inputs (default: 0)"
     )
-    verify.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of an error",
-    )
     verify.set_defaults(run=_verify, shared=("device", "seed"))
     kernels = commands.add_parser(
         "kernels",
+        parents=[debug, listing],
         help="registers, spills, shared memory and occupancy of every version; no GPU needed",
     )
     kernels.add_argument(
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
     )
     kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
-    kernels.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="a JSON list"
-    )
-    kernels.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of an error",
-    )
     kernels.set_defaults(run=_kernels)
     return parser
 
@@ -363,6 +349,8 @@ def make_report(
     """What ran and how long it took, in the order in which it is printed."""
     import torch
 
+    from attention_kernels.contract import dtype_name
+
     if model.device.type == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(model.device)})"
         memory = torch.cuda.max_memory_allocated(model.device)
@@ -379,7 +367,7 @@ def make_report(
         "attention": result.attention,
         "decode_attention": result.decode_attention,
         "device": device,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "mode": result.mode,
         "cuda_graphs": result.cuda_graphs,
         "length_step": result.length_step,

@@ -72,47 +72,52 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """x: (..., in_features) -> (..., out_features); gelu applies GELU's tanh form to it."""
         rows = x.reshape(-1, x.shape[-1])
-        if _has_onednn(rows) and rows.shape[0] >= ONEDNN_MIN_ROWS:
+        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            y = _linear_onednn(rows, self.weight.t(), self.bias, kind, [], form)
+            y = _linear_onednn()(rows, self.weight.t(), self.bias, kind, [], form)
         else:
-            if x.device.type == "cpu":
-                y = self._few_rows(rows).add_(self.bias)
-            else:
-                y = torch.mm(rows, self.weight).add_(self.bias)
+            y = self._product(rows).add_(self.bias)
             y = F.gelu(y, approximate="tanh") if gelu else y
         return cast("Tensor", y.view(*x.shape[:-1], y.shape[-1]))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x W + b to residual, which may be written over, and return the sum."""
         rows, into = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
-        if _has_onednn(rows) and rows.shape[0] >= ONEDNN_MIN_ROWS:
-            into = _linear_onednn.binary(rows, into, self.weight.t(), self.bias, "add")
+        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
+            into = _linear_onednn().binary(rows, into, self.weight.t(), self.bias, "add")
+        elif x.device.type == "cpu":
+            into.add_(self.bias).add_(self._product(rows))
         else:
-            into.add_(self.bias)
-            if x.device.type == "cpu":
-                into.add_(self._few_rows(rows))
-            else:
-                into.addmm_(rows, self.weight)
+            into.add_(self.bias).addmm_(rows, self.weight)
         return into.view(residual.shape)
 
-    def _few_rows(self, rows: Tensor) -> Tensor:
-        """Rows times W on the CPU, on two cores: MKL's product with one row uses one."""
-        half = rows.shape[1] // 2
-        if rows.shape[0] > 1 or rows.shape[1] % 2 or torch.get_num_threads() == 1:
+    def _product(self, rows: Tensor) -> Tensor:
+        """Rows times W; on a CPU one row in two halves of K, since MKL puts it on one core."""
+        half, odd = divmod(rows.shape[1], 2)
+        splits = rows.device.type == "cpu" and rows.shape[0] == 1 and not odd
+        if not splits or torch.get_num_threads() == 1:
             return torch.mm(rows, self.weight)
         return torch.bmm(rows.view(2, 1, half), self.weight.view(2, half, -1)).sum(0)
 
 
-# torch.compile's own entry to oneDNN: a dense weight, transposed or not, and an epilogue.
-_linear_onednn = torch.ops.mkldnn._linear_pointwise
 ONEDNN_MIN_ROWS = 8
 
 
-def _has_onednn(x: Tensor) -> bool:
+def _takes_onednn(rows: Tensor, min_rows: int = 1) -> bool:
     return (
-        x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        rows.device.type == "cpu"
+        and rows.dtype == torch.float32
+        and rows.shape[0] >= min_rows
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
+
+
+def _linear_onednn() -> Any:
+    """torch.compile's own entry to oneDNN: a dense weight, transposed or not, and an epilogue.
+
+    Looked up when it is needed: a torch without oneDNN has no such op.
+    """
+    return torch.ops.mkldnn._linear_pointwise
 
 
 class Attention(nn.Module):
@@ -324,8 +329,8 @@ class GPT2(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         x = self.ln_f(x)
         weight = (self.wte if self.lm_head is None else self.lm_head).weight
-        if _has_onednn(x):  # whose product with one row uses every core; MKL's uses one
-            return cast("Tensor", _linear_onednn(x, weight, None, "none", [], ""))
+        if _takes_onednn(x):  # its product with one row uses every core; MKL's uses one
+            return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
         return F.linear(x, weight)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -61,6 +62,17 @@ class Results:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
         os.replace(temporary, path)
+
+
+def output_file(text: str) -> Path:
+    """The type of a benchmark's --out: what would lose a finished run is found before it begins.
+
+    Makes the folder; raises ImportError where the schema cannot be checked.
+    """
+    importlib.import_module("jsonschema")
+    path = Path(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def read(path: Path) -> Results:

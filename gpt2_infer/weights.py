@@ -118,25 +118,25 @@ def load_model(
     UnsupportedError, each before any weight is read where it can be.
     """
     target = resolve_device(device)
-    for name in (attention, decode_attention):
-        if name is not None:
-            get_backend(name)
-    source = (
-        model
-        if isinstance(model, Source)
-        else find(model, revision=revision, random_weights=random_weights)
-    )
-    config = read_config(source, random_weights=random_weights)
+    # Names before anything is downloaded, backends before any weight is read.
     spec = default_backend(target.type) if attention is None else get_backend(attention)
-    check_backend(spec, config, dtype, target.type)
-    if decode_attention is not None:
-        check_backend(get_backend(decode_attention), config, dtype, target.type, decode=True)
-    if random_weights:
-        network = _random(config, target, dtype, seed, attention, decode_attention)
+    decode_spec = None if decode_attention is None else get_backend(decode_attention)
+    if isinstance(model, Source):
+        source = model
     else:
-        network = _load(source.weights_folder(), config, target, dtype, attention, decode_attention)
+        source = find(model, revision=revision, random_weights=random_weights)
+    config = read_config(source, random_weights=random_weights)
+    check_backend(spec, config, dtype, target.type)
+    if decode_spec is not None:
+        check_backend(decode_spec, config, dtype, target.type, decode=True)
+    with torch.device("meta"):
+        network = GPT2(config, attention=attention, decode_attention=decode_attention)
+    if random_weights:
+        network = _fill(network, target, dtype, seed)
+    else:
+        _load(network, source.weights_folder(), target, dtype)
     network.tokenizer = tokenizer or Tokenizer.load(source.folder)
-    return network.eval()
+    return network.requires_grad_(False).eval()
 
 
 def read_config(source: Source, *, random_weights: bool = False) -> GPT2Config:
@@ -161,16 +161,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return torch.device(device)
 
 
-def _load(
-    folder: Path,
-    config: GPT2Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str | None,
-    decode_attention: str | None,
-) -> GPT2:
-    with torch.device("meta"):
-        model = GPT2(config, attention=attention, decode_attention=decode_attention)
+def _load(model: GPT2, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model that has no storage yet the folder's weights."""
+    config = model.config
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {}
     problems = []
@@ -210,28 +203,17 @@ def _load(
             if not torch.equal(opened.get_tensor(second_head[1]).to(dtype), tensors["wte.weight"]):
                 raise WeightsError(
                     f"{folder}: tie_word_embeddings is true and lm_head.weight differs from "
-                    "wte.weight; "
-                    "one of the two is wrong"
+                    "wte.weight; one of the two is wrong"
                 )
     model.load_state_dict(tensors, assign=True)
-    return model.requires_grad_(False)
 
 
-def _random(
-    config: GPT2Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    attention: str | None,
-    decode_attention: str | None,
-) -> GPT2:
+@torch.no_grad()
+def _fill(model: GPT2, device: torch.device, dtype: torch.dtype, seed: int) -> GPT2:
     """GPT-2's own initialisation; a seed gives the same weights on the same type of device."""
-    with torch.device("meta"):
-        model = GPT2(config, attention=attention, decode_attention=decode_attention)
     model = model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.dim() == 1:

@@ -12,11 +12,10 @@ import argparse
 import os
 import tempfile
 import time
-from pathlib import Path
 
 from attention_kernels import build
 from gpt2_infer import bench
-from gpt2_infer.results import Results, Series
+from gpt2_infer.results import Results, Series, output_file
 
 
 def main() -> None:
@@ -24,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
     parser.add_argument("--arch", default="90", help="compute capability, e.g. 90")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -48,7 +47,6 @@ def main() -> None:
     runs = {name: (lambda what=what: cold(*what)) for name, what in targets.items()}
     settings = {"rounds": arguments.rounds, "jobs": os.cpu_count()}
     results = Results("build", bench.provenance(), settings, [])
-    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
     samples = bench.interleave(runs, rounds=arguments.rounds, warm_up=0)
     results.series = [
         Series(name, {"versions": len(versions)}, "s", [round(value, 3) for value in values])

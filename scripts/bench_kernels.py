@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from attention_kernels import AttentionError, BackendSpec, backends
 from attention_kernels.conformance import Case, run_case
 from gpt2_infer import bench
-from gpt2_infer.results import Results, Series
+from gpt2_infer.results import Results, Series, output_file
 
 ROTATED_BYTES = 96 * 2**20  # more than the L2 of any GPU up to Hopper
 MIN_CALLS = 5
@@ -32,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
     parser.add_argument(
         "--seqlens", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048, 4096]
     )
@@ -47,7 +46,6 @@ def main() -> None:
         name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "dtype", "rounds")
     }
     results = Results("kernels", bench.provenance(), settings | {"is_causal": True}, [])
-    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
     # Listed once: a backend that fails at the first length is recorded at every one.
     specs = [
         spec for spec in backends() if not spec.unavailable_reason("cuda") and spec.cuda_graphs

@@ -14,14 +14,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from attention_kernels import BackendSpec, backends
 from attention_kernels.conformance import Case
 from gpt2_infer import bench
-from gpt2_infer.results import Results, Series
+from gpt2_infer.results import Results, Series, output_file
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -44,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--out", type=output_file, help="JSON to write")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -54,7 +53,6 @@ def main() -> None:
         parser.error("--out is needed")
     settings = {"batch": 1, "heads": 12, "seqlen": CASE.seqlen, "head_dim": CASE.head_dim}
     results = Results("profile", bench.provenance(), settings, [])
-    results.write(arguments.out)  # now: a folder or a package that is missing must not cost a run
     launch_each()  # builds what is not built, outside the profiler
     rows = profile()
     names = {f"v{spec.name.rsplit('_', 1)[1]:0>2}": spec.name for spec in ladder()}

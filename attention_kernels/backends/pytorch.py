@@ -80,33 +80,28 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
             )
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+    def attempt(call: Callable[[], Tensor]) -> Tensor:
+        """call(), or torch's reasons against it; its (batch, heads, ...) output transposed."""
         try:
-            o = run(q, k, v, softmax_scale, is_causal)
+            o = call()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reasons = explain(q, k, v, is_causal)
+            reasons = _refusals(call)
             if not reasons:
                 raise
             raise UnsupportedError(name, reasons) from error
         return o.transpose(1, 2).contiguous()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        return attempt(lambda: run(q, k, v, softmax_scale, is_causal))
 
     def decode(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         positions, visible = _visible(k_cache, seqlens)
         k, v = k_cache[:, :positions], v_cache[:, :positions]
-        try:
-            o = run(q, k, v, softmax_scale, mask=visible)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reasons = _refusals(lambda: run(q, k, v, softmax_scale, mask=visible))
-            if not reasons:
-                raise
-            raise UnsupportedError(name, reasons) from error
-        return o.transpose(1, 2).contiguous()
+        return attempt(lambda: run(q, k, v, softmax_scale, mask=visible))
 
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         return _refusals(lambda: run(q, k, v, 1.0, is_causal))
