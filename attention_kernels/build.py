@@ -39,6 +39,11 @@ from attention_kernels.errors import AttentionError
 CSRC = Path(__file__).resolve().parent / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
 LAYOUTS = ("contiguous", "strided")
+HEAD_DIMS = (32, 64, 128)
+# What a version takes, where that is not float32 with every one of HEAD_DIMS.
+TAKES = re.compile(
+    r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
+)
 LOCK_TIMEOUT_S = 300.0
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
@@ -59,6 +64,8 @@ class VersionHeader:
     name: the version's namespace, e.g. "v07"; op: its op in torch.ops.attention_kernels.
     layout: "contiguous", or "strided" where the kernel reads strided q, k and v.
     flags: compiler flags of this version on; the rest is prose, one line each.
+    dtype, head_dims, is_host: from the line that may follow Layout, `Takes:  float16, head_dim 32
+    64`, or `float32, on the CPU` for host code, which is neither emulated nor built for a GPU.
     """
 
     path: Path
@@ -73,6 +80,9 @@ class VersionHeader:
     layout: str
     flags: tuple[str, ...]
     expect: str
+    dtype: str = "float32"
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    is_host: bool = False
 
 
 def version_files(folder: Path) -> list[Path]:
@@ -113,7 +123,7 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     values: dict[str, str] = {}
     field = None
     for line in lines:
-        if start := re.match(rf"({'|'.join(FIELDS)}):\s*(.*)", line):
+        if start := re.match(rf"({'|'.join(FIELDS)}|Takes):\s*(.*)", line):
             field = start[1]
             if field in values:
                 raise wrong(f"the header has {field} twice")
@@ -122,7 +132,10 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
             values[field] = f"{values[field]} {line}".strip()
     if missing := [name for name in FIELDS if not values.get(name)]:
         raise wrong(f"the header lacks {', '.join(missing)}")
-    if tuple(values) != FIELDS:
+    order, takes = list(values), TAKES.fullmatch(values.pop("Takes", "float32"))
+    if takes is None:
+        raise wrong("Takes is like `float16, head_dim 32 64`")
+    if order not in (list(FIELDS), [*FIELDS[:5], "Takes", *FIELDS[5:]]):
         raise wrong(f"the header's order is {', '.join(FIELDS)}")
     if values["Layout"] not in LAYOUTS:
         raise wrong(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
@@ -133,7 +146,16 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
         raise wrong(f"Flags: {error}") from error
     prose = {name.lower(): value for name, value in values.items()}
     names = {"name": named[1], "op": op_prefix + named[1], "title": title[1]}
-    return VersionHeader(path.absolute(), version_number(path), flags=split, **names, **prose)
+    return VersionHeader(
+        path.absolute(),
+        version_number(path),
+        flags=split,
+        dtype=takes[1],
+        head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
+        is_host=takes[3] is not None,
+        **names,
+        **prose,
+    )
 
 
 def find_nvcc() -> str | None:
@@ -223,17 +245,22 @@ def csrc_of(version: VersionHeader) -> Path:
 def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Compiler, target, macros and include folders: what every compilation of a version shares.
 
-    The emulator takes no flag of a version's but macros: the others are nvcc's.
+    Of a version's flags g++ takes the macros, and what is passed through nvcc to it; the others
+    are nvcc's own.
     """
     if reason := missing_compiler(target):
         raise BuildError(reason)
     csrc, gxx = csrc_of(version), str(find_gxx())
-    common = [f"-DATTENTION_VERSION={version.name}", f"-DATTENTION_OP={version.op}", f"-I{csrc}"]
+    common = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
+    common.append(f"-I{csrc}")
     if version.layout == "contiguous":
         common.append("-DATTENTION_CONTIGUOUS")
     if target == "emulator":
-        macros = [flag for flag in version.flags if flag.startswith("-D")]
-        return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", f"-I{csrc}/emulator", *common, *macros]
+        own = [flag for flag in version.flags if flag.startswith("-D")]
+        for flag in version.flags:
+            if flag.startswith("-Xcompiler="):
+                own += flag.removeprefix("-Xcompiler=").split(",")
+        return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", f"-I{csrc}/emulator", *common, *own]
     nvcc = str(find_nvcc())
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",")]
     return [nvcc, f"-ccbin={gxx}", "-std=c++17", *gencode, *common, *version.flags]
@@ -263,7 +290,8 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     binding = ["-O1", "-isystem", f"{torch_folder}/include", *extra]
     binding += ["-c", f"{csrc}/binding.cpp", "-o", "binding.o"]
     objects = ["kernel.o", "binding.o", "-o", "library.so"]
-    link = (gxx, "-shared", *extra, *objects, f"-L{torch_libraries}", *libraries)
+    openmp = [flag for flag in flags if flag == "-fopenmp"]
+    link = (gxx, "-shared", *openmp, *extra, *objects, f"-L{torch_libraries}", *libraries)
     compile_ = ((*flags, *kernel), (*flags, *binding))
 
     digest = hashlib.sha256()

@@ -175,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
     )
     kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
+    kernels.add_argument("--family", help="one ladder's, as `gpt2-infer backends` names it")
     kernels.set_defaults(run=_kernels)
     return parser
 
@@ -503,11 +504,18 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _kernels(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import resources
-    from attention_kernels.build import versions
+    from attention_kernels import backends, ladder, resources
+    from gpt2_infer.errors import RequestError
 
+    backends()  # registers them
+    versions = ladder.versions(arguments.family)
+    if not versions:
+        families = ", ".join(ladder.families())
+        raise RequestError(f"no ladder is of the family {arguments.family}: there are {families}")
     rows = resources.resource_table(
-        versions(), arguments.arch or resources.ARCHS, arguments.head_dim
+        [version for version in versions.values() if not version.is_host],
+        arguments.arch or resources.ARCHS,
+        arguments.head_dim,
     )
     if arguments.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

@@ -1,10 +1,9 @@
 // The one file with torch headers: it registers a version's launch() as
-// attention_kernels::ATTENTION_OP, for CUDA or, with ATTENTION_EMULATOR, for the CPU. The op's
+// attention_kernels::ATTENTION_VERSION, for CUDA or, with ATTENTION_EMULATOR, for the CPU. The op's
 // schema and its fake kernel are in Python. Macros that the build sets:
 //
-//   ATTENTION_VERSION     the version's namespace, e.g. v07
-//   ATTENTION_OP          the op's name; ATTENTION_VERSION where it is not set
-//   ATTENTION_DTYPE       float32, float16 or bfloat16; float32 where it is not set
+//   ATTENTION_VERSION     the version's namespace and its op's name, e.g. v07
+//   ATTENTION_DTYPE       float32, float16, bfloat16 or float64
 //   ATTENTION_CONTIGUOUS  the kernel ignores the strides of q, k and v
 //   ATTENTION_POISON      output and scratch are NaN before the launch, so that what nobody writes
 //                         shows; the emulator does so always
@@ -36,12 +35,6 @@
 #include <cuda_runtime.h>
 #endif
 
-#ifndef ATTENTION_OP
-#define ATTENTION_OP ATTENTION_VERSION
-#endif
-#ifndef ATTENTION_DTYPE
-#define ATTENTION_DTYPE float32
-#endif
 #define ATTENTION_TEXT_(token) #token
 #define ATTENTION_TEXT(token) ATTENTION_TEXT_(token)
 #define ATTENTION_JOIN_(a, b) a##b
@@ -62,7 +55,7 @@ using torch::stable::Tensor;
 constexpr int64_t kAlignment = 16;
 
 [[noreturn]] void fail(const std::string& complaint) {
-  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_OP) ": " + complaint);
+  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_VERSION) ": " + complaint);
 }
 
 int32_t dtype_of(const Tensor& tensor) {
@@ -192,5 +185,5 @@ STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
 #endif
-  library.impl(ATTENTION_TEXT(ATTENTION_OP), TORCH_BOX(&attention::run));
+  library.impl(ATTENTION_TEXT(ATTENTION_VERSION), TORCH_BOX(&attention::run));
 }

@@ -118,6 +118,8 @@ def test_a_header_is_read_field_by_field(csrc):
         ("Layout: contiguous", "Layout: any", "Layout is contiguous or strided, not 'any'"),
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
         ("// v01", "v01", "the first line must be"),
+        ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
+        ("// Expect", "// Takes:  float16\n// Expect", "the header's order is Change, Why"),
     ],
 )
 def test_a_broken_header_is_named(csrc, old, new, words):
@@ -127,6 +129,34 @@ def test_a_broken_header_is_named(csrc, old, new, words):
         build.parse_header(file)
     assert "v01_first.cu: " in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("takes", "expected"),
+    [
+        (None, ("float32", (32, 64, 128), False)),
+        ("float64", ("float64", (32, 64, 128), False)),
+        ("float16, head_dim 64", ("float16", (64,), False)),
+        ("bfloat16, head_dim 32 64", ("bfloat16", (32, 64), False)),
+        ("float32, on the CPU", ("float32", (32, 64, 128), True)),
+    ],
+)
+def test_what_a_version_takes(csrc, takes, expected):
+    file = csrc / "fp32" / "v01_first.cu"
+    if takes:
+        file.write_text(file.read_text().replace("// Flags", f"// Takes:  {takes}\n// Flags"))
+    version = build.parse_header(file)
+    assert (version.dtype, version.head_dims, version.is_host) == expected
+    assert f"-DATTENTION_DTYPE={expected[0]}" in build.compile_flags(version, "emulator", "")
+
+
+def test_host_flags_reach_the_host_compiler(csrc):
+    file = csrc / "fp32" / "v01_first.cu"
+    file.write_text(file.read_text().replace("-DTHIS", "-Xcompiler=-fopenmp,-mavx2"))
+    plan = build.plan(build.parse_header(file), "emulator")
+    assert all({"-fopenmp", "-mavx2"} <= {*command} for command in plan.compile)
+    assert "-fopenmp" in plan.link
+    assert "--use_fast_math" not in plan.compile[0]
 
 
 def test_fields_out_of_order_are_named(csrc):

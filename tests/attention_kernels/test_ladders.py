@@ -1,4 +1,4 @@
-"""The float32 ladder: the same suite on the GPU and, from the same source, in the CPU emulator."""
+"""Every ladder of version files: the same suite on the GPU and, from that source, emulated."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from attention_kernels import (
     backends,
     build,
     get_backend,
+    ladder,
 )
-from attention_kernels.backends import custom_cuda
 from attention_kernels.conformance import Case, cases, future_leaks, run_case
 from tests.conftest import DEVICES
 
-NAMES = [spec.name for spec in backends() if spec.family == "custom-cuda"]
+NAMES = [spec.name for spec in backends() if spec.name in ladder.versions()]
+FP32 = [spec.name for spec in backends() if spec.family == "custom-cuda"]
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
 CONTIGUOUS = [name for name in NAMES if get_backend(name).needs_contiguous]
-HEAD_DIMS = (32, 64, 128)
 NEGATIVE = Path(__file__).parent / "negative"
+FOLDER = build.CSRC / "fp32"
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_version = pytest.mark.parametrize("name", NAMES)
@@ -43,9 +44,21 @@ def usable(name: str, device: str) -> BackendSpec:
 
 def ready_op(name: str, device: str):
     usable(name, device)
-    custom_cuda.load_op(name, device)
-    op = f"v{int(name.rsplit('_', 1)[1]):02d}"
-    return getattr(torch.ops.attention_kernels, op).default
+    ladder.load_op(name, device)
+    return getattr(torch.ops.attention_kernels, ladder.versions()[name].op).default
+
+
+def dtype_of(spec: BackendSpec) -> torch.dtype:
+    """A version file takes one."""
+    (name,) = spec.dtypes
+    return getattr(torch, name)
+
+
+def inputs_of(name: str, device: str, seqlen: int, head_dim: int = 64, **fields):
+    """q, k, v that the backend takes, with its nearest head_dim."""
+    spec = get_backend(name)
+    head_dim = min(spec.head_dims, key=lambda known: abs(known - head_dim))
+    return Case(seqlen, head_dim, dtype=dtype_of(spec), **fields).inputs(device)
 
 
 def spec_of(version: build.VersionHeader) -> BackendSpec:
@@ -55,8 +68,9 @@ def spec_of(version: build.VersionHeader) -> BackendSpec:
         name=name,
         family="test",
         summary="A version file of a test.",
-        loader=lambda: custom_cuda.kernels(name, version),
-        precisions={"float32": "ieee-fp32"},
+        loader=lambda: ladder.kernels(name, version),
+        precisions={version.dtype: ladder.PRECISIONS[version.dtype]},
+        head_dims=version.head_dims,
         needs_contiguous=version.layout == "contiguous",
     )
 
@@ -65,28 +79,32 @@ def spec_of(version: build.VersionHeader) -> BackendSpec:
 
 
 def test_the_ladder_is_the_files():
-    files = build.version_files(custom_cuda.FOLDER)
-    assert [f"CUSTOM_CUDA_VERSION_{build.version_number(file)}" for file in files] == NAMES
+    files = build.version_files(FOLDER)
+    assert [f"CUSTOM_CUDA_VERSION_{build.version_number(file)}" for file in files] == FP32
     assert len(files) >= 12
-    for name in NAMES:
+    for name in FP32:
         spec = get_backend(name)
         assert dict(spec.precisions) == {"float32": "ieee-fp32"}
-        assert spec.head_dims == HEAD_DIMS
+        assert spec.head_dims == (32, 64, 128)
         assert spec.emulated_on == ("cpu",)
-    assert STRIDED[:2] == ["CUSTOM_CUDA_VERSION_11", "CUSTOM_CUDA_VERSION_12"]
+    assert [name for name in STRIDED if name in FP32][:2] == [
+        "CUSTOM_CUDA_VERSION_11",
+        "CUSTOM_CUDA_VERSION_12",
+    ]
 
 
 @on_every_device
 @for_every_version
 def test_conformance(name, device):
     spec = usable(name, device)
-    q = torch.zeros(1, 1, 1, 128, device=device)
-    dims = HEAD_DIMS
+    dims = list(spec.head_dims)
+    q = torch.zeros(1, 1, 1, dims[-1], device=device, dtype=dtype_of(spec))
     if reasons := spec.unsupported_reasons(q, q, q):  # a GPU whose shared memory is too small
         assert device == "cuda"
         assert "head_dim 128" in reasons[0]
-        dims = (32, 64)
-    failed = [str(case) for case in cases(dims) if not run_case(spec, case, device).passed]
+        dims.remove(128)
+    suite = cases(tuple(dims), dtype_of(spec))
+    failed = [str(case) for case in suite if not run_case(spec, case, device).passed]
     assert not failed
 
 
@@ -94,8 +112,10 @@ def test_conformance(name, device):
 @for_every_version
 def test_the_future_does_not_change_the_past(name, device):
     spec = usable(name, device)
-    for cut in (1, 41, 64, 99):
-        assert not future_leaks(spec, Case(100, 64), device, cut)
+    for head_dim in spec.head_dims[:2]:
+        for cut in (1, 41, 64, 99):
+            case = Case(100, head_dim, dtype=dtype_of(spec))
+            assert not future_leaks(spec, case, device, cut)
 
 
 @on_every_device
@@ -104,9 +124,8 @@ def test_other_seeds_and_shapes(name, device):
     spec = usable(name, device)
     for seed, (seqlen, batch, num_heads) in enumerate([(47, 3, 5), (48, 2, 1), (49, 1, 12)]):
         for is_causal in (True, False):
-            case = Case(
-                seqlen, 64, batch=batch, num_heads=num_heads, is_causal=is_causal, seed=seed
-            )
+            fields = {"batch": batch, "num_heads": num_heads, "is_causal": is_causal, "seed": seed}
+            case = Case(seqlen, spec.head_dims[-1], dtype=dtype_of(spec), **fields)
             assert run_case(spec, case, device).passed, case
 
 
@@ -114,7 +133,7 @@ def test_other_seeds_and_shapes(name, device):
 def test_neither_the_order_of_threads_nor_unwritten_memory_matters(name, monkeypatch):
     """A race or a read of what nobody wrote would show as a difference between these runs."""
     spec = usable(name, "cpu")
-    inputs = [Case(70, head_dim).inputs("cpu") for head_dim in HEAD_DIMS]
+    inputs = [inputs_of(name, "cpu", 70, head_dim) for head_dim in spec.head_dims]
     expected = [spec.attention(*qkv) for qkv in inputs]
     for variable, value in (
         ("ATTENTION_EMULATOR_ORDER", "reverse"),
@@ -134,9 +153,10 @@ def test_strided_views_need_no_copy(name, device, monkeypatch):
     spec = usable(name, device)
     monkeypatch.setattr("attention_kernels.contract.contiguous", None)
     torch.manual_seed(0)
-    q = torch.randn(2, 3, 50, 64, device=device).transpose(1, 2)  # heads before positions
-    k = torch.randn(2, 1, 3, 64, device=device).expand(2, 50, 3, 64)  # one key for all
-    v = torch.randn(4, 60, 3, 4 * 64, device=device)[1:3, 7:57, :, 64:128]
+    d, like = spec.head_dims[0], {"device": device, "dtype": dtype_of(spec)}
+    q = torch.randn(2, 3, 50, d, **like).transpose(1, 2)  # heads before positions
+    k = torch.randn(2, 1, 3, d, **like).expand(2, 50, 3, d)  # one key for all
+    v = torch.randn(4, 60, 3, 4 * d, **like)[1:3, 7:57, :, d : 2 * d]
     o = spec.attention(q, k, v)
     expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
     assert torch.equal(o, expected)
@@ -150,7 +170,7 @@ def test_strided_views_need_no_copy(name, device, monkeypatch):
 @for_every_version
 def test_opcheck(name, device):
     op = ready_op(name, device)
-    q, k, v = (x.contiguous() for x in Case(33, 32, batch=2).inputs(device))
+    q, k, v = (x.contiguous() for x in inputs_of(name, device, 33, 32, batch=2))
     torch.library.opcheck(op, (q, k, v, 0.2, True))
 
 
@@ -163,20 +183,21 @@ def test_torch_compile_fullgraph(name, device):
     def model(q, k, v):
         return spec.attention(q * 2, k, v, softmax_scale=0.1) + 1
 
-    q, k, v = Case(33, 64).inputs(device)
+    q, k, v = inputs_of(name, device, 33)
     spec._kernels.clear()
-    custom_cuda._loaded.discard((name, device))
+    ladder._loaded.discard((name, device))
     torch.compiler.reset()
     # Inductor for one of them, which also runs what it compiles; on a GPU that takes triton.
-    inductor = name == NAMES[-1] and (device == "cpu" or importlib.util.find_spec("triton"))
+    inductor = name == FP32[-1] and (device == "cpu" or importlib.util.find_spec("triton"))
     compiled = torch.compile(model, fullgraph=True, backend="inductor" if inductor else "aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), model(q, k, v), rtol=0, atol=1e-6)
+    tolerance = 8 * torch.finfo(q.dtype).eps
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v), rtol=0, atol=tolerance)
 
 
 BAD = torch.zeros(1, 4, 2, 32)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
+@pytest.mark.parametrize("name", [FP32[0], FP32[-1]])
 @pytest.mark.parametrize(
     ("q", "k", "words"),
     [
@@ -197,10 +218,10 @@ def test_the_op_checks_who_calls_it_directly(name, q, k, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [CONTIGUOUS[0], CONTIGUOUS[-1]])
+@pytest.mark.parametrize("name", CONTIGUOUS)
 def test_the_op_of_a_contiguous_kernel_refuses_views(name):
     op = ready_op(name, "cpu")
-    q, k, v = Case(5, 32).inputs("cpu")
+    q, k, v = inputs_of(name, "cpu", 5)
     with pytest.raises(RuntimeError, match="q must be contiguous"):
         op(q, k, v, 1.0, True)
 
@@ -208,19 +229,20 @@ def test_the_op_of_a_contiguous_kernel_refuses_views(name):
 @pytest.mark.parametrize("name", STRIDED)
 def test_the_op_of_a_strided_kernel_refuses_rows_that_are_not_aligned(name):
     op = ready_op(name, "cpu")
-    q = torch.zeros(1, 4, 2, 33)[..., :32]
+    good = torch.zeros(1, 4, 2, 32, dtype=dtype_of(get_backend(name)))
+    q = good.new_zeros(1, 4, 2, 33)[..., :32]
     with pytest.raises(RuntimeError, match="q must begin at a multiple of 16 bytes"):
-        op(q, BAD, BAD, 1.0, True)
+        op(q, good, good, 1.0, True)
 
 
 def test_the_op_takes_an_empty_batch():
-    assert ready_op(NAMES[0], "cpu")(BAD[:0], BAD[:0], BAD[:0], 1.0, True).shape == (0, 4, 2, 32)
+    assert ready_op(FP32[0], "cpu")(BAD[:0], BAD[:0], BAD[:0], 1.0, True).shape == (0, 4, 2, 32)
 
 
 # Refusals
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
+@pytest.mark.parametrize("name", [FP32[0], FP32[-1]])
 def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
     spec = usable(name, "cpu")
     q, k, v = Case(5, 128).inputs("cpu")
@@ -236,7 +258,7 @@ def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
 
 
 def test_misaligned_inputs_are_a_reason():
-    spec = usable(NAMES[-1], "cpu")
+    spec = usable(FP32[-1], "cpu")
     k = torch.zeros(257)[1:].view(1, 4, 2, 32)
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(BAD, k, BAD)
@@ -244,8 +266,8 @@ def test_misaligned_inputs_are_a_reason():
     assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
     k = torch.zeros(1, 4, 2, 33)[..., :32]  # a copy is aligned, and some kernels get one
     assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
-    assert get_backend(NAMES[0]).unsupported_reasons(BAD, k, BAD) == []
-    get_backend(NAMES[0]).attention(BAD, k, BAD)
+    assert get_backend(FP32[0]).unsupported_reasons(BAD, k, BAD) == []
+    get_backend(FP32[0]).attention(BAD, k, BAD)
 
 
 @pytest.fixture
@@ -269,7 +291,7 @@ def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
     spec = spec_of(build.parse_header(tmp_path / "v01_typo.cu", "typo_"))
     with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
         spec.attention(BAD, BAD, BAD)
-    assert "v01_typo.cu:11:1: error: " in custom_cuda._failed[spec.name, "cpu"]
+    assert "v01_typo.cu:11:1: error: " in ladder._failed[spec.name, "cpu"]
 
 
 # Negative controls: what the suite and the emulator are for
@@ -344,7 +366,7 @@ def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(run_with_address_s
 from pathlib import Path
 from attention_kernels import build
 from attention_kernels.conformance import Case, run_case
-from tests.attention_kernels.test_custom_cuda import spec_of
+from tests.attention_kernels.test_ladders import spec_of
 for file, prefix in (({str(right.path)!r}, "repaired_"), ({str(broken.path)!r}, "broken_")):
     spec = spec_of(build.parse_header(Path(file), prefix))
     print(prefix, run_case(spec, Case(33, 32), "cpu").passed, flush=True)
@@ -357,21 +379,23 @@ for file, prefix in (({str(right.path)!r}, "repaired_"), ({str(broken.path)!r}, 
     assert "emulated CUDA block (" in done.stderr
 
 
-@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("start", range(4))
 def test_address_sanitizer_finds_nothing(run_with_address_sanitizer, start):
-    versions = build.versions()[start::2]
+    names = NAMES[start::4]
     done = run_with_address_sanitizer(
-        versions,
+        [ladder.versions()[name] for name in names],
         f"""
 from attention_kernels import get_backend
 from attention_kernels.conformance import Case, run_case
-cases = [Case(n, d, is_causal=c) for n in (1, 33, 65) for d in (32, 64, 128) for c in (True, False)]
-for name in {NAMES[start::2]}:
-    assert all(run_case(get_backend(name), case, "cpu").passed for case in cases)
+from tests.attention_kernels.test_ladders import dtype_of
+for name in {names}:
+    spec = get_backend(name)
+    for n, d, c in ((n, d, c) for n in (1, 33, 65) for d in spec.head_dims for c in (True, False)):
+        assert run_case(spec, Case(n, d, is_causal=c, dtype=dtype_of(spec)), "cpu").passed
     print(name, flush=True)
 """,
     )
-    assert done.stdout.split() == NAMES[start::2], done.stderr[-4000:]
+    assert done.stdout.split() == names, done.stderr[-4000:]
 
 
 # On a GPU
@@ -381,7 +405,7 @@ for name in {NAMES[start::2]}:
 @for_every_version
 def test_the_current_stream_is_used(name):
     spec = usable(name, "cuda")
-    q, k, v = Case(200, 64).inputs("cuda")
+    q, k, v = inputs_of(name, "cuda", 200)
     expected = spec.attention(q, k, v)
     late = torch.zeros_like(q)
     stream = torch.cuda.Stream()
@@ -398,13 +422,13 @@ def test_the_current_stream_is_used(name):
 @for_every_version
 def test_it_is_captured_in_a_cuda_graph(name):
     spec = usable(name, "cuda")
-    q, k, v = Case(200, 64).inputs("cuda")
+    q, k, v = inputs_of(name, "cuda", 200)
     spec.attention(q, k, v)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = spec.attention(q, k, v)
     for seed in (1, 2):
-        for x, y in zip((q, k, v), Case(200, 64, seed=seed).inputs("cuda"), strict=True):
+        for x, y in zip((q, k, v), inputs_of(name, "cuda", 200, seed=seed), strict=True):
             x.copy_(y)
         graph.replay()
         assert torch.equal(o, spec.attention(q, k, v))
@@ -414,7 +438,7 @@ def test_it_is_captured_in_a_cuda_graph(name):
 @for_every_version
 def test_two_runs_are_bit_identical(name):
     spec = usable(name, "cuda")
-    q, k, v = Case(1023, 64, batch=2, num_heads=12).inputs("cuda")
+    q, k, v = inputs_of(name, "cuda", 1023, batch=2, num_heads=12)
     expected = spec.attention(q, k, v)
     assert all(torch.equal(spec.attention(q, k, v), expected) for _ in range(5))
 
@@ -425,7 +449,7 @@ def test_it_runs_on_the_device_of_its_inputs(name):
     spec = usable(name, "cuda")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    q, k, v = Case(100, 64).inputs("cuda:1")
+    q, k, v = inputs_of(name, "cuda:1", 100)
     o = spec.attention(q, k, v)
     assert o.device == q.device
     assert torch.cuda.current_device() == 0
@@ -438,6 +462,6 @@ def test_it_runs_on_the_device_of_its_inputs(name):
 
 @pytest.mark.gpu
 def test_the_op_refuses_a_mixture_of_cpu_and_cuda():
-    op = ready_op(NAMES[0], "cuda")
+    op = ready_op(FP32[0], "cuda")
     with pytest.raises(RuntimeError, match="k must be on a CUDA device"):
         op(BAD.cuda(), BAD, BAD.cuda(), 1.0, True)

@@ -1,0 +1,227 @@
+"""A ladder: a folder of version files, each of them a backend.
+
+Nothing is compiled before the first call: for a CUDA tensor with nvcc, for the devices of this
+machine; for a CPU tensor with g++, for the emulator. The op of v07_*.cu is
+torch.ops.attention_kernels.<op_prefix>v07; who calls it directly calls load_op() first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention_kernels import build, contract
+from attention_kernels.build import BuildError, HeaderError, Target, VersionHeader
+from attention_kernels.contract import Kernels
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.registry import register
+
+SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
+TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
+# A launch that failed with one of these has run nothing, and can never succeed on this device.
+_REFUSALS = (
+    "InvalidValue",
+    "InvalidConfiguration",
+    "LaunchOutOfResources",
+    "NoKernelImageForDevice",
+    "InsufficientDriver",
+)
+
+_lock = threading.RLock()
+_versions: dict[str, VersionHeader] = {}  # by backend
+_families: dict[str, str] = {}  # by backend
+_loaded: set[tuple[str, str]] = set()  # backend and device type
+_failed: dict[tuple[str, str], str] = {}  # why its last build failed
+
+
+PRECISIONS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def register_ladder(
+    folder: Path, *, family: str, name: Callable[[Path], str], op_prefix: str = ""
+) -> None:
+    """Register each version file of a folder as the backend name(file).
+
+    family: the backends' family. op_prefix: what tells this ladder's ops from those of others. A
+    file whose header cannot be read, or whose number another has, is a backend that is unavailable
+    for that reason.
+    """
+    for number, files in itertools.groupby(build.version_files(folder), key=build.version_number):
+        _register(number, list(files), family, name, op_prefix)
+
+
+def versions(family: str | None = None) -> dict[str, VersionHeader]:
+    """The headers of the registered version files, of one family or of all, by backend name."""
+    return {n: v for n, v in _versions.items() if family in (None, _families.get(n))}
+
+
+def architectures() -> str:
+    """The compute capabilities of this machine's CUDA devices, as build() takes them: "80,90".
+
+    Those that nvcc cannot compile for are left out, unless there are no others: an old card beside
+    a new one must not take the new one's kernels away.
+    """
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    archs = [f"{major}{minor}" for major, minor in sorted(found)]
+    known = build.nvcc_architectures()
+    return ",".join([arch for arch in archs if arch in known] or archs)
+
+
+def families() -> list[str]:
+    """The families that have version files, in the order of registration."""
+    return list(dict.fromkeys(_families.values()))
+
+
+def build_all(
+    device_type: str, family: str | None = None, jobs: int | None = None
+) -> dict[str, Path | BuildError]:
+    """Build a family's versions, or all, for a device type at once; by op, library or error."""
+    arch = architectures() if device_type == "cuda" else ""
+    wanted = [v for v in versions(family).values() if device_type in _device_types(v)]
+    return build.build_many(wanted, TARGETS[device_type], arch, jobs=jobs)
+
+
+def load_op(name: str, device_type: str) -> None:
+    """Build and load the op of a backend for a device type, unless that is done.
+
+    Raises UnavailableBackendError, after a failed build with the compiler's first error line.
+    """
+    key = (name, device_type)
+    with _lock:
+        if key in _loaded:
+            return
+        version = _versions[name]
+        _define(version.op)
+        try:
+            arch = architectures() if device_type == "cuda" else ""
+            library = build.build(version, TARGETS[device_type], arch, label=name)
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        except (BuildError, OSError) as error:
+            _failed[key] = str(error)
+            raise UnavailableBackendError(name, str(error)) from error
+        _failed.pop(key, None)
+        _loaded.add(key)
+
+
+def _load_op(name: str, device_type: str) -> bool:
+    load_op(name, device_type)
+    return True
+
+
+# torch.compile runs it as it is and traces none of it; see BackendSpec._load().
+_load_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _define(op: str) -> None:
+    """The op's schema and its fake kernel: what torch must know without any library."""
+    name = f"attention_kernels::{op}"
+    torch.library.define(name, SCHEMA, tags=(torch.Tag.needs_exact_strides,))
+    torch.library.register_fake(
+        name, lambda q, k, v, softmax_scale, is_causal: q.new_empty(q.shape)
+    )
+
+
+def kernels(name: str, version: VersionHeader) -> Kernels:
+    """What the backend `name` of a version file loads; nothing is compiled yet."""
+    _versions[name] = version
+    _define(version.op)
+    op = getattr(torch.ops.attention_kernels, version.op).default
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        if torch.compiler.is_compiling() or (name, q.device.type) not in _loaded:
+            _load_op(name, q.device.type)
+        try:
+            return op(q, k, v, softmax_scale, is_causal)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            reasons = _refusals(error, q, k, v)
+            if not reasons:
+                raise
+            raise UnsupportedError(name, reasons) from error
+
+    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        load_op(name, q.device.type)
+        if version.layout == "contiguous":
+            q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
+        one = q.new_zeros(1, 1, 1, q.shape[3])  # a launch is refused whatever the seqlen
+        try:
+            op(one, one, one, 1.0, is_causal)
+        except RuntimeError as error:
+            if not (reasons := _refusals(error, q, k, v)):
+                raise
+            return reasons
+        return _misaligned(q, k, v)
+
+    return Kernels(attention, explain=explain)
+
+
+def _refusals(error: RuntimeError, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """The reasons in an op's error that are about the call, not about a kernel that failed."""
+    message = str(error).splitlines()[0]
+    if not any(f"cudaError{code}" in message for code in _REFUSALS):
+        return _misaligned(q, k, v)
+    if q.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(q.device)
+        limit = getattr(properties, "shared_memory_per_block_optin", "?")
+        message += f" (a block of this device may have {limit} bytes of shared memory)"
+    return [f"head_dim {q.shape[3]} on this device: {message}"]
+
+
+def _misaligned(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """The kernels load 16 bytes at a time."""
+    return [
+        f"{name} must begin at a multiple of 16 bytes, and so must its rows"
+        for name, x in (("q", q), ("k", k), ("v", v))
+        if x.data_ptr() % 16
+        or any(
+            size > 1 and stride * x.element_size() % 16
+            for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+        )
+    ]
+
+
+def _device_types(version: VersionHeader | None) -> tuple[str, ...]:
+    return ("cpu",) if version and version.is_host else ("cuda", "cpu")
+
+
+def _register(
+    number: int, files: list[Path], family: str, namer: Callable[[Path], str], op_prefix: str
+) -> None:
+    name, version, broken = namer(files[0]), None, None
+    try:
+        if len(files) > 1:
+            names = ", ".join(path.name for path in files)
+            raise HeaderError(f"several files have the number {number}: {names}")
+        version = _versions[name] = build.parse_header(files[0], op_prefix)
+    except HeaderError as error:
+        broken = str(error)
+    _families[name] = family
+    title = version.title if version else files[0].stem
+    dtype = version.dtype if version else "float32"
+
+    def probe(device_type: str) -> str | None:
+        return (
+            broken
+            or build.missing_compiler(TARGETS[device_type])
+            or _failed.get((name, device_type))
+        )
+
+    @register(
+        name=name,
+        family=family,
+        summary=f"{title[0].upper()}{title[1:].rstrip('.')}.",
+        precisions={dtype: PRECISIONS[dtype]},
+        head_dims=version.head_dims if version else build.HEAD_DIMS,
+        device_types=_device_types(version),
+        probe=probe,
+        emulated_on=() if version and version.is_host else ("cpu",),
+        needs_contiguous=version is not None and version.layout == "contiguous",
+    )
+    def load() -> Kernels:
+        return kernels(name, _versions[name])
