@@ -124,7 +124,7 @@ def resource_table(
         _row(version.op, arch, launch, compiled[version.op, arch].result())
         for version in versions
         for arch in archs
-        for launch in launches[version.op].result()
+        for launch in dict.fromkeys(launches[version.op].result())  # some are launched often
     ]
 
 
