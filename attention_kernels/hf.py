@@ -1,0 +1,199 @@
+"""The backends inside Hugging Face transformers: each is an `attn_implementation` of its own name.
+
+    import attention_kernels.hf
+    AutoModelForCausalLM.from_pretrained(..., attn_implementation="CUSTOM_CUDA_VERSION_12")
+
+Importing registers every backend and loads none. As many queries as keys (prefill, recompute) go to
+the backend's attention, as views; one query against a cache goes to its decode kernel, else to that
+of registry.default_decode_backend(), which is logged, once, as a warning. Keys and values of fewer
+heads (grouped-query attention) are repeated, which copies them.
+
+UnsupportedError, with every reason, is raised for what a backend cannot do: padding and every mask
+but the causal and the full one, static caches, several queries against more keys, dropout, returned
+weights, a backward pass, and any argument not known to leave the mathematics as it is; and for a
+model that computes attention itself. Tried with transformers 5.17 and 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+# Not public, but the one sign of output_attentions in every model: GPT-2 does not hand it on.
+from transformers.utils.output_capturing import _active_collector
+
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.registry import BackendSpec, backends, default_decode_backend, get_backend
+
+# What models hand to every layer and attention has no use for. (From position_ids transformers
+# tells packed sequences, before it asks for the mask.)
+_NO_MATHEMATICS = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
+
+
+def register(*, decode_backend: str | None = None) -> None:
+    """Register every backend with transformers under its name, in place of what was there.
+
+    Importing this module does so. Call it again for a backend that was registered later, or to name
+    the backend that decodes, whatever the attn_implementation. Raises UnknownBackendError.
+    """
+    decoder = get_backend(decode_backend) if decode_backend is not None else None
+    for spec in backends():
+        no_mask = type(spec.name, (_NoMask,), {})()
+        AttentionMaskInterface.register(spec.name, functools.partial(_mask, no_mask))
+        AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
+
+
+class _NoMask:
+    """What a model gets for a mask, and hands to _attention(): it fails if anything else reads it.
+
+    None would do for models that ask the AttentionInterface; one that computes attention itself
+    (Bloom, CodeGen) would take None for leave to look ahead. The class has the backend's name.
+    """
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise AttributeError(str(self._error()))
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise cls._error()
+
+    @classmethod
+    def _error(cls) -> UnsupportedError:
+        reason = "the model reads the mask, so it computes attention itself or changes the mask"
+        return UnsupportedError(cls.__name__, [reason])
+
+
+def _mask(
+    no_mask: _NoMask,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **_: Any,  # size, device and dtype of a mask, and how to build it: none is built
+) -> _NoMask:
+    """no_mask, where the mask is plainly causal or full; otherwise UnsupportedError.
+
+    attention_mask: bool (batch, keys), False for padding. Whether it hides anything is asked once
+    per forward pass and waits for the device, as in transformers' own sdpa.
+    """
+    causal = mask_function is causal_mask_function
+    skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
+    if causal and q_offset + q_length != kv_length:
+        reason = (
+            f"{kv_length} keys of which {int(q_offset + q_length)} are filled, as in a static "
+            "cache (it takes the dynamic one, transformers' default)"
+        )
+    elif not skip or not (causal or mask_function is bidirectional_mask_function):
+        reason = (
+            "a sliding window, packed sequences or another special mask "
+            "(it takes the causal and the full one)"
+        )
+    elif attention_mask is not None and not (
+        attention_mask.shape[1] >= kv_length and attention_mask[:, :kv_length].all()
+    ):
+        reason = (
+            "an attention_mask that hides padding (it takes prompts of one length, or one prompt)"
+        )
+    else:
+        return no_mask
+    raise UnsupportedError(type(no_mask).__name__, [reason])
+
+
+def _attention(
+    spec: BackendSpec,
+    named_decoder: BackendSpec | None,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | _NoMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """(batch, num_heads, seqlen, head_dim) in, (batch, seqlen, num_heads, head_dim) and None out.
+
+    is_causal: None for the module's own, as in transformers' sdpa.
+    """
+    num_heads, seqlen_q, seqlen_k = query.shape[1], query.shape[2], key.shape[2]
+    wants_weights = arguments.pop("output_attentions", False) or any(
+        name.endswith("attentions") for name in _active_collector.get() or ()
+    )
+    reasons = [
+        f"{name}, which it does not compute"
+        for name, argument in arguments.items()
+        if name not in _NO_MATHEMATICS and argument is not None and argument is not False
+    ]
+    if wants_weights:
+        reasons.append("output_attentions (the weights are never stored)")
+    if isinstance(attention_mask, Tensor):
+        reasons.append(f"an attention_mask of shape {tuple(attention_mask.shape)}")
+    if dropout:
+        reasons.append(f"dropout of {dropout} (model.eval() switches it off)")
+    if seqlen_q not in (1, seqlen_k):
+        reasons.append(
+            f"{seqlen_q} queries against {seqlen_k} keys, as in prefill by chunks, assisted "
+            "decoding and cross-attention (it takes one query, or as many as keys)"
+        )
+    if reasons:
+        raise UnsupportedError(spec.name, reasons)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if k.shape[2] != num_heads:
+        k, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (k, v))
+    if seqlen_q == seqlen_k:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        call = functools.partial(spec.attention, softmax_scale=scaling, is_causal=causal)
+    else:
+        decoder = named_decoder or _default_decoder(spec, q.device.type)
+        seqlens = torch.full((q.shape[0],), seqlen_k, dtype=torch.int32, device=q.device)
+        call = functools.partial(decoder.decode, seqlens=seqlens, softmax_scale=scaling)
+    return _ForwardOnly.apply(spec.name, call, q, k, v), None  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _default_decoder(spec: BackendSpec, device_type: str) -> BackendSpec:
+    """What decodes where nobody named it; cached, so that it is told once."""
+    if spec.has_decode(device_type):
+        return spec
+    decoder = default_decode_backend(device_type)
+    logging.getLogger(__name__).warning(
+        f"{spec.name} has no decode kernel on {device_type}: with a cache, {decoder.name} decodes "
+        "(attention_kernels.hf.register(decode_backend=...) names another)"
+    )
+    return decoder
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """A call without gradients: a kernel that has none must not pass for one whose are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, call: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+        ctx.name = name
+        return call(*qkv)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise UnsupportedError(ctx.name, ["a backward pass (backends are for inference)"])
+
+
+register()

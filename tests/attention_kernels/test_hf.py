@@ -1,0 +1,502 @@
+"""transformers' own models with the backends of the registry, against transformers' eager."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    StaticCache,
+)
+
+from attention_kernels import (
+    BackendSpec,
+    UnknownBackendError,
+    UnsupportedError,
+    backends,
+    get_backend,
+    hf,
+    register,
+)
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import (
+    ABSOLUTE_TERM_ULPS,
+    BUDGET_FACTOR,
+    DEFAULT_BUDGET_FACTOR,
+    naive_attention,
+)
+from tests.conftest import DEVICES
+
+ROOT = Path(__file__).parents[2]
+NAMES = [spec.name for spec in backends()]
+LADDER = "CUSTOM_CUDA_VERSION_12"
+VOCABULARY = 97
+REFUSAL = f"attention backend {LADDER} cannot take this call: "
+
+
+@pytest.fixture(autouse=True)
+def clean_interfaces(monkeypatch):
+    """Whatever a test registers with transformers, or hf has told, is forgotten after it."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    hf._default_decoder.cache_clear()
+
+
+def prompt(batch=2, seqlen=7, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (batch, seqlen), generator=generator).to(device)
+
+
+def random_model(config, name="eager"):
+    """A model of that config in eval mode, its biases and norms random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.set_attn_implementation(name)
+    return model
+
+
+def gpt2(name="eager", **fields):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64, "vocab_size": VOCABULARY}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    # Weights large enough that the text is not one token over and over.
+    weights = {"initializer_range": 0.2, "tie_word_embeddings": False}
+    return random_model(GPT2Config(**{**sizes, **tokens, **weights, **fields}), name)
+
+
+def llama(name="eager", config=LlamaConfig, **fields):
+    """Four query heads of 32; two key and value heads unless the fields say otherwise."""
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    other = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    return random_model(config(**{**sizes, **heads, **other, **fields}), name)
+
+
+def usable(name, device):
+    """The backend, the dtype and the head_dim to try it in; skips where it cannot run."""
+    spec = get_backend(name)
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    dtypes = [*spec.dtypes]
+    if name == "PYTORCH_SDPA_FLASH_ATTENTION" and device == "cuda":
+        dtypes.remove("float32")  # torch's kernel takes half precision only, there
+    dtype = "float32" if "float32" in dtypes else dtypes[0]
+    head_dim = 32 if not spec.head_dims or 32 in spec.head_dims else spec.head_dims[0]
+    return spec, getattr(torch, dtype), head_dim
+
+
+def with_backend(model, name):
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(name)
+    return model
+
+
+@torch.no_grad()
+def errors(eager, name, **inputs):
+    """How far the backend's logits are from float64's, and how far they may be: eager's rule."""
+    reference = copy.deepcopy(eager).double()(**inputs).logits
+    got = with_backend(eager, name)(**inputs).logits
+    assert got.dtype == eager.dtype
+    assert reference.std() > 0.1  # logits all alike would prove nothing
+    dtype, eps = str(eager.dtype).removeprefix("torch."), torch.finfo(eager.dtype).eps
+    if dtype == "float64":  # nothing is finer: float32's error, scaled
+        plain = copy.deepcopy(eager).float()
+        scale = eps / torch.finfo(torch.float32).eps
+    else:
+        plain, scale = eager, 1.0
+    factor = BUDGET_FACTOR.get(get_backend(name).precisions[dtype], DEFAULT_BUDGET_FACTOR)
+    budget = factor * scale * (plain(**inputs).logits - reference).abs().max()
+    budget += ABSOLUTE_TERM_ULPS * eps * reference.abs().max()
+    return (got - reference).abs().max().item(), budget.item()
+
+
+@torch.no_grad()
+def greedy(model, ids, new_tokens=6, **options):
+    """The new tokens, with the all-ones attention_mask that a tokenizer gives."""
+    options = {"attention_mask": torch.ones_like(ids), **options}
+    out = model.generate(
+        ids,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+    return out[:, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def assert_same_text(eager, ids, got, expected):
+    """Equal tokens; where a row parts, eager's two best logits must be a tie in its dtype."""
+    assert len({token for row in expected for token in row}) > 4
+    for row, ours, theirs in zip(ids.tolist(), got, expected, strict=True):
+        parted = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+        if parted:
+            prefix = torch.tensor([row + theirs[: parted[0]]], device=ids.device)
+            logits = eager(prefix).logits[0, -1]
+            first, second = logits.topk(2).values.tolist()
+            tie = 64 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+            assert first - second < tie, f"they part at token {parted[0]}, and it is no tie"
+
+
+# What is the same as eager
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_gpt2s_logits_are_within_the_budget_of_eager(name, device):
+    _, dtype, head_dim = usable(name, device)
+    eager = gpt2(n_embd=2 * head_dim, scale_attn_by_inverse_layer_idx=True).to(device, dtype)
+    error, budget = errors(eager, name, input_ids=prompt(seqlen=33, device=device))
+    assert error <= budget
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_generates_the_text_of_eager(name, device, tmp_path):
+    _, dtype, head_dim = usable(name, device)
+    scaled = {"scale_attn_by_inverse_layer_idx": True}
+    gpt2(n_embd=2 * head_dim, **scaled).save_pretrained(tmp_path)
+    eager, model = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=which, dtype=dtype)
+        .to(device)
+        .eval()
+        for which in ("eager", name)
+    )
+    assert model.config._attn_implementation == name
+    ids = prompt(device=device)
+    for use_cache in (False, True):
+        got, expected = (greedy(m, ids, use_cache=use_cache) for m in (model, eager))
+        assert_same_text(eager, ids, got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", ["NAIVE_PYTORCH", LADDER])
+def test_llama_with_grouped_queries_is_eagers(name, kv_heads, device):
+    usable(name, device)
+    eager, ids = llama(num_key_value_heads=kv_heads).to(device), prompt(device=device)
+    error, budget = errors(eager, name, input_ids=ids)
+    assert error <= budget
+    got, expected = (greedy(m, ids) for m in (with_backend(eager, name), eager))
+    assert_same_text(eager, ids, got, expected)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": prompt(), "is_causal": False},
+        {"input_ids": prompt(), "output_hidden_states": True, "use_cache": False},
+        {"input_ids": prompt(seqlen=1)},
+        {"input_ids": prompt(), "attention_mask": torch.ones(2, 7)},
+    ],
+)
+def test_other_calls_are_eagers_too(inputs):
+    error, budget = errors(gpt2(), LADDER, **inputs)
+    assert error <= budget
+    if "is_causal" in inputs:
+        model = gpt2(LADDER)
+        assert (model(**inputs).logits - model(inputs["input_ids"]).logits).abs().max() > budget
+
+
+def test_cross_attention_of_the_same_length_is_eagers():
+    encoded = torch.randn(2, 7, 64)
+    eager = gpt2(add_cross_attention=True)
+    inputs = {"encoder_hidden_states": encoded.double(), "input_ids": prompt()}
+    with torch.no_grad():
+        reference = copy.deepcopy(eager).double()(**inputs).logits
+        inputs["encoder_hidden_states"] = encoded
+        plain, got = (m(**inputs).logits for m in (eager, with_backend(eager, LADDER)))
+    assert (got - reference).abs().max() <= 2 * (plain - reference).abs().max() + 1e-6
+
+
+def test_beam_search_is_eagers():
+    eager, ids = gpt2(), prompt()
+    expected = greedy(eager, ids, num_beams=3)
+    assert greedy(with_backend(eager, LADDER), ids, num_beams=3) == expected
+
+
+def test_the_budget_tells_a_wrong_backend(clean_registry):
+    for wrong, options in (("FUTURE", {"is_causal": False}), ("FLAT", {"softmax_scale": 0.1})):
+        register_naive(f"WRONG_{wrong}", **options)
+    hf.register()
+    eager, ids = gpt2(), prompt()
+    for name in ("WRONG_FUTURE", "WRONG_FLAT"):
+        error, budget = errors(eager, name, input_ids=ids)
+        assert error > budget
+        assert greedy(with_backend(eager, name), ids, use_cache=False) != greedy(eager, ids)
+
+
+def register_naive(name, *, decode=None, **options):
+    @register(name=name, family="test", summary="For a test.", precisions={"float32": "ieee-fp32"})
+    def load():
+        def attention(q, k, v, softmax_scale, is_causal):
+            arguments = {"softmax_scale": softmax_scale, "is_causal": is_causal, **options}
+            return naive_attention(q, k, v, **arguments)
+
+        return Kernels(attention, decode)
+
+
+# How it is called
+
+
+def test_importing_registers_every_backend_and_loads_none(tmp_path):
+    code = f"""
+import sys, torch
+import attention_kernels
+assert "transformers" not in sys.modules
+import attention_kernels.hf
+from transformers import AttentionInterface, AttentionMaskInterface
+names = {{spec.name for spec in attention_kernels.backends()}}
+assert names <= {{*AttentionInterface()}} and names <= {{*AttentionMaskInterface()}}
+assert {LADDER!r} in names and {LADDER.lower()!r} not in AttentionInterface()
+assert not [spec.name for spec in attention_kernels.backends() if spec._kernels]
+assert not torch.cuda.is_initialized()
+"""
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "ATTENTION_KERNELS_CACHE": str(cache)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert not cache.exists()
+
+
+def test_a_backend_registered_later_needs_a_second_call(clean_registry):
+    register_naive("LATER")
+    with pytest.raises(ValueError, match="LATER"):
+        gpt2("LATER")
+    hf.register()
+    assert torch.allclose(gpt2("LATER")(prompt()).logits, gpt2()(prompt()).logits, atol=1e-5)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every call of a backend, as (backend, method, q, k, v)."""
+    seen = []
+
+    def watch(method, call):
+        def spy(self, q, k, v, **options):
+            seen.append((self.name, method, q, k, v))
+            return call(self, q, k, v, **options)
+
+        monkeypatch.setattr(BackendSpec, method, spy)
+
+    watch("attention", BackendSpec.attention)
+    watch("decode", BackendSpec.decode)
+    return seen
+
+
+def test_the_backend_gets_views_of_the_fused_projection(calls):
+    gpt2(LADDER)(prompt(), use_cache=False)
+    assert [call[:2] for call in calls] == [(LADDER, "attention")] * 2
+    for *_, q, k, v in calls:
+        storage = q.untyped_storage().data_ptr()
+        assert storage == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert q.shape == (2, 7, 2, 32)
+        assert q.stride() == (7 * 192, 192, 32, 1)
+
+
+def decoders(calls):
+    return {name for name, method, *_ in calls if method == "decode"}
+
+
+def test_the_default_decode_backend_is_told_once(calls, caplog):
+    model = gpt2(LADDER)
+    with caplog.at_level(logging.WARNING, logger="attention_kernels.hf"):
+        greedy(model, prompt(), 4)
+        greedy(model, prompt(), 4)
+    assert decoders(calls) == {"PYTORCH_SDPA_FLASH_ATTENTION"}
+    assert [record.message for record in caplog.records] == [
+        f"{LADDER} has no decode kernel on cpu: with a cache, PYTORCH_SDPA_FLASH_ATTENTION decodes "
+        "(attention_kernels.hf.register(decode_backend=...) names another)"
+    ]
+    assert [method for _, method, *_ in calls[:8]] == ["attention"] * 2 + ["decode"] * 6
+
+
+@pytest.mark.parametrize("name", ["NAIVE_PYTORCH", "PYTORCH_SDPA_MATH"])
+def test_a_backend_decodes_itself_where_it_can(name, calls, caplog):
+    greedy(gpt2(name), prompt(), 3)
+    assert decoders(calls) == {name}
+    assert not caplog.records
+
+
+def test_a_named_decode_backend_decodes_for_all(calls, caplog):
+    hf.register(decode_backend="pytorch-sdpa-math")
+    eager, ids = gpt2(), prompt()
+    for name in (LADDER, "NAIVE_PYTORCH"):
+        assert_same_text(eager, ids, greedy(with_backend(eager, name), ids), greedy(eager, ids))
+    assert decoders(calls) == {"PYTORCH_SDPA_MATH"}
+    assert not caplog.records
+    with pytest.raises(UnknownBackendError, match="NAIVE_PYTORCH"):
+        hf.register(decode_backend="NAIVE")
+    hf.register(decode_backend=LADDER)
+    with pytest.raises(UnsupportedError, match=f"{LADDER} .* it has no decode kernel on cpu"):
+        greedy(gpt2("NAIVE_PYTORCH"), ids)
+
+
+# What is refused
+
+
+def padded(row, column):
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[row, column] = 0
+    return mask
+
+
+def static_decode(model):
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    return model(prompt(seqlen=1), past_key_values=cache)
+
+
+def second_chunk(model):
+    cache = model(prompt(), use_cache=True).past_key_values
+    return model(prompt(seqlen=3), past_key_values=cache)
+
+
+def short_mask(model):
+    cache = model(prompt(), use_cache=True).past_key_values
+    return model(prompt(seqlen=1), past_key_values=cache, attention_mask=torch.ones(2, 1))
+
+
+PADDING = "an attention_mask that hides padding (it takes prompts of one length, or one prompt)"
+SPECIAL = (
+    "a sliding window, packed sequences or another special mask (it takes the causal and the full "
+    "one)"
+)
+CHUNK = (
+    "{} queries against {} keys, as in prefill by chunks, assisted decoding and cross-attention "
+    "(it takes one query, or as many as keys)"
+)
+STATIC = (
+    "{} keys of which {} are filled, as in a static cache (it takes the dynamic one, "
+    "transformers' default)"
+)
+WEIGHTS = "output_attentions (the weights are never stored)"
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda m: greedy(m, prompt(), attention_mask=padded(0, 0)), PADDING),
+        (lambda m: m(prompt(), attention_mask=padded(1, 6)), PADDING),
+        (short_mask, PADDING),
+        (
+            lambda m: m(prompt(), attention_mask=torch.ones(2, 9), use_cache=False),
+            STATIC.format(9, 7),
+        ),
+        (
+            lambda m: m(prompt(), attention_mask=torch.ones(2, 1, 7, 7)),
+            "an attention_mask of shape (2, 1, 7, 7)",
+        ),
+        (
+            lambda m: m(
+                prompt(), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False
+            ),
+            SPECIAL,
+        ),
+        (lambda m: greedy(m, prompt(), cache_implementation="static"), STATIC.format(12, 7)),
+        (static_decode, STATIC.format(16, 1)),
+        (second_chunk, CHUNK.format(3, 10)),
+        (lambda m: greedy(m, prompt(), prefill_chunk_size=4), CHUNK.format(3, 7)),
+        (lambda m: m(prompt(), output_attentions=True), WEIGHTS),
+        (
+            lambda m: greedy(m, prompt(), output_attentions=True, return_dict_in_generate=True),
+            WEIGHTS,
+        ),
+        (
+            lambda m: m(prompt(), labels=prompt()).loss.backward(),
+            "a backward pass (backends are for inference)",
+        ),
+        (lambda m: m(prompt(), softcap=30.0), "softcap, which it does not compute"),
+        (lambda m: m.double()(prompt()), "dtype float64 (it takes float32)"),
+        (lambda m: m.half()(prompt()), "dtype float16 (it takes float32)"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(make, call, reason):
+    with pytest.raises(UnsupportedError) as caught:
+        call(make(LADDER))
+    assert str(caught.value) == REFUSAL + reason
+
+
+def test_assisted_decoding_is_refused():
+    with pytest.raises(UnsupportedError, match=r"\d queries against \d+ keys.*assisted decoding"):
+        greedy(gpt2(LADDER), prompt(1).repeat(1, 3), prompt_lookup_num_tokens=3)
+
+
+def test_dropout_is_refused_in_training():
+    model = gpt2(LADDER).train()
+    with pytest.raises(UnsupportedError) as caught:
+        model(prompt())
+    reason = "dropout of 0.1 (model.eval() switches it off)"
+    assert str(caught.value) == REFUSAL + reason
+    gpt2(LADDER, attn_pdrop=0.0).train()(prompt())
+
+
+def test_cross_attention_of_another_length_is_refused():
+    model = gpt2(LADDER, add_cross_attention=True)
+    with pytest.raises(UnsupportedError) as caught:
+        model(prompt(), encoder_hidden_states=torch.randn(2, 5, 64))
+    assert str(caught.value) == REFUSAL + CHUNK.format(7, 5)
+
+
+def test_a_sliding_window_is_refused_and_its_absence_is_not():
+    with pytest.raises(UnsupportedError) as caught:
+        llama(LADDER, MistralConfig, sliding_window=32)(prompt())
+    assert str(caught.value) == REFUSAL + SPECIAL
+    error, budget = errors(
+        llama(config=MistralConfig, sliding_window=None), LADDER, input_ids=prompt()
+    )
+    assert error <= budget
+
+
+def test_a_model_that_computes_attention_itself_is_refused():
+    model = random_model(BloomConfig(n_layer=1, n_head=2, hidden_size=64, vocab_size=VOCABULARY))
+    model.config._attn_implementation = LADDER
+    with pytest.raises(UnsupportedError) as caught:
+        model(prompt())
+    reason = "the model reads the mask, so it computes attention itself or changes the mask"
+    assert str(caught.value) == REFUSAL + reason
+    no_mask = AttentionMaskInterface()[LADDER](q_length=3, kv_length=3)
+    with pytest.raises(AttributeError, match=reason):
+        no_mask.shape  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"sliding_window": 4096},
+        {"s_aux": torch.zeros(2)},
+        {"sinks": torch.zeros(2)},
+        {"position_bias": torch.zeros(1, 2, 3, 3)},
+        {"cu_seq_lens_q": torch.tensor([0, 3])},
+        {"an_argument_of_next_year": 0},
+    ],
+)
+def test_arguments_that_are_not_known_to_be_harmless_are_refused(argument):
+    attention = AttentionInterface()[LADDER]
+    q, k, v = torch.randn(3, 1, 2, 3, 32)
+    module = torch.nn.Identity()
+    (name,) = argument
+    with pytest.raises(UnsupportedError) as caught:
+        attention(module, q, k, v, None, **argument)
+    assert str(caught.value) == f"{REFUSAL}{name}, which it does not compute"
+    o, weights = attention(module, q, k, v, None, **{name: None})
+    assert weights is None
+    assert o.shape == (1, 3, 2, 32)
+    with pytest.raises(UnsupportedError) as caught:
+        attention(module, q, k, v, None, dropout=0.5, output_attentions=True, **argument)
+    assert len(caught.value.reasons) == 3
