@@ -1,0 +1,160 @@
+"""The example package, installed as its reader would: listed, verified, generating, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attention_kernels import build
+from gpt2_infer import GPT2, generate
+from gpt2_infer.cli import build_parser, main
+from gpt2_infer.results import read
+from tests.conftest import DEVICES
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "my_backend"
+README = (EXAMPLE / "README.md").read_text("utf-8")
+NAMES = ["MY_TILED_PYTORCH", "MY_CUDA_VERSION_1"]
+PROMPT = "Once upon a time there was a"
+
+for_every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def install(source: Path, site: Path) -> None:
+    """Put the package into `site`; building leaves its traces in `source`, a copy."""
+    pip = [sys.executable, "-m", "pip", "install", "--isolated", "--quiet", "--no-index"]
+    options = ["--no-deps", "--no-build-isolation", "--target", site]
+    subprocess.run([*pip, *options, source], check=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    install(shutil.copytree(EXAMPLE, folder / "source"), folder / "site")
+    return folder / "site"
+
+
+def gpt2_infer(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the program where the packages of `site` are installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpt2_infer", *arguments],
+        cwd=site,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+            "ATTENTION_KERNELS_CACHE": str(site.parent / "cache"),  # the source's path is temporary
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def listed(site: Path) -> dict[str, dict]:
+    done = gpt2_infer(site, "backends", "--json")
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def skip_without_compiler(name: str, target: build.Target) -> None:
+    if "CUDA" in name and (reason := build.missing_compiler(target)):
+        pytest.skip(reason)
+
+
+def test_it_is_listed(site):
+    rows = listed(site)
+    tiled, cuda = (rows[name] for name in NAMES)
+    assert tiled["family"] == cuda["family"] == "mine"
+    assert tiled["unavailable"]["cpu"] is None
+    assert cuda["unavailable"]["cpu"] == build.missing_compiler("emulator")
+    assert cuda["emulated_on"] == ["cpu"]
+    assert cuda["summary"] == "One warp per query, one key per lane."
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@for_every_name
+def test_it_passes_verify(name, device, site):
+    skip_without_compiler(name, "cuda" if device == "cuda" else "emulator")
+    done = gpt2_infer(site, "verify", name, "--device", device, "--dtypes", "float32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(rf"{name} on {device}(, emulated)?: 198 cases\n", done.stdout)
+    assert ("emulated" in done.stdout) == (name == NAMES[1] and device == "cpu")
+    assert done.stdout.endswith("PASSED\n")
+
+
+@for_every_name
+def test_it_writes_what_plain_pytorch_writes(name, site):
+    skip_without_compiler(name, "emulator")
+    arguments = f"--model demo --device cpu --backend {name} --max-new-tokens 16 --json".split()
+    done = gpt2_infer(site, *arguments, "--prompt", PROMPT)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    plain = GPT2.from_pretrained("demo", device="cpu", attention="NAIVE_PYTORCH")
+    assert answer["report"]["attention"] == name
+    assert answer["results"][0]["text"] == generate(plain, PROMPT, max_new_tokens=16).texts[0]
+
+
+@for_every_name
+def test_where_it_is_not_installed_nobody_knows_it(name, capsys):
+    assert main(["verify", name]) == 2
+    error = capsys.readouterr().err
+    assert f"unknown attention backend '{name}': did you mean " in error
+    assert error.count("\n") == 1
+
+
+def test_the_programs_options_are_those_of_the_readme():
+    commands = re.findall(r"^gpt2-infer (.*)$", README, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        build_parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_renamed_as_the_readme_says_it_works_beside_a_broken_one(site, tmp_path):
+    """Two copies share no name; one whose module raises is listed with its reason."""
+    *rename, pip = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    assert pip.startswith("pip install ")
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-ec", "\n".join(rename)], cwd=ROOT, env=environment, check=True)
+    both = shutil.copytree(site, tmp_path / "site")
+    install(tmp_path / "fast_rows", both)
+    renamed = ["FAST_TILED_PYTORCH", "FAST_CUDA_VERSION_1"]
+    before = {*listed(both)}
+    assert {*renamed, *NAMES, "NAIVE_PYTORCH"} <= before
+
+    (both / "my_backend" / "__init__.py").write_text("raise OSError('libmine.so is missing')\n")
+    rows = listed(both)
+    reason = "its plug-in failed to load: OSError: libmine.so is missing"
+    assert rows["MY_BACKEND"]["unavailable"]["cpu"] == reason
+    assert {*rows} == before - {*NAMES} | {"MY_BACKEND"}
+    done = gpt2_infer(both, "verify", "my-backend")
+    assert done.returncode == 2
+    assert reason in done.stderr
+    done = gpt2_infer(both, "verify", "fast-tiled-pytorch", "--dtypes", "float32")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_is_compared(site, tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "scripts" / "compare_backends.py", "--device", "cpu"),
+            *("--backends", *NAMES, "NAIVE_PYTORCH", "--max-tokens", "16", "--rounds", "2"),
+            *("--out", tmp_path / "r.json"),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {series.name: series for series in read(tmp_path / "r.json").series}
+    assert [found[name].status for name in NAMES] == ["ok", "emulated"]
+    assert [len(found[name].samples) for name in NAMES] == [2, 0]
+    assert f"| `{NAMES[0]}` | ieee-fp32 |" in done.stdout
