@@ -8,10 +8,12 @@ torch.ops.attention_kernels.<op_prefix>v07; who calls it directly calls load_op(
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,10 @@ from attention_kernels import build, contract
 from attention_kernels.build import BuildError, HeaderError, Target, VersionHeader
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
-from attention_kernels.registry import register
+from attention_kernels.registry import BackendSpec, get_backend, register
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
+PRECISIONS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 # A launch that failed with one of these has run nothing, and can never succeed on this device.
 _REFUSALS = (
@@ -40,9 +43,6 @@ _loaded: set[tuple[str, str]] = set()  # backend and device type
 _failed: dict[tuple[str, str], str] = {}  # why its last build failed
 
 
-PRECISIONS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-
-
 def register_ladder(
     folder: Path, *, family: str, name: Callable[[Path], str], op_prefix: str = ""
 ) -> None:
@@ -54,6 +54,28 @@ def register_ladder(
     """
     for number, files in itertools.groupby(build.version_files(folder), key=build.version_number):
         _register(number, list(files), family, name, op_prefix)
+
+
+def unregistered(file: Path) -> BackendSpec:
+    """A backend of a version file that is in no ladder, under the file's own name.
+
+    Raises HeaderError where the file cannot be read as one.
+    """
+    if not file.is_file():
+        raise HeaderError(f"there is no file {file}")
+    place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
+    version = build.parse_header(file, f"file_{place}_")
+    name = version.path.stem.upper()
+    _versions[name] = version
+    return BackendSpec(loader=lambda: kernels(name, version), **_fields(name, "file", version))
+
+
+def resolve(what: str) -> BackendSpec:
+    """The backend of a name, or of a version file that is in no ladder: its path ends in .cu.
+
+    Raises UnknownBackendError or HeaderError.
+    """
+    return unregistered(Path(what)) if what.endswith(".cu") else get_backend(what)
 
 
 def versions(family: str | None = None) -> dict[str, VersionHeader]:
@@ -79,11 +101,15 @@ def families() -> list[str]:
 
 
 def build_all(
-    device_type: str, family: str | None = None, jobs: int | None = None
+    device_type: str, names: Collection[str] | None = None, jobs: int | None = None
 ) -> dict[str, Path | BuildError]:
-    """Build a family's versions, or all, for a device type at once; by op, library or error."""
+    """Build versions, those of the named backends or all, at once; by op, library or error."""
     arch = architectures() if device_type == "cuda" else ""
-    wanted = [v for v in versions(family).values() if device_type in _device_types(v)]
+    wanted = [
+        version
+        for name, version in _versions.items()
+        if (names is None or name in names) and device_type in _device_types(version)
+    ]
     return build.build_many(wanted, TARGETS[device_type], arch, jobs=jobs)
 
 
@@ -186,42 +212,55 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     ]
 
 
-def _device_types(version: VersionHeader | None) -> tuple[str, ...]:
-    return ("cpu",) if version and version.is_host else ("cuda", "cpu")
+def _device_types(version: VersionHeader) -> tuple[str, ...]:
+    return ("cpu",) if version.is_host else ("cuda", "cpu")
 
 
 def _register(
     number: int, files: list[Path], family: str, namer: Callable[[Path], str], op_prefix: str
 ) -> None:
-    name, version, broken = namer(files[0]), None, None
+    name = namer(files[0])
+    _families[name] = family
     try:
         if len(files) > 1:
             names = ", ".join(path.name for path in files)
             raise HeaderError(f"several files have the number {number}: {names}")
         version = _versions[name] = build.parse_header(files[0], op_prefix)
     except HeaderError as error:
-        broken = str(error)
-    _families[name] = family
-    title = version.title if version else files[0].stem
-    dtype = version.dtype if version else "float32"
+        reason = str(error)
+        summary, takes = f"{files[0].stem}.", {"float32": PRECISIONS["float32"]}
+        decorate = register(
+            name=name,
+            family=family,
+            summary=summary,
+            precisions=takes,
+            probe=lambda _: reason,
+            emulated_on=("cpu",),
+        )
+        decorate(_unreachable)
+        return
+    register(**_fields(name, family, version))(lambda: kernels(name, version))
+
+
+def _unreachable() -> Kernels:
+    raise HeaderError("a version file whose header cannot be read has no kernel")
+
+
+def _fields(name: str, family: str, version: VersionHeader) -> dict[str, Any]:
+    """The fields of BackendSpec, but for the loader, that a version file's header tells."""
 
     def probe(device_type: str) -> str | None:
-        return (
-            broken
-            or build.missing_compiler(TARGETS[device_type])
-            or _failed.get((name, device_type))
-        )
+        reason = build.missing_compiler(TARGETS[device_type])
+        return reason or _failed.get((name, device_type))
 
-    @register(
-        name=name,
-        family=family,
-        summary=f"{title[0].upper()}{title[1:].rstrip('.')}.",
-        precisions={dtype: PRECISIONS[dtype]},
-        head_dims=version.head_dims if version else build.HEAD_DIMS,
-        device_types=_device_types(version),
-        probe=probe,
-        emulated_on=() if version and version.is_host else ("cpu",),
-        needs_contiguous=version is not None and version.layout == "contiguous",
-    )
-    def load() -> Kernels:
-        return kernels(name, _versions[name])
+    return {
+        "name": name,
+        "family": family,
+        "summary": f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
+        "precisions": {version.dtype: PRECISIONS[version.dtype]},
+        "head_dims": version.head_dims,
+        "device_types": _device_types(version),
+        "probe": probe,
+        "emulated_on": () if version.is_host else ("cpu",),
+        "needs_contiguous": version.layout == "contiguous",
+    }

@@ -8,6 +8,7 @@ last place.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ DEFAULT_BUDGET_FACTOR = 2.0
 # The absolute term, in units in the last place of the largest output: a floor where the naive error
 # is luckily zero.
 ABSOLUTE_TERM_ULPS = 4
+# How many scores judge() computes at once: 2 GiB in float64.
+LARGEST_SCORES = 2**28
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,34 @@ def judge(
     least, for inputs so small that it may be zero by luck (see conformance.naive_floor).
     A wrong shape or dtype, a NaN or an infinity gives an infinite error.
     """
-    reference = reference_attention(q, k, v, softmax_scale, is_causal)
-    naive = naive_error(q, k, v, softmax_scale, is_causal, reference=reference)
-    naive = max(naive, naive_floor)
-    budget = (
-        BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR) * naive
-        + ABSOLUTE_TERM_ULPS * torch.finfo(q.dtype).eps * reference.abs().max().item()
-    )
-    if out.shape != reference.shape or out.dtype != q.dtype:
-        return Verdict(math.inf, budget, naive)
-    error = (out.double() - reference).abs().max().item()
-    return Verdict(error if math.isfinite(error) else math.inf, budget, naive)
+    fits = out.shape == q.shape and out.dtype == q.dtype
+    found = []
+    for part in _parts(q):
+        inputs = (q[part], k[part], v[part], softmax_scale, is_causal)
+        reference = reference_attention(*inputs)
+        distance = (out[part].double() - reference).abs().max().item() if fits else math.inf
+        naive_distance = naive_error(*inputs, reference=reference)
+        found.append((distance, naive_distance, reference.abs().max().item()))
+    # Unlike Python's max(), torch's keeps a NaN.
+    error, naive, largest = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
+    error = error if math.isfinite(error) else math.inf
+    naive = naive_floor if naive < naive_floor else naive
+    return Verdict(error, error_budget(precision, q.dtype, naive, largest), naive)
+
+
+def error_budget(precision: str, dtype: torch.dtype, naive: float, largest: float) -> float:
+    """What an error may be, given plain PyTorch's and the largest magnitude of the reference."""
+    factor = BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
+    return factor * naive + ABSOLUTE_TERM_ULPS * torch.finfo(dtype).eps * largest
+
+
+def _parts(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices of whole heads whose float64 scores are within a few gigabytes, or one head each."""
+    batch, seqlen, num_heads, _ = q.shape
+    if batch * num_heads * seqlen**2 <= LARGEST_SCORES:
+        yield slice(None), slice(None), slice(None)
+        return
+    heads = max(1, LARGEST_SCORES // seqlen**2)
+    for row in range(batch):
+        for first in range(0, num_heads, heads):
+            yield slice(row, row + 1), slice(None), slice(first, first + heads)

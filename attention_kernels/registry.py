@@ -349,11 +349,15 @@ def _discover() -> None:
         if _discovered is not False:  # another thread was first, or a plug-in asks while it loads
             return
         _discovered = None
-        package = importlib.import_module("attention_kernels.backends")
-        for module in sorted(
-            pkgutil.iter_modules(package.__path__), key=lambda m: m.name != "pytorch"
-        ):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+        try:
+            package = importlib.import_module("attention_kernels.backends")
+            for module in sorted(
+                pkgutil.iter_modules(package.__path__), key=lambda m: m.name != "pytorch"
+            ):
+                importlib.import_module(f"{package.__name__}.{module.name}")
+        except BaseException:
+            _discovered = False  # the next call must not go on with half a registry
+            raise
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             try:
                 entry_point.load()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +23,32 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "tri
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1
+    runs: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    samples: dict[str, list[float]] | None = None,
+    on_sample: Callable[[str], None] | None = None,
 ) -> dict[str, list[float]]:
     """Samples of each run, taken A B C A B C so that a drift of the machine reaches all alike.
 
-    Each run returns its own figure. The first `warm_up` rounds are not kept.
+    Each run returns its own figure. The first `warm_up` rounds are not kept. samples: what an
+    interrupted call had taken, which is completed in place; on_sample(name) is called after each.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    with tqdm(total=(rounds + warm_up) * len(runs), unit="run", disable=None) as bar:
-        for index in range(rounds + warm_up):
-            for name, run in runs.items():
-                bar.set_postfix_str(name)
-                figure = run()
-                if index >= warm_up:
-                    samples[name].append(figure)
-                bar.update()
+    samples = {} if samples is None else samples
+    for name in runs:
+        samples.setdefault(name, [])
+    todo = [n for index in range(rounds) for n in runs if len(samples[n]) <= index]
+    warming = [name for name in runs if name in todo] * warm_up
+    with tqdm(total=len(warming) + len(todo), unit="run", disable=None) as bar:
+        for position, name in enumerate(warming + todo):
+            bar.set_postfix_str(name)
+            figure = runs[name]()
+            if position >= len(warming):
+                samples[name].append(figure)
+                if on_sample:
+                    on_sample(name)
+            bar.update()
     return samples
 
 
@@ -81,6 +94,33 @@ def gpu_facts() -> dict[str, Any] | None:
         values = [value.strip() for value in answer.splitlines()[0].split(",")]
         facts |= dict(zip(query.split(","), values, strict=True))
     return facts
+
+
+def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
+    """What the GPU reaches now, medians of 5: matmul_<dtype>_tflops, of 8192^3, and copy_gbps.
+
+    A copy of 1 GiB counts the bytes read and those written.
+    """
+
+    def seconds(work: Callable[[], Any]) -> float:
+        samples = []
+        for _ in range(6):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            samples.append(float(start.elapsed_time(end)) / 1e3)
+        return statistics.median(samples[1:])
+
+    source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
+    limits = {"copy_gbps": 2 * 2**30 / seconds(lambda: target.copy_(source)) / 1e9}
+    for dtype in dtypes:
+        x = torch.randn(8192, 8192, device="cuda").to(getattr(torch, dtype))
+        out = torch.empty_like(x)
+        work = functools.partial(torch.mm, x, x, out=out)
+        limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds(work) / 1e12
+    return {key: float(f"{value:.4g}") for key, value in limits.items()}
 
 
 def source_digest() -> str:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from gpt2_infer.model import GPT2
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+DEFAULT_NEW_TOKENS = 512
 DTYPES = ("float32", "float16", "bfloat16")
-EXIT_FAILED = 1  # verify
+EXIT_FAILED = 1  # verify, diverge
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input",
     )
     text.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s"
+        "--max-new-tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}"
     )
     text.add_argument(
         "--stop",
@@ -154,7 +155,9 @@ def build_parser() -> argparse.ArgumentParser:
         parents=[debug],
         help="hold one backend to the float64 reference and tell its worst case",
     )
-    verify.add_argument("name", metavar="BACKEND")
+    verify.add_argument(
+        "name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder"
+    )
     verify.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -165,7 +168,47 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--seed", type=int, default=argparse.SUPPRESS, help="of the inputs (default: 0)"
     )
+    verify.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="look for bad accesses and races, too: emulated with AddressSanitizer, on a GPU with "
+        "compute-sanitizer",
+    )
+    verify.add_argument("--no-timing", action="store_true", help="only check")
     verify.set_defaults(run=_verify, shared=("device", "seed"))
+    diverge = commands.add_parser(
+        "diverge",
+        parents=[debug],
+        argument_default=argparse.SUPPRESS,
+        help="find the step, layer and head where two backends' greedy texts part, and tell a tie "
+        "from a bug",
+    )
+    diverge.add_argument("a", metavar="A", help="attention backend")
+    diverge.add_argument("b", metavar="B", help="attention backend, or the same again")
+    diverge.add_argument("--model", metavar="NAME", help="as for generating text")
+    diverge.add_argument("--revision", help="branch, tag or commit of a hub id")
+    diverge.add_argument(
+        "--random-weights", action="store_true", help="of the size that --model names, seed 0"
+    )
+    diverge.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
+    )
+    diverge.add_argument("--dtype", choices=DTYPES, help="default: float32")
+    diverge.add_argument("--prompt", action="append", metavar="TEXT", help="one only")
+    diverge.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 64")
+    diverge.add_argument("--json", action="store_true", help="one JSON object")
+    diverge.set_defaults(
+        run=_diverge,
+        shared=(
+            "model",
+            "revision",
+            "random_weights",
+            "device",
+            "dtype",
+            "prompt",
+            "max_new_tokens",
+        ),
+    )
     kernels = commands.add_parser(
         "kernels",
         parents=[debug, listing],
@@ -183,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0, 1 where verify fails, 2 for bad input, 130 after Ctrl-C.
+    0, 1 where verify fails or diverge finds a bug, 2 for bad input, 130 after Ctrl-C.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -240,6 +283,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     # What can be told without torch is told before it is imported; what needs the configuration,
     # before any weight.
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = DEFAULT_NEW_TOKENS
     if arguments.max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens must be 1 or more, not {arguments.max_new_tokens}")
     prompts = _read_prompts(arguments)
@@ -470,9 +515,10 @@ def _backends(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from attention_kernels import UnsupportedError, conformance, get_backend
+    from attention_kernels import UnsupportedError, conformance, ladder
+    from attention_kernels.sanitize import sanitize
 
-    spec = get_backend(arguments.name)
+    spec = ladder.resolve(arguments.name)
     device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
     dtypes = tuple(arguments.dtypes or ())
     if unknown := [name for name in dtypes if name not in spec.dtypes]:
@@ -482,8 +528,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     report = conformance.verify(
         spec, device, dtypes=dtypes, seed=arguments.seed or 0, progress=True
     )
+    if arguments.sanitize:
+        report.failures += sanitize([arguments.name], device)
     where = f"{device}, emulated" if device in spec.emulated_on else device
-    print(f"{spec.name} on {where}: {report.cases} cases")
+    sanitized = ", sanitized" if arguments.sanitize else ""
+    print(f"{spec.name} on {where}: {report.cases} cases{sanitized}")
     for refusal in report.refusals:
         print(f"  not taken: {refusal}")
     for failure in report.failures[:20]:
@@ -497,8 +546,77 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"         error {verdict.error:.2e}, budget {verdict.budget:.2e}, "
             f"plain PyTorch's error {verdict.naive_error:.2e}"
         )
+    if device in spec.emulated_on:
+        print("  no timing: its source runs emulated, which says nothing about its speed")
+    elif report.passed and not arguments.no_timing:
+        _print_short_timing(spec, device, dtypes or spec.dtypes)
     print("PASSED" if report.passed else "FAILED")
     return 0 if report.passed else EXIT_FAILED
+
+
+def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> None:
+    from gpt2_infer import compare
+
+    head_dim = 64 if 64 in (spec.head_dims or (64,)) else spec.head_dims[0]
+    specs = [*compare.select([compare.BASELINE], device)]
+    specs += [spec] if spec not in specs else []
+    for dtype in dtypes:
+        cell = compare.KernelCell(1024 if device == "cuda" else 256, 1, 12, head_dim, dtype)
+        found = compare.compare_kernels(specs, [cell], device=device, rounds=5).series
+        print(f"  time of the kernel alone, N={cell.seqlen} H=12 head_dim={head_dim}, {dtype}:")
+        for series in found:
+            if series.samples:
+                low, high = series.spread
+                print(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
+
+
+def _diverge(arguments: argparse.Namespace) -> int:
+    from gpt2_infer.errors import RequestError
+
+    prompts = arguments.prompt or [DEFAULT_PROMPT]
+    if len(prompts) > 1:
+        raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
+
+    import torch
+
+    from attention_kernels import get_backend
+    from gpt2_infer import weights
+    from gpt2_infer.diverge import diverge
+    from gpt2_infer.generation import check_request, encode_prompts
+    from gpt2_infer.model import check_backend
+    from gpt2_infer.tokenizer import Tokenizer
+
+    new_tokens = 64 if arguments.max_new_tokens is None else arguments.max_new_tokens
+    device = weights.resolve_device(arguments.device)
+    dtype = getattr(torch, arguments.dtype)
+    specs = [get_backend(name) for name in (arguments.a, arguments.b)]
+    source = weights.find(
+        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
+    )
+    config = weights.read_config(source, random_weights=arguments.random_weights)
+    tokenizer = Tokenizer.load(source.folder)
+    (row,) = encode_prompts(tokenizer, prompts)
+    check_request(config, [row], new_tokens, ())
+    for spec in specs:
+        check_backend(spec, config, dtype, device.type)
+    model = weights.load_model(
+        source,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        attention=arguments.a,
+        random_weights=arguments.random_weights,
+    )
+    result = diverge(
+        model,
+        arguments.a,
+        arguments.b,
+        row,
+        max_new_tokens=new_tokens,
+        progress=sys.stderr.isatty(),
+    )
+    print(json.dumps(result.to_json(), indent=2) if arguments.json else result)
+    return 0 if result.passed else EXIT_FAILED
 
 
 def _kernels(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ loaded without being renamed, transposed or copied. Attention is reached only th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -196,25 +197,21 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 for inference.
 
-    attention: a backend name, None for the device's documented default. decode_attention: the
-    backend that decodes with a KV cache; None takes a named `attention` where it has a decode
-    kernel, else the device's documented default.
+    attention: a backend, by name or as it is, None for the device's documented default.
+    decode_attention: the backend that decodes with a KV cache; None takes a given `attention` where
+    it has a decode kernel, else the device's documented default.
     """
 
     def __init__(
         self,
         config: GPT2Config,
         *,
-        attention: str | None = None,
-        decode_attention: str | None = None,
+        attention: str | BackendSpec | None = None,
+        decode_attention: str | BackendSpec | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self._attention_name, self._decode_name = attention, decode_attention
-        if attention is not None:
-            get_backend(attention)
-        if decode_attention is not None:
-            get_backend(decode_attention)
+        self._attention, self._decode_attention = _spec(attention), _spec(decode_attention)
         self.tokenizer: Tokenizer | None = None
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
@@ -244,18 +241,24 @@ class GPT2(nn.Module):
     @property
     def attention(self) -> BackendSpec:
         """The backend that computes attention over whole sequences."""
-        if self._attention_name is None:
-            return default_backend(self.device.type)
-        return get_backend(self._attention_name)
+        return self._attention or default_backend(self.device.type)
 
     @property
     def decode_attention(self) -> BackendSpec:
         """The backend that decodes one token against a cache."""
-        if self._decode_name is not None:
-            return get_backend(self._decode_name)
-        if self._attention_name is not None and self.attention.has_decode(self.device.type):
-            return self.attention
+        if self._decode_attention is not None:
+            return self._decode_attention
+        if self._attention is not None and self._attention.has_decode(self.device.type):
+            return self._attention
         return default_decode_backend(self.device.type)
+
+    def with_attention(
+        self, attention: str | BackendSpec | None, decode_attention: str | BackendSpec | None = None
+    ) -> GPT2:
+        """The same model, weights shared, with other backends."""
+        model = copy.copy(self)
+        model._attention, model._decode_attention = _spec(attention), _spec(decode_attention)
+        return model
 
     def blocks(self) -> Iterable[Block]:
         """The transformer's blocks, first to last."""
@@ -332,6 +335,10 @@ class GPT2(nn.Module):
         if _takes_onednn(x):  # its product with one row uses every core; MKL's uses one
             return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
         return F.linear(x, weight)
+
+
+def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:
+    return get_backend(backend) if isinstance(backend, str) else backend
 
 
 def check_backend(

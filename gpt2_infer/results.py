@@ -24,7 +24,8 @@ class ResultsError(GPT2InferError):
 class Series:
     """Samples of one thing, in the order of the rounds.
 
-    status "failed" means that its check failed, with the reason: such a series has no samples.
+    status: "ok"; "failed", its check failed; "refused", it does not take this; "emulated", it was
+    checked, and a time would mean nothing. All but "ok" have a reason and no samples.
     """
 
     name: str
@@ -89,6 +90,21 @@ def read(path: Path) -> Results:
     _validate(value, path)
     series = [Series(**entry) for entry in value["series"]]
     return Results(value["task"], value["provenance"], value["settings"], series)
+
+
+def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
+    """The newest results file of each task, by the date in its provenance."""
+    found: dict[str, tuple[Path, Results]] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name == SCHEMA_FILE.name:
+            continue
+        results = read(path)
+        if (
+            results.task not in found
+            or results.provenance["date"] > found[results.task][1].provenance["date"]
+        ):
+            found[results.task] = (path, results)
+    return found
 
 
 def _validate(value: dict[str, Any], path: Path) -> None:

@@ -1,9 +1,10 @@
-"""What the profiler says of each version of the float32 ladder: bank conflicts, occupancy, issue.
+"""What the profiler says of each version of a ladder: bank conflicts, occupancy, issue.
 
     python scripts/profile_kernels.py --out results/<date>_<gpu>_profile.json
 
-Runs itself under Nsight Compute (`ncu`, on PATH), which replays each version's kernel once per
-group of counters, at B=1, H=12, N=1024, head_dim=64.
+Runs itself under Nsight Compute (`ncu`, on PATH), which replays each kernel that a version launches
+once per group of counters. Where a version launches several, its counts and its duration are their
+sums, its percentages their means weighted by duration, its registers the most.
 """
 
 from __future__ import annotations
@@ -14,99 +15,144 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import torch
 
-from attention_kernels import BackendSpec, backends
+from attention_kernels import backends, get_backend, ladder
 from attention_kernels.conformance import Case
-from gpt2_infer import bench
+from gpt2_infer import bench, tables
 from gpt2_infer.results import Results, Series, output_file
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "shared_store_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
     "shared_load_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "sm_efficiency_percent": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
     "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "issue_active_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "fma_pipe_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "tensor_pipe_percent": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
     "global_load_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
     "global_store_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     "registers_per_thread": "launch__registers_per_thread",
     "duration_us": "gpu__time_duration.sum",
 }
-CASE = Case(1024, 64, num_heads=12)
-FAMILY = "custom-cuda"
+DURATION = "duration_us"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--name", default="profile", help="the task's name in the results")
+    parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
+    parser.add_argument("--seqlen", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
     """Profile, write, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=output_file, help="JSON to write")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse()
     if arguments.worker:
-        launch_each()
+        launch_each(arguments)
         return
-    if arguments.out is None:
-        parser.error("--out is needed")
-    settings = {"batch": 1, "heads": 12, "seqlen": CASE.seqlen, "head_dim": CASE.head_dim}
-    results = Results("profile", bench.provenance(), settings, [])
-    launch_each()  # builds what is not built, outside the profiler
+    shape = ("batch", "heads", "seqlen", "head_dim")
+    settings = {name: getattr(arguments, name) for name in shape} | {"measures": "profile"}
+    results = Results(arguments.name, bench.provenance(), settings, [])
+    launch_each(arguments)  # builds what is not built, outside the profiler
     rows = profile()
-    names = {f"v{spec.name.rsplit('_', 1)[1]:0>2}": spec.name for spec in ladder()}
-    if missing := names.keys() - rows.keys():
+    ops = {ladder.versions()[name].op: name for name in names_of(arguments.family)}
+    if missing := ops.keys() - rows.keys():
         sys.exit(f"ncu reported nothing for {', '.join(sorted(missing))}")
-    for version, values in rows.items():
-        for metric, value in values.items():
-            labels = {"metric": metric, "counter": METRICS[metric]}
+    for op, name in ops.items():
+        for metric, value in combined(rows[op]).items():
+            labels = {"metric": metric, "counter": METRICS[metric], "kernels": len(rows[op])}
             unit = "percent" if metric.endswith("percent") else metric.rsplit("_", 1)[1]
-            results.series.append(Series(names[version], labels, unit, [value]))
+            results.series.append(Series(name, labels, unit, [value]))
     results.write(arguments.out)
-    for version, values in rows.items():
-        print(version, " ".join(f"{name}={value:.4g}" for name, value in values.items()))
+    print(tables.render(arguments.out, results))
 
 
-def ladder() -> list[BackendSpec]:
-    """The versions of the float32 ladder."""
-    return [spec for spec in backends() if spec.family == FAMILY]
+def names_of(family: str) -> list[str]:
+    """The backends of a ladder that run on a GPU."""
+    known = [spec for spec in backends() if spec.family == family and "cuda" in spec.device_types]
+    if not known:
+        sys.exit(f"no ladder is of the family {family}: there are {', '.join(ladder.families())}")
+    return [spec.name for spec in known]
 
 
-def launch_each() -> None:
+def launch_each(arguments: argparse.Namespace) -> None:
     """One call of every version."""
-    q, k, v = CASE.inputs("cuda")
-    for spec in ladder():
-        spec.attention(q, k, v)
+    names = names_of(arguments.family)
+    ladder.build_all("cuda", names)
+    for name in names:
+        (dtype,) = get_backend(name).dtypes
+        case = Case(
+            arguments.seqlen,
+            arguments.head_dim,
+            batch=arguments.batch,
+            num_heads=arguments.heads,
+            dtype=getattr(torch, dtype),
+        )
+        get_backend(name).attention(*case.inputs("cuda"))
     torch.cuda.synchronize()
 
 
-def profile() -> dict[str, dict[str, float]]:
-    """Metrics by version ("v01"), from ncu's CSV."""
+def profile() -> dict[str, list[dict[str, float]]]:
+    """Metrics of each launch by op ("v01"), from ncu's CSV."""
     command = ["ncu", "--clock-control", "none", "--csv", "--print-units", "base"]
-    command += ["--kernel-name", "regex:attention_kernel", "--print-kernel-base", "mangled"]
-    command += ["--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, os.path.abspath(__file__), "--worker"]
+    command += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
+    command += ["--kernel-name-base", "mangled", "--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--worker"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:
         sys.exit(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    return parse_csv(lines)
+
+
+def parse_csv(lines: Iterable[str]) -> dict[str, list[dict[str, float]]]:
+    """The rows of ncu's CSV, a metric each, gathered by op and launch."""
     by_counter = {counter: name for name, counter in METRICS.items()}
-    rows: dict[str, dict[str, float]] = {}
+    launches: dict[str, dict[str, dict[str, float]]] = {}
     for row in csv.DictReader(lines):
-        # Mangled, a name follows its length: attention::v06::attention_kernel is
-        # 9attention3v0616attention_kernel.
-        mangled = re.search(r"attention(\d)(v\d+)attention_kernel", row["Kernel Name"])
-        name = by_counter.get(row["Metric Name"])
-        if mangled and name:
-            version = mangled[2][: int(mangled[1])]
+        op, name = op_of(row["Kernel Name"]), by_counter.get(row["Metric Name"])
+        if op and name:
             try:
                 value = float(row["Metric Value"].replace(",", ""))
-            except ValueError:
-                print(f"{version}: {name} is {row['Metric Value']}", file=sys.stderr)
+            except ValueError:  # "n/a"
+                print(f"{op}: {name} is {row['Metric Value']}", file=sys.stderr)
                 continue
-            rows.setdefault(version, {})[name] = value / 1e3 if name == "duration_us" else value
-    return rows
+            value = value / 1e3 if name == DURATION else value
+            launches.setdefault(op, {}).setdefault(row["ID"], {})[name] = value
+    return {op: list(by_id.values()) for op, by_id in launches.items()}
+
+
+def op_of(mangled: str) -> str | None:
+    """The version's namespace in a mangled name: attention::v06 is 9attention3v06."""
+    found = re.search(r"9attention(\d+)", mangled)
+    return mangled[found.end() :][: int(found[1])] if found else None
+
+
+def combined(launches: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a version from those of its launches."""
+    total = sum(launch[DURATION] for launch in launches)
+    found = {}
+    for metric in launches[0]:
+        values = [launch[metric] for launch in launches]
+        if metric.endswith("percent"):
+            weighted = (launch[metric] * launch[DURATION] for launch in launches)
+            found[metric] = sum(weighted) / total
+        else:
+            found[metric] = max(values) if metric == "registers_per_thread" else sum(values)
+    return found
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ struct Params {
   int seqlen;
   int num_heads;
   int head_dim;
-  float softmax_scale;
+  double softmax_scale;  // a float32 kernel takes it as a float
   bool is_causal;
 };
 

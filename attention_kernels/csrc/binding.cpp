@@ -152,7 +152,7 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   params.seqlen = static_cast<int>(q.size(1));
   params.num_heads = static_cast<int>(q.size(2));
   params.head_dim = static_cast<int>(q.size(3));
-  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.softmax_scale = softmax_scale;
   params.is_causal = is_causal;
   poison(o, stream);
 

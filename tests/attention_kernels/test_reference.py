@@ -42,5 +42,25 @@ def test_an_off_by_one_mask_is_caught():
     assert not judge(shifted, q, k, v).passed
 
 
+@pytest.mark.parametrize("limit", [1, 65 * 65, 2 * 65 * 65])
+def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
+    q, k, v = Case(65, 32, batch=2, num_heads=3).inputs("cpu")
+    wrong = naive_attention(q, k, v)
+    wrong[1, 64, 2] += 1e-3
+    whole = judge(wrong, q, k, v)
+    monkeypatch.setattr("attention_kernels.reference.LARGEST_SCORES", limit)
+    parts = judge(wrong, q, k, v)
+    assert parts.error == pytest.approx(whole.error, rel=1e-9)
+    assert parts.budget == pytest.approx(whole.budget, rel=0.2)  # batched products may round apart
+    wrong[0, 0, 0, 0] = torch.nan
+    assert judge(wrong, q, k, v).error == math.inf
+
+
+def test_an_overflow_of_plain_pytorch_leaves_no_budget():
+    q, k, v = (100 * x for x in Case(9, 32, dtype=torch.float16).inputs("cpu"))
+    q[0, 3] = 6e4
+    assert not math.isfinite(judge(naive_attention(q, k, v), q, k, v).budget)
+
+
 def test_nan_never_passes():
     assert not Verdict(math.nan, math.inf, 0.0).passed

@@ -203,3 +203,18 @@ def test_plugins_register_and_a_broken_one_breaks_nothing(tmp_path):
     assert out[0] == "8.0"
     assert out[1] == "its plug-in failed to load: ImportError: libfoo.so is missing"
     assert int(out[2]) == len(NAMES) + 2
+
+
+def test_half_a_registry_is_never_gone_on_with(monkeypatch):
+    """A module of our own that cannot be imported fails every call, not only the first."""
+    from attention_kernels import registry
+
+    def fail(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(registry, "_discovered", False)
+    monkeypatch.setattr(registry, "_specs", {})
+    monkeypatch.setattr(registry.importlib, "import_module", fail)
+    for _ in range(2):
+        with pytest.raises(ImportError):
+            backends()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnavailableBackendError, backends, get_backend
+from attention_kernels import BackendSpec, UnavailableBackendError, backends, build, get_backend
 from attention_kernels.conformance import verify
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
@@ -109,3 +112,50 @@ def test_the_command_line(capsys):
     assert main(["verify", "naive-pytorch", "--dtypes", "float64", "--device", "cuda"]) == 2 or (
         torch.cuda.is_available()
     )
+
+
+NEGATIVE = Path(__file__).parent / "negative"
+
+
+@pytest.mark.parametrize(
+    ("stem", "options", "words"),
+    [
+        ("v01_dropped_barrier", [], "error"),
+        ("v02_off_by_one_mask", [], "change earlier rows"),
+        (
+            "v03_out_of_bounds_read",
+            ["--sanitize"],
+            "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:44",
+        ),
+    ],
+)
+def test_every_negative_control_fails_with_its_reason(stem, options, words, capsys):
+    file = str(NEGATIVE / f"{stem}.cu")
+    assert main(["verify", file, "--device", "cpu", *options]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{stem.upper()} on cpu, emulated: ")
+    assert any(words in line for line in out.splitlines() if "FAILED: " in line), out
+    assert out.endswith("FAILED\n")
+
+
+def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys):
+    right = build.CSRC / "fp32" / "v08_o_in_shared.cu"
+    (tmp_path / "v08_mine.cu").write_bytes(right.read_bytes())
+    assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("V08_MINE on cpu, emulated: 198 cases\n")
+    assert "no timing: its source runs emulated" in out
+    assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
+    (tmp_path / "v10_empty.cu").write_text("")
+    assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2
+    assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
+
+
+def test_a_short_timing_names_the_baseline(capsys):
+    arguments = ["verify", "pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "time of the kernel alone, N=256 H=12 head_dim=64, float32:" in out
+    assert re.search(r"NAIVE_PYTORCH +[\d.]+ us \([\d.]+ \.\. [\d.]+\)", out)
+    assert main([*arguments, "--no-timing"]) == 0
+    assert "time of the kernel" not in capsys.readouterr().out

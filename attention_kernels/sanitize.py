@@ -1,0 +1,136 @@
+"""Run backends under a sanitizer: what a right output hides.
+
+On the CPU emulated kernels run in a build with AddressSanitizer, and again with their threads in
+other orders, which must not change a bit. On a GPU NVIDIA's compute-sanitizer looks for bad
+accesses (memcheck) and for races in shared memory (racecheck).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attention_kernels import build, ladder
+from attention_kernels.conformance import Case
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.registry import BackendSpec
+
+TOOLS = ("memcheck", "racecheck")
+ASAN_FLAGS = "-fsanitize=address -g -O1"
+SHAPES = ((1, 64), (33, 32), (65, 64), (65, 128), (130, 64))  # seqlen and head_dim
+ORDERS = ("reverse", "shuffle:1", "shuffle:2")
+_EXIT = 77  # compute-sanitizer's, where it found something
+
+
+def sanitize(whats: Sequence[str], device: str) -> list[str]:
+    """Run backends, by name or version file, under the device's sanitizers; a sentence per fault.
+
+    The first fault ends a run. Raises UnavailableBackendError where a sanitizer is missing, and
+    UnsupportedError on the CPU for a backend that is not emulated.
+    """
+    specs = [ladder.resolve(what) for what in whats]
+    for spec in specs:
+        if reason := spec.unavailable_reason(device):
+            raise UnavailableBackendError(spec.name, reason)
+        if device == "cpu" and device not in spec.emulated_on:
+            raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
+    if device == "cpu":
+        return _address_sanitizer(specs[0].name, list(whats))
+    if shutil.which("compute-sanitizer") is None:
+        raise UnavailableBackendError(specs[0].name, "needs compute-sanitizer on PATH")
+    return [fault for tool in TOOLS for fault in compute_sanitizer(tool, whats)]
+
+
+def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
+    library = build.execute([str(build.find_gxx()), "-print-file-name=libasan.so"])[1].strip()
+    if not os.path.isabs(library):
+        raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
+    environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": "detect_leaks=0"}
+    # Built without LD_PRELOAD, or the compiler would run under it, too.
+    built = _worker(["build", *whats], environment)
+    if built.returncode != 0:
+        return [f"the sanitizer's build failed: {_last_line(built.stderr)}"]
+    done = _worker(["cpu", *whats], environment | {"LD_PRELOAD": library})
+    if done.returncode == 0:
+        return []
+    found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
+    if not found:
+        return [_last_line(done.stderr)]
+    where = re.search(r"(\w+\.cuh?:\d+)", done.stderr[found.end() :])
+    return [f"{found[1]} at {where[1] if where else 'an unknown line'}"]
+
+
+def compute_sanitizer(tool: str, whats: Sequence[str]) -> list[str]:
+    """Run backends on the GPU under one of TOOLS."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
+    command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
+    # Inside torch's pool an access beyond a tensor is not beyond an allocation.
+    done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, command)
+    summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
+    if done.returncode == 0 and summary in done.stdout:
+        return []
+    faults = [
+        line for line in done.stdout.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)
+    ]
+    what = faults[0].lstrip("= ") if faults else _last_line(done.stdout + done.stderr)
+    return [f"{tool}: {what}"]
+
+
+def _worker(
+    arguments: list[str], environment: dict[str, str], before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*before, sys.executable, "-m", "attention_kernels.sanitize", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it died without a word"])[-1]
+
+
+def _run(spec: BackendSpec, device: str) -> None:
+    """Every shape once; in the emulator in every order."""
+    import torch
+
+    for seqlen, head_dim in SHAPES:
+        if spec.head_dims and head_dim not in spec.head_dims:
+            continue
+        for dtype, is_causal in ((d, c) for d in spec.dtypes for c in (True, False)):
+            case = Case(seqlen, head_dim, batch=2, num_heads=3, dtype=getattr(torch, dtype))
+            inputs = case.inputs(device)
+            try:
+                expected = spec.attention(*inputs, is_causal=is_causal)
+            except UnsupportedError:  # too much shared memory for this device
+                continue
+            for order in ORDERS if device == "cpu" else ():
+                os.environ["ATTENTION_EMULATOR_ORDER"] = order
+                if not torch.equal(spec.attention(*inputs, is_causal=is_causal), expected):
+                    sys.exit(f"{spec.name}: {case}: the order of its threads changes the output")
+                del os.environ["ATTENTION_EMULATOR_ORDER"]
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(mode: str, *whats: str) -> None:
+    """What a run under a sanitizer runs: build, cpu or cuda."""
+    for what in whats:
+        spec = ladder.resolve(what)
+        if mode == "build":
+            build.build(ladder.versions()[spec.name], "emulator")
+        else:
+            _run(spec, mode)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,532 @@
+"""Comparing backends: text generation end to end, and the kernel alone.
+
+Each backend is checked before it is timed: one that fails is recorded as failed, one that is
+emulated is checked and gets no time. Samples of a cell (one shape, dtype and mode) are taken in
+interleaved rounds. What an interrupted run had measured is kept beside its output and completed by
+the same call on the same machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_kernels import (
+    AttentionError,
+    BackendSpec,
+    UnsupportedError,
+    backends,
+    ladder,
+)
+from attention_kernels.conformance import Case, run_case
+from attention_kernels.contract import Kernels
+from gpt2_infer import bench
+from gpt2_infer.diverge import diverge
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import Mode, generate
+from gpt2_infer.model import GPT2
+from gpt2_infer.results import Results, ResultsError, Series, read
+
+BASELINE = "NAIVE_PYTORCH"
+FREE_ATTENTION = "FREE_ATTENTION"
+ROTATED_BYTES = 96 * 2**20  # more than the L2 of any GPU up to Hopper
+MIN_CALLS = 5
+EMULATED_SEQLEN = 64  # an emulated kernel is checked at this length at most
+EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
+
+
+@dataclass(frozen=True)
+class GenerationCell:
+    """Greedy text up to max_tokens in all, the prompt included, for `batch` equal prompts."""
+
+    max_tokens: int
+    batch: int = 1
+    dtype: str = "float32"
+    mode: Mode = "recompute"
+
+
+@dataclass(frozen=True)
+class KernelCell:
+    """One call of attention() over (batch, seqlen, num_heads, head_dim)."""
+
+    seqlen: int
+    batch: int = 1
+    num_heads: int = 12
+    head_dim: int = 64
+    dtype: str = "float32"
+    is_causal: bool = True
+
+    @property
+    def case(self) -> Case:
+        """The same shape as a case of the conformance suite."""
+        fields = dataclasses.asdict(self)
+        return Case(**(fields | {"dtype": getattr(torch, self.dtype)}))
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products; causal attention needs half of them."""
+        full = 4 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim
+        return full // 2 if self.is_causal else full
+
+    @property
+    def min_bytes(self) -> int:
+        """q, k and v read once and o written once."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return 4 * self.batch * self.num_heads * self.seqlen * self.head_dim * itemsize
+
+
+@dataclass
+class Contender:
+    """A backend in a cell. sample: takes one sample; None where it is not timed."""
+
+    series: Series
+    sample: Callable[[], float] | None = None
+    last: dict[str, float] = field(default_factory=dict)  # further figures of the last sample
+
+
+def select(
+    names: Sequence[str], device_type: str, *, families: Sequence[str] = ()
+) -> list[BackendSpec]:
+    """The named backends and those of the named families; for none, every one that runs there.
+
+    A name may be the path of a version file that is in no ladder, *.cu. Of a family, what is
+    emulated or cannot run is left out. Raises UnknownBackendError, HeaderError, or RequestError for
+    a family that there is not or a named backend that cannot run.
+    """
+    known = {spec.family for spec in backends()}
+    if missing := {*families} - known:
+        raise RequestError(
+            f"no backend is of the family {', '.join(sorted(missing))}: there are "
+            f"{', '.join(sorted(known))}"
+        )
+    specs = [
+        spec
+        for spec in backends()
+        if (spec.family in families or not (families or names))
+        and not spec.unavailable_reason(device_type)
+        and device_type not in spec.emulated_on
+    ]
+    specs += [ladder.resolve(name) for name in names]
+    for spec in specs:
+        if reason := spec.unavailable_reason(device_type):
+            raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
+    return list({spec.name: spec for spec in specs}.values())
+
+
+def build_ladders(specs: Iterable[BackendSpec], device_type: str) -> None:
+    """Build at once, on every core, what the backends would build one by one on first use."""
+    # What fails to build fails its check, with the reason.
+    ladder.build_all(device_type, {spec.name for spec in specs})
+
+
+class Recorder:
+    """The results of a run as they come in, kept in a file beside the output until they are whole.
+
+    Raises ResultsError where that file is of another run: other settings, source or machine.
+    """
+
+    def __init__(
+        self, task: str, settings: dict[str, Any], out: Path | None, *, rounds: int
+    ) -> None:
+        settings = {**settings, "rounds": rounds}
+        self.results = Results(task, bench.provenance(), settings, [])
+        self.rounds = rounds
+        self._out = out
+        self._partial = out.with_name(f"{out.name}.partial") if out else None
+        if self._partial and self._partial.exists():
+            earlier = read(self._partial)
+            differs = _identity(earlier).items() ^ _identity(self.results).items()
+            if differs:
+                keys = ", ".join(sorted({key for key, _ in differs}))
+                raise ResultsError(
+                    f"{self._partial} is of another run ({keys} differ): delete it or name "
+                    f"another output"
+                )
+            self.results.series = earlier.series
+            resumed = [*earlier.provenance.get("resumed_from", ()), earlier.provenance["date"]]
+            self.results.provenance["resumed_from"] = resumed
+
+    def measure(self, labels: Mapping[str, Any], contenders: Iterator[Contender]) -> None:
+        """Time the contenders of one cell, unless an earlier run has."""
+        old = {s.name: s for s in self.results.series if labels.items() <= s.labels.items()}
+        if old and all(s.status != "ok" or len(s.samples) >= self.rounds for s in old.values()):
+            return
+        cell = {contender.series.name: contender for contender in contenders}
+        for name, contender in cell.items():
+            if name in old and old[name].status == contender.series.status == "ok":
+                contender.series.samples = old[name].samples
+                contender.series.facts = {**old[name].facts, **contender.series.facts}
+        self.results.series = [s for s in self.results.series if s not in old.values()]
+        self.results.series += [contender.series for contender in cell.values()]
+
+        def keep(name: str) -> None:
+            series = cell[name].series
+            series.samples[-1] = float(f"{series.samples[-1]:.6g}")
+            for key, value in cell[name].last.items():
+                series.facts.setdefault(key, []).append(float(f"{value:.6g}"))
+            self._save()
+
+        self._save()
+        bench.interleave(
+            {name: c.sample for name, c in cell.items() if c.sample},
+            rounds=self.rounds,
+            samples={name: c.series.samples for name, c in cell.items()},
+            on_sample=keep,
+        )
+
+    def finish(self) -> Results:
+        """Write the output, which is whole now."""
+        if self._out and self._partial:
+            self.results.write(self._out)
+            with suppress(FileNotFoundError):
+                os.remove(self._partial)
+        return self.results
+
+    def _save(self) -> None:
+        if self._partial:
+            self.results.write(self._partial)
+
+
+def _identity(results: Results) -> dict[str, str]:
+    """What two runs must share for their samples to belong together."""
+    facts = results.provenance
+    gpu = facts["gpu"]["name"] if facts["gpu"] else None
+    shared = {"task": results.task, "gpu": gpu, **results.settings}
+    shared |= {key: facts[key] for key in ("source_digest", "packages", "cpu", "cpu_threads")}
+    return {key: repr(value) for key, value in shared.items()}
+
+
+# ---- The kernel alone ----------------------------------------------------------------------------
+
+
+def compare_kernels(
+    specs: Sequence[BackendSpec],
+    cells: Sequence[KernelCell],
+    *,
+    device: str,
+    rounds: int = 7,
+    baseline: str = BASELINE,
+    task: str = "kernel",
+    out: Path | None = None,
+) -> Results:
+    """Time attention() alone: each cell's samples are microseconds per call.
+
+    On CUDA a sample is one replay of a graph of calls over rotating inputs that together exceed the
+    L2. Backends that need contiguous inputs get them: the copies belong to the adapter.
+    """
+    build_ladders(specs, device)
+    settings = {"measures": "kernel", "device": device, "baseline": baseline}
+    settings |= _plan(specs, cells)
+    recorder = Recorder(task, settings, out, rounds=rounds)
+    if device == "cuda":
+        dtypes = sorted({cell.dtype for cell in cells})
+        recorder.results.provenance["limits"] = bench.gpu_limits(dtypes)
+    for cell in cells:
+        contenders = _kernel_contenders(specs, cell, device)
+        recorder.measure(dataclasses.asdict(cell), contenders)
+    return recorder.finish()
+
+
+def _kernel_contenders(
+    specs: Sequence[BackendSpec], cell: KernelCell, device: str
+) -> Iterator[Contender]:
+    bytes_each = cell.min_bytes * 3 // 4
+    sets = max(-(-ROTATED_BYTES // bytes_each), MIN_CALLS) if device == "cuda" else 2
+    # What is read is rotated; numbers are drawn once, since they change no kernel's time.
+    fused = torch.stack([x.contiguous() for x in cell.case.inputs(device)], 2)
+    views = [tuple((fused.clone() if i else fused).unbind(2)) for i in range(sets)]
+    dense = functools.cache(lambda: [tuple(x.contiguous() for x in qkv) for qkv in views])
+    for spec in specs:
+        if cell.dtype not in spec.precisions:
+            continue
+        series = Series(spec.name, _labels(spec, dataclasses.asdict(cell), cell.dtype), "us")
+        contender = Contender(series)
+        try:
+            _check(series, spec, [cell.case], device)
+            if series.status == "ok":
+                inputs = dense() if spec.needs_contiguous else views
+                series.facts["workspace_bytes"] = _workspace(spec, inputs[0])
+                contender.sample = kernel_sampler(spec, inputs, is_causal=cell.is_causal)
+        except (AttentionError, RuntimeError) as error:
+            _fail(series, error)
+        yield contender
+
+
+def kernel_sampler(
+    spec: BackendSpec, inputs: Sequence[tuple[Tensor, ...]], *, is_causal: bool = True
+) -> Callable[[], float]:
+    """A function that takes one sample: microseconds per call of the backend over the inputs."""
+    calls = [functools.partial(spec.attention, *qkv, is_causal=is_causal) for qkv in inputs]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if inputs[0][0].device.type == "cpu":
+
+        def on_host() -> float:
+            started = time.perf_counter()
+            run()
+            return (time.perf_counter() - started) * 1e6 / len(calls)
+
+        return on_host
+
+    calls[0]()
+    work = run
+    if spec.cuda_graphs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        work = graph.replay
+
+    def on_device() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / len(calls)
+
+    return on_device
+
+
+def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...]) -> int | None:
+    """The most device memory that a call takes beyond its inputs and output; None on the CPU."""
+    if qkv[0].device.type != "cuda":
+        return None
+    spec.attention(*qkv)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = spec.attention(*qkv)
+    return torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
+
+
+# ---- Generation end to end -----------------------------------------------------------------------
+
+
+def compare_generation(
+    load: Callable[[torch.dtype], GPT2],
+    specs: Sequence[BackendSpec],
+    cells: Sequence[GenerationCell],
+    prompt: str | Sequence[int],
+    *,
+    name: str,
+    rounds: int = 5,
+    baseline: str = BASELINE,
+    task: str = "generation",
+    out: Path | None = None,
+) -> Results:
+    """Time generation with each backend: each cell's samples are seconds from prompt to last token.
+
+    load: the model in a dtype, called once for each. name: what it is called in the results. The
+    greedy tokens of each backend are compared with the baseline's; where they part, diverge() says
+    whether that is a tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what
+    any kernel can save. Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told
+    apart in the facts.
+    """
+    cells = sorted(cells, key=lambda cell: cell.dtype)
+    settings: dict[str, Any] = {"measures": "generation", "model": name, "baseline": baseline}
+    settings |= _plan(specs, cells)
+    recorder: Recorder | None = None
+    for dtype, group in itertools.groupby(cells, key=lambda cell: cell.dtype):
+        model = load(getattr(torch, dtype))
+        if recorder is None:
+            build_ladders(specs, model.device.type)
+            ids = _prompt_ids(model, prompt)
+            settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
+            settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": dtype}
+            recorder = Recorder(task, settings, out, rounds=rounds)
+        for cell in group:
+            new_tokens = cell.max_tokens - len(ids)
+            if new_tokens < 1 or cell.max_tokens > model.config.n_positions:
+                raise RequestError(
+                    f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
+                    f"{model.config.n_positions} positions"
+                )
+            contenders = _generation_contenders(model, specs, cell, ids, baseline)
+            recorder.measure(dataclasses.asdict(cell), contenders)
+    if recorder is None:
+        raise RequestError("there is nothing to compare")
+    return recorder.finish()
+
+
+def _prompt_ids(model: GPT2, prompt: str | Sequence[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if model.tokenizer is None:
+        raise RequestError("this model has no tokenizer: give the prompt as token ids")
+    return model.tokenizer.encode(prompt)
+
+
+def _generation_contenders(
+    model: GPT2, specs: Sequence[BackendSpec], cell: GenerationCell, ids: list[int], baseline: str
+) -> Iterator[Contender]:
+    device = model.device.type
+    prompts, new_tokens = [ids] * cell.batch, cell.max_tokens - len(ids)
+    config, labels = model.config, dataclasses.asdict(cell)
+    expected: list[list[int]] | None = None
+    first = [spec for spec in specs if spec.name == baseline]
+    for spec in [*first, *(spec for spec in specs if spec.name != baseline), _free_attention()]:
+        if cell.dtype not in spec.precisions:
+            continue
+        series = Series(spec.name, _labels(spec, labels, cell.dtype), "s")
+        contender = Contender(series)
+        mine = model.with_attention(spec, spec if cell.mode == "kv-cache" else None)
+        call = functools.partial(
+            generate,
+            mine,
+            prompts,
+            max_new_tokens=new_tokens,
+            mode=cell.mode,
+            ignore_eos=True,
+        )
+        try:
+            if spec.name != FREE_ATTENTION:
+                dtype = getattr(torch, cell.dtype)
+                cases = [
+                    Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
+                    for n in (len(ids), cell.max_tokens)
+                ]
+                _check(series, spec, cases, device)
+            if series.status == "ok":
+                tokens, peak = _tokens_and_peak(call, model)
+                series.facts |= {
+                    "peak_memory_bytes": peak,
+                    "token_digest": bench.token_digest(tokens),
+                }
+                if expected is None and spec.name == baseline:
+                    expected = tokens
+                if expected is not None and spec.name != FREE_ATTENTION and tokens != expected:
+                    found = diverge(
+                        model, baseline, spec.name, prompts[0], max_new_tokens=new_tokens
+                    )
+                    series.facts["diverges"] = found.verdict
+                    if not found.passed:
+                        fault = "; ".join(found.b.faults or found.a.faults)
+                        series.status, series.reason = "failed", f"{found.verdict}: {fault}"
+            if series.status == "ok":
+                contender.sample = functools.partial(_generation_sample, call, contender)
+        except (AttentionError, RuntimeError) as error:
+            _fail(series, error)
+        yield contender
+
+
+def _generation_sample(call: Callable[[], Any], contender: Contender) -> float:
+    started = time.perf_counter()
+    done = call()
+    contender.last = {
+        "call_s": time.perf_counter() - started,
+        "warm_up_s": done.warm_up_s,
+        "prefill_s": done.prefill_s,
+    }
+    return float(done.generation_s)
+
+
+def _tokens_and_peak(call: Callable[[], Any], model: GPT2) -> tuple[list[list[int]], int | None]:
+    """The tokens, and the most memory allocated on the device meanwhile, weights included."""
+    if model.device.type != "cuda":
+        return call().tokens, None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    tokens = call().tokens
+    return tokens, torch.cuda.max_memory_allocated(model.device)
+
+
+@functools.cache
+def _free_attention() -> BackendSpec:
+    """A backend whose attention takes no time: its output is the same zeros at every call.
+
+    It is no attention, so it is in no registry; what is left is the time of everything else.
+    """
+    zeros = functools.cache(
+        lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    )
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        return zeros(q.shape, q.dtype, q.device)
+
+    def decode(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+    ) -> Tensor:
+        return zeros(q.shape, q.dtype, q.device)
+
+    return BackendSpec(
+        name=FREE_ATTENTION,
+        family="bound",
+        summary="No attention at all: the time of everything else.",
+        loader=lambda: Kernels(attention, decode),
+        precisions={"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"},
+    )
+
+
+def weights_digest(model: GPT2) -> str:
+    """SHA-256 over the parameters' names and bytes."""
+    digest = hashlib.sha256()
+    for key, value in model.state_dict().items():
+        digest.update(key.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- Shared --------------------------------------------------------------------------------------
+
+
+def _plan(specs: Sequence[BackendSpec], cells: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "backends": [spec.name for spec in specs],
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+
+
+def _labels(spec: BackendSpec, cell: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    labels = {**cell, "family": spec.family, "precision": spec.precisions[dtype]}
+    if version := ladder.versions().get(spec.name):
+        digest = hashlib.sha256(version.path.read_bytes()).hexdigest()
+        labels |= {"source_digest": digest, "flags": " ".join(version.flags)}
+        labels["change"] = version.title
+    return labels
+
+
+def _check(series: Series, spec: BackendSpec, cases: Sequence[Case], device: str) -> None:
+    """Hold the backend to the reference; what it finds goes into the series."""
+    emulated = device in spec.emulated_on
+    worst = None
+    for wanted in cases:
+        short = dataclasses.replace(wanted, seqlen=min(wanted.seqlen, EMULATED_SEQLEN), batch=1)
+        case = short if emulated else wanted
+        q, k, v = case.inputs(device)
+        if reasons := spec.unsupported_reasons(q, k, v, is_causal=case.is_causal):
+            series.status, series.reason = "refused", "; ".join(reasons)
+            return
+        verdict = run_case(spec, case, device)
+        if worst is None or not verdict.error / verdict.budget <= worst.error / worst.budget:
+            worst = verdict
+        if not verdict.passed:
+            series.status = "failed"
+            series.reason = (
+                f"{case}: error {verdict.error:.2e} is over its budget of {verdict.budget:.2e}"
+            )
+            break
+    if worst:
+        facts = dataclasses.asdict(worst)
+        series.facts |= {key: float(f"{value:.4g}") for key, value in facts.items()}
+    if emulated and series.status == "ok":
+        series.status, series.reason = "emulated", EMULATED
+
+
+def _fail(series: Series, error: Exception) -> None:
+    series.status = "refused" if isinstance(error, UnsupportedError) else "failed"
+    series.reason = " ".join(str(error).splitlines()[:1])

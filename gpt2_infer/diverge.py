@@ -1,0 +1,368 @@
+"""Where two backends' greedy texts part, and whether rounding or a bug parts them.
+
+Both backends write text from one prompt in recompute mode. At the first step where their tokens
+differ (the last step where none does) the model is run again on the tokens before it, at the length
+that generation ran, and each backend is held to the model with float64 attention twice:
+
+layers: each layer gets what float64 attention, not either backend, made of the layers before it, so
+that no error is inherited, and each backend's output of that layer has the budget of
+`attention_kernels.reference.judge`. The first layer over it is where the bug is.
+
+logits: the same rule, applied to the logits, says how far a right backend's may be from those of
+float64 attention: 2 max|naive - ref| + 4 ulp(max|ref|), or the factor of its precision class for 2.
+Two logits may each be that far off, so rounding explains a token whose reference logit is at most
+twice that below the largest. (That the smaller top-2 margin is at most max|A - B| explains nothing:
+it is so wherever two backends choose differently.)
+
+A backend has a bug if a layer of it is over its budget, if its logits are not finite, or if
+rounding does not explain the token that it wrote. Where neither has one, two tokens are a tie.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attention_kernels import BackendSpec, get_backend
+from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
+from attention_kernels.reference import (
+    error_budget,
+    judge,
+    naive_attention,
+    reference_attention,
+)
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import encode_prompts, generate
+from gpt2_infer.model import GPT2, check_backend
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one layer's attention output is farthest off, and how far it may be.
+
+    layer, head, row: counted from 0; the row is the query's position in the padded sequence. error:
+    infinite for a NaN or an infinity.
+    """
+
+    layer: int
+    head: int
+    row: int
+    error: float
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the budget."""
+        return self.error <= self.budget
+
+    @property
+    def nearness(self) -> float:
+        """The error over the budget."""
+        return self.error / self.budget if self.budget > 0 else float(self.error > 0)
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, head {self.head}, row {self.row}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two backends at the step.
+
+    token, text: what it wrote (text: None without a tokenizer). margin: between its two largest
+    logits. logits_error: their largest distance from those of float64 attention, infinite where
+    they are not finite. shortfall: how far float64 attention's logit of the token is below its
+    largest. allowed: the shortfall that rounding explains. place: its first layer over the budget;
+    where none is, the layer nearest to it.
+    """
+
+    backend: str
+    emulated: bool
+    token: int
+    text: str | None
+    margin: float
+    logits_error: float
+    shortfall: float
+    allowed: float
+    place: Place
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each reason to call it wrong; empty where rounding explains all."""
+        found = []
+        if not self.place.passed:
+            found.append(
+                f"the first layer over its budget: {self.place}, "
+                f"error {self.place.error:.2e}, budget {self.place.budget:.2e}"
+            )
+        if not math.isfinite(self.logits_error):
+            found.append("its logits are not finite")
+        if not self.shortfall <= self.allowed:
+            found.append(
+                f"rounding does not explain its token, {self.shortfall:.2e} below the most likely"
+            )
+        if found and self.place.passed:
+            found.append(
+                "each layer is right when run again: look for state between calls, a race, or what "
+                "a captured graph changes"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What diverge() found.
+
+    step: the first new token, from 0, in which the texts differ; None where they are equal, and the
+    last step is looked at. position: that token's place in the sequence, so the number of tokens
+    before it; rows from there on are padding. seqlen: the length that the step ran at, padding
+    included. logits_difference: max|A - B| there, infinite where they are not finite. apart: where
+    the two outputs of one layer differ most for the sum of their budgets.
+    """
+
+    device: str
+    dtype: str
+    prompt_tokens: int
+    new_tokens: int
+    step: int | None
+    position: int
+    seqlen: int
+    a: Side
+    b: Side
+    logits_difference: float
+    apart: Place
+
+    @property
+    def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
+        """See the module's docstring; texts that are equal clear no backend."""
+        if self.a.faults and self.b.faults:
+            return "bug in both"
+        if self.a.faults or self.b.faults:
+            return "bug in A" if self.a.faults else "bug in B"
+        return "equal" if self.step is None else "tie"
+
+    @property
+    def passed(self) -> bool:
+        """Whether neither backend has a bug here."""
+        return self.verdict in ("equal", "tie")
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, the verdict and the faults; null for a number that is not finite."""
+        value = {"verdict": self.verdict, **asdict(self)}
+        for name, side in (("a", self.a), ("b", self.b)):
+            value[name]["faults"] = side.faults
+        finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return finite
+
+    def __str__(self) -> str:
+        """For people; the last line is the verdict."""
+        sides = {"A": self.a, "B": self.b}
+        examined = self.position - self.prompt_tokens
+        lines = [
+            f"{self.device}, {self.dtype}, {self.prompt_tokens} prompt tokens and "
+            f"{self.new_tokens} new ones",
+            f"the texts are equal; their last step, {examined}, is examined"
+            if self.step is None
+            else f"the texts part at step {self.step}, the token at position {self.position}",
+        ]
+        for name, side in sides.items():
+            where = "nearest to its budget" if side.place.passed else "first over its budget"
+            lines += [
+                f"\n{name}  {side.backend}{' (emulated on the CPU)' if side.emulated else ''}",
+                f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
+                f"   from float64 attention's: logits up to {side.logits_error:.2e}; its token "
+                f"{side.shortfall:.2e} below the most likely, rounding explains {side.allowed:.2e}",
+                f"   attention {where} in {side.place}: error {side.place.error:.2e}, budget "
+                f"{side.place.budget:.2e}",
+            ]
+        lines += [
+            f"\nA and B  logits differ by up to {self.logits_difference:.2e}",
+            f"   attention at seqlen {self.seqlen} differs most in {self.apart}: "
+            f"{self.apart.error:.2e}, both budgets {self.apart.budget:.2e}\n",
+        ]
+        for name, side in sides.items():
+            lines += [f"{name}: {fault}" for fault in side.faults]
+        wrong = dict.fromkeys(side.backend for side in sides.values() if side.faults)
+        return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
+
+
+def diverge(
+    model: GPT2,
+    a: str,
+    b: str,
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    progress: bool = False,
+) -> Divergence:
+    """Compare the greedy texts of the backends `a` and `b` in `model`, whose own is not asked.
+
+    prompt: a text or token ids; the end-of-text token ends nothing. One name twice asks whether a
+    backend writes the same text again. Raises RequestError, UnknownBackendError,
+    UnavailableBackendError or UnsupportedError; KeyboardInterrupt where a text was not finished.
+    """
+    if model.dtype == torch.float64:
+        raise RequestError("a float64 model has no finer reference to be held to")
+    specs = (get_backend(a), get_backend(b))
+    for spec in specs:
+        check_backend(spec, model.config, model.dtype, model.device.type)
+    rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
+    texts, length_step = _write(model, specs, rows, max_new_tokens, progress)
+    parted = [i for i in range(max_new_tokens) if texts[0][i] != texts[1][i]]
+    step = parted[0] if parted else None
+    examined = max_new_tokens - 1 if step is None else step
+    prefix = rows[0] + texts[0][:examined]
+    rounded = -(-len(prefix) // length_step) * length_step
+    seqlen = min(rounded, model.config.n_positions)
+
+    def logits(spec: BackendSpec) -> Tensor:
+        padded = torch.tensor([prefix + [0] * (seqlen - len(prefix))], device=model.device)
+        seqlens = torch.tensor([len(prefix)], device=model.device)
+        found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[0, 0]
+        return found.double()
+
+    layers = _Layers(specs)
+    reference = logits(_unregistered(layers.attention))
+    naive_error = _distance(logits(_unregistered(naive_attention)), reference)
+    if not math.isfinite(naive_error):
+        raise RequestError(_no_budget("the logits", model.dtype))
+    largest = reference.abs().max().item()
+    owns = [logits(spec) for spec in specs]
+    sides = []
+    for spec, own, text, places in zip(specs, owns, texts, layers.places, strict=True):
+        first, second = own.topk(2).values.tolist()
+        token = text[examined]
+        precision = layers.precision(spec)
+        over = [place for place in places if not place.passed]
+        sides.append(
+            Side(
+                backend=spec.name,
+                emulated=model.device.type in spec.emulated_on,
+                token=token,
+                text=model.tokenizer.decode([token]) if model.tokenizer else None,
+                margin=first - second,
+                logits_error=_distance(own, reference),
+                shortfall=(reference.max() - reference[token]).item(),
+                allowed=2 * error_budget(precision, model.dtype, naive_error, largest),
+                place=over[0] if over else max(places, key=lambda place: place.nearness),
+            )
+        )
+    return Divergence(
+        device=model.device.type,
+        dtype=dtype_name(model.dtype),
+        prompt_tokens=len(rows[0]),
+        new_tokens=max_new_tokens,
+        step=step,
+        position=len(prefix),
+        seqlen=seqlen,
+        a=sides[0],
+        b=sides[1],
+        logits_difference=_distance(*owns),
+        apart=max(layers.apart, key=lambda place: place.nearness),
+    )
+
+
+def _write(
+    model: GPT2,
+    specs: Sequence[BackendSpec],
+    rows: list[list[int]],
+    new_tokens: int,
+    progress: bool,
+) -> tuple[list[list[int]], int]:
+    """Each backend's new tokens, and what generation rounded its lengths up to."""
+    texts = []
+    for spec in specs:
+        run = generate(
+            model.with_attention(spec),
+            rows,
+            max_new_tokens=new_tokens,
+            ignore_eos=True,
+            progress=progress,
+            cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
+        )
+        if "interrupted" in run.finish_reasons:
+            raise KeyboardInterrupt
+        texts.append(run.tokens[0])
+    return texts, run.length_step
+
+
+class _Layers:
+    """An attention kernel that answers in float64 and judges the backends on every call it gets.
+
+    places: per backend, each layer's largest error. apart: each layer's largest difference between
+    the two backends. Batch 1.
+    """
+
+    def __init__(self, specs: Sequence[BackendSpec]) -> None:
+        self.specs = specs
+        self.dtype = ""
+        self.places: list[list[Place]] = [[] for _ in specs]
+        self.apart: list[Place] = []
+
+    def precision(self, spec: BackendSpec) -> str:
+        """The backend's class in the dtype that attention got."""
+        return spec.precisions[self.dtype]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
+    ) -> Tensor:
+        self.dtype = dtype_name(q.dtype)
+        layer = len(self.apart)
+        outputs = []
+        for spec in self.specs:
+            # As in conformance.run_case: what a kernel does not write must not look right because
+            # the right answer lay there.
+            nan = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+            poison = [nan.clone() for _ in range(6)]
+            del nan, poison
+            outputs.append(
+                spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
+            )
+        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        budgets = []
+        for spec, o, places in zip(self.specs, outputs, self.places, strict=True):
+            precision = self.precision(spec)
+            budget = judge(o, q, k, v, softmax_scale, is_causal, precision=precision).budget
+            if not math.isfinite(budget):
+                raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
+            budgets.append(budget)
+            places.append(_place(layer, o, reference, budget))
+        self.apart.append(_place(layer, outputs[0], outputs[1], sum(budgets)))
+        return reference.to(q.dtype)
+
+
+def _place(layer: int, o: Tensor, other: Tensor, budget: float) -> Place:
+    """Where two outputs of a layer, (1, seqlen, num_heads, head_dim), differ most; NaN-strict."""
+    difference = (o.double() - other.double()).abs()[0].amax(2)
+    difference = difference.where(difference.isfinite(), torch.inf)
+    error = difference.max()
+    row, head = (difference == error).nonzero()[0].tolist()
+    return Place(layer, head, row, error.item(), budget)
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """max|x - y|, infinite where it is not finite."""
+    distance = (x - y).abs().max().item()
+    return distance if math.isfinite(distance) else math.inf
+
+
+def _no_budget(where: str, dtype: torch.dtype) -> str:
+    return (
+        f"in {dtype_name(dtype)} plain PyTorch gives NaN or infinity in {where}, so there is no "
+        "error budget to hold a backend to: try another --dtype"
+    )
+
+
+def _unregistered(kernel: AttentionFunction) -> BackendSpec:
+    return BackendSpec(
+        name="UNREGISTERED",
+        family="none",
+        summary="A kernel that only this module runs.",
+        loader=lambda: Kernels(kernel),
+        precisions={"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"},
+    )

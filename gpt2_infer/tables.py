@@ -1,0 +1,340 @@
+"""Results as Markdown tables: what the scripts print and what the README shows.
+
+A ratio is quoted only within one file, one cell and one precision class.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attention_kernels import backends, ladder
+from gpt2_infer.compare import FREE_ATTENTION, KernelCell
+from gpt2_infer.results import Results, Series
+
+Cell = tuple[Any, ...]
+
+
+def render(path: Path, results: Results) -> str:
+    """The table of a results file; raises KeyError for a task that has none."""
+    return _TABLES[_kind(results)](path, results)
+
+
+def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
+    """How many times as fast as the baseline's series; None for another precision class."""
+    for other in others:
+        same = other.labels["precision"] == series.labels["precision"]
+        if other.name == baseline and same and other.samples and series.samples:
+            return other.median / series.median
+    return None
+
+
+def attention_share(series: Series, others: Iterable[Series]) -> float | None:
+    """The part of an end-to-end time that goes when attention takes none."""
+    for other in others:
+        if other.name == FREE_ATTENTION and other.samples and series.samples:
+            return 1 - other.median / series.median
+    return None
+
+
+def spread_percent(samples: Sequence[float]) -> float:
+    """From the smallest to the largest sample, in percent of the median."""
+    return 100 * (max(samples) - min(samples)) / statistics.median(samples)
+
+
+def _generation_comparison(path: Path, results: Results) -> str:
+    """End to end: a block per batch, dtype and mode; a column per number of tokens."""
+    settings = results.settings
+    blocks = []
+    for (batch, dtype, mode), group in _groups(results, "batch", "dtype", "mode").items():
+        lengths = sorted({series.labels["max_tokens"] for series in group})
+        last = [series for series in group if series.labels["max_tokens"] == lengths[-1]]
+        has_memory = any(series.facts.get("peak_memory_bytes") for series in last)
+        head = ["backend", "precision", *(f"{n} tokens, s" for n in lengths), "spread"]
+        head += [f"x {settings['baseline']}", "tokens/s", "attention's share"]
+        head += ["peak memory, MiB"] if has_memory else []
+        rows = []
+        for series in last:
+            mine = [s for s in group if s.name == series.name]
+            by_length = {s.labels["max_tokens"]: s for s in mine}
+            row = [f"`{series.name}`", series.labels["precision"]]
+            row += [_median(by_length.get(n), "{:.3f}") for n in lengths]
+            if series.samples:
+                new_tokens = batch * (lengths[-1] - settings["prompt_tokens"])
+                share = attention_share(series, last)
+                row += [_spread(mine), _times(ratio(series, last, settings["baseline"]))]
+                row += [f"{new_tokens / series.median:.0f}"]
+                row += ["" if share is None or series.name == FREE_ATTENTION else f"{share:.1%}"]
+                memory = series.facts.get("peak_memory_bytes")
+                row += [f"{memory / 2**20:.0f}" if memory else ""] if has_memory else []
+            rows.append(row)
+        what = f"{settings['model']}, {dtype}, batch {batch}, {mode}"
+        title = f"{what}, {where(results)}; {_how(path, results)}"
+        blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
+    return "\n".join(blocks)
+
+
+def _kernel_comparison(path: Path, results: Results) -> str:
+    """The kernel alone: times by seqlen, then more about one of them."""
+    settings = results.settings
+    blocks = []
+    shape = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
+    for (batch, heads, head_dim, dtype, is_causal), group in _groups(results, *shape).items():
+        lengths = sorted({series.labels["seqlen"] for series in group})
+        chosen = 1024 if 1024 in lengths else lengths[-1]
+        fields = dict(zip(shape, (batch, heads, head_dim, dtype, is_causal), strict=True))
+        cell = KernelCell(chosen, **fields)
+        names = dict.fromkeys(series.name for series in group if series.samples)
+        has_workspace = any(s.facts.get("workspace_bytes") is not None for s in group)
+        one = len(lengths) == 1
+        head = ["backend", "precision", *(f"N={n}, us" for n in lengths)]
+        head += ["20 % .. 80 %" if one else "spread"]
+        head += [f"x {settings['baseline']}, N={chosen}", "TFLOP/s", "GB/s", "error"]
+        head += ["workspace, KiB"] if has_workspace else []
+        rows = []
+        at_chosen = [series for series in group if series.labels["seqlen"] == chosen]
+        for name in names:
+            mine = {s.labels["seqlen"]: s for s in group if s.name == name}
+            series = mine.get(chosen) or next(iter(mine.values()))
+            row = [f"`{name}`", series.labels["precision"]]
+            row += [_median(mine.get(n), "{:.1f}") for n in lengths]
+            row += [_quantiles(series.samples) if one else _spread(mine.values())]
+            if series.labels["seqlen"] == chosen and series.samples:
+                seconds = series.median * 1e-6
+                row += [_times(ratio(series, at_chosen, settings["baseline"]))]
+                row += [
+                    f"{cell.flops / seconds / 1e12:.1f}",
+                    f"{cell.min_bytes / seconds / 1e9:.0f}",
+                ]
+                row += [f"{series.facts['error']:.1e}"]
+                if has_workspace:
+                    row += [f"{series.facts['workspace_bytes'] / 1024:.0f}"]
+            rows.append(row)
+        naive = next((s.facts["naive_error"] for s in at_chosen if "naive_error" in s.facts), None)
+        kind = "causal" if is_causal else "full"
+        title = (
+            f"B={batch} H={heads} head_dim={head_dim}, {kind}, {dtype}, {where(results)}; "
+            f"{_how(path, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
+            f"against float64 are at N={chosen}, where plain PyTorch's own error is {naive:.1e}"
+        )
+        blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
+    return "\n".join(blocks)
+
+
+def _beside_transformers(path: Path, results: Results) -> str:
+    """Generation beside transformers; a ratio is of whole calls, warm-up included."""
+    settings, packages = results.settings, results.provenance["packages"]
+    new_tokens = settings["new_tokens"]
+    head = ["program, mode", "attention", "precision", "call, s (min .. max)", "vs transformers"]
+    head += ["after warm-up, s", "tokens/s"]
+    rows = []
+    for series in results.series:
+        labels = series.labels
+        attention = labels["decode_attention"] or labels["attention"]
+        row = [f"{labels['program']}, {labels['mode']}", f"`{attention}`", labels["precision"]]
+        if not series.samples:
+            rows.append([*row, f"{series.status}: {series.reason}"])
+            continue
+        times = ""
+        for other in results.series:
+            same = all(other.labels[key] == labels[key] for key in ("mode", "precision"))
+            if same and other.labels["program"] == "transformers" and other.samples:
+                times = f"{other.median / series.median:.2f}"
+        low, high = series.spread
+        generation = statistics.median(series.facts.get("generation_s", series.samples))
+        row += [f"{series.median:.3f} ({low:.3f} .. {high:.3f})", times]
+        rows.append([*row, f"{generation:.3f}", f"{new_tokens / generation:.0f}"])
+    title = (
+        f"{settings['model']}, {settings['dtype']}, {settings['prompt_tokens']} + {new_tokens} "
+        f"tokens, {where(results)}, transformers {packages['transformers']}; {_how(path, results)}"
+    )
+    return f"{title}:\n\n{_markdown(head, rows)}"
+
+
+def _profile(path: Path, results: Results) -> str:
+    """What the profiler counted: a row per backend, a column per metric."""
+    metrics = list(dict.fromkeys(series.labels["metric"] for series in results.series))
+    names = dict.fromkeys(series.name for series in results.series)
+    cells = {(s.name, s.labels["metric"]): s for s in results.series}
+    rows = [
+        [f"`{name}`", *(_count(cells.get((name, metric))) for metric in metrics)] for name in names
+    ]
+    s = results.settings
+    title = (
+        f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, causal, "
+        f"{where(results)}; one profiled launch each ([{path.name}](results/{path.name}))"
+    )
+    return f"{title}:\n\n{_markdown(['backend', *(m.replace('_', ' ') for m in metrics)], rows)}"
+
+
+def _case_study(path: Path, results: Results) -> str:
+    """Somebody else's published seconds: a row per implementation, a column per card."""
+    cards = list(dict.fromkeys(series.labels["gpu"] for series in results.series))
+    names = dict.fromkeys(series.name for series in results.series)
+    cells = {(s.name, s.labels["gpu"]): s for s in results.series}
+    rows = [
+        [f"`{n}`", *(_median(cells.get((n, card)), "{:.1f} s") for card in cards)] for n in names
+    ]
+    title = f"{results.settings['note']} ([{path.name}](results/{path.name}))"
+    return f"{title}:\n\n{_markdown(['backend', *cards], rows)}"
+
+
+_TABLES: dict[str, Callable[[Path, Results], str]] = {
+    "generation": _generation_comparison,
+    "kernel": _kernel_comparison,
+    "generation-cpu": _beside_transformers,
+    "generation-cuda": _beside_transformers,
+    "profile": _profile,
+    "case-study": _case_study,
+}
+
+
+def ladder_sections(family: str, measured: Sequence[Results]) -> str:
+    """A section for each version of a ladder: its header's own words, then what was measured.
+
+    measured: results of the kernel, of generation and of the profiler, as far as there are any.
+    """
+    backends()  # registers the ladders
+    sections = []
+    before: str | None = None
+    for name, version in ladder.versions(family).items():
+        title = version.title[0].upper() + version.title[1:]
+        words = [f"#### `{name}`: {title}", f"{version.change[0].upper()}{version.change[1:]}"]
+        words += [
+            f"*Why:* {version.why}",
+            f"*Cost:* {version.cost}",
+            f"*Expected:* {version.expect}",
+        ]
+        facts = [fact for r in measured for fact in _FACTS[_kind(r)](r, name, before)]
+        words.append(f"**Measured:** {'; '.join(facts)}." if facts else "Not measured yet.")
+        sections.append("\n\n".join(words))
+        before = name
+    return "\n\n".join(sections) + "\n"
+
+
+def _kind(results: Results) -> str:
+    return str(results.settings.get("measures", results.task))
+
+
+def _at_largest(results: Results, key: str, wanted: int | None = None) -> dict[str, Series]:
+    """The timed series of the first shape at the wanted, else the largest, value of a label."""
+    first = {k: v for k, v in results.settings["cells"][0].items() if k != key}
+    group = [s for s in results.series if first.items() <= s.labels.items() and s.samples]
+    values = {series.labels[key] for series in group}
+    chosen = wanted if wanted in values else max(values, default=0)
+    return {series.name: series for series in group if series.labels[key] == chosen}
+
+
+def _compared(found: Mapping[str, Series], name: str, before: str | None, form: str) -> str:
+    """A median with its spread, and how many times as fast as the version before that is."""
+    series, other = found[name], found.get(before or "")
+    low, high = (form.format(value) for value in series.spread)
+    text = f"{form.format(series.median)} {series.unit} ({low} .. {high})"
+    times = ratio(series, [other], other.name) if other else None
+    return text if times is None else f"{text}, {times:.2f} times as fast as the version before"
+
+
+def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
+    found = _at_largest(results, "seqlen", 1024)
+    if name not in found:
+        return []
+    seqlen = found[name].labels["seqlen"]
+    return [f"the kernel alone at N={seqlen} takes {_compared(found, name, before, '{:.1f}')}"]
+
+
+def _generation_facts(results: Results, name: str, before: str | None) -> list[str]:
+    found = _at_largest(results, "max_tokens")
+    if name not in found:
+        return []
+    tokens = found[name].labels["max_tokens"]
+    text = f"{tokens} tokens take {_compared(found, name, before, '{:.3f}')}"
+    share = attention_share(found[name], found.values())
+    return [text + ("" if share is None else f"; attention is {share:.0%} of that")]
+
+
+def _profile_facts(results: Results, name: str, before: str | None) -> list[str]:
+    found = {(s.name, s.labels["metric"]): s.median for s in results.series if s.samples}
+
+    def count(metric: str, form: str, words: str) -> list[str]:
+        if (name, metric) not in found:
+            return []
+        text = f"{form.format(found[name, metric])} {words}"
+        if before and (before, metric) in found:
+            text += f" ({form.format(found[before, metric])} before)"
+        return [text]
+
+    return [
+        *count("shared_load_bank_conflicts", "{:,.0f}", "bank conflicts on shared loads"),
+        *count("shared_load_wavefronts", "{:,.0f}", "wavefronts of shared loads"),
+        *count("registers_per_thread", "{:.0f}", "registers"),
+        *count("warps_active_percent", "{:.0f} %", "of the warps that fit are resident"),
+        *count("issue_active_percent", "{:.0f} %", "of the issue slots are used"),
+    ]
+
+
+_FACTS: dict[str, Callable[[Results, str, str | None], list[str]]] = {
+    "kernel": _kernel_facts,
+    "generation": _generation_facts,
+    "profile": _profile_facts,
+}
+
+
+def _groups(results: Results, *keys: str) -> dict[Cell, list[Series]]:
+    groups: dict[Cell, list[Series]] = {}
+    for series in results.series:
+        groups.setdefault(tuple(series.labels[key] for key in keys), []).append(series)
+    return groups
+
+
+def where(results: Results) -> str:
+    """The machine and the torch of a results file."""
+    facts = results.provenance
+    gpu = facts["gpu"]
+    machine = gpu["name"] if gpu else f"{facts['cpu']}, {facts['cpu_threads']} threads"
+    return f"{machine}, torch {facts['packages']['torch']}"
+
+
+def _how(path: Path, results: Results) -> str:
+    rounds = results.settings["rounds"]
+    return f"medians of {rounds} interleaved rounds ([{path.name}](results/{path.name}))"
+
+
+def _median(series: Series | None, form: str) -> str:
+    if series is None:
+        return ""
+    return form.format(series.median) if series.samples else series.status
+
+
+def _spread(series: Iterable[Series]) -> str:
+    """The widest of several series."""
+    return f"{max(spread_percent(s.samples) for s in series if s.samples):.1f} %"
+
+
+def _quantiles(samples: Sequence[float]) -> str:
+    """The fifths that the middle three lie between."""
+    low, *_, high = statistics.quantiles(samples, n=5, method="inclusive")
+    return f"{low:.1f} .. {high:.1f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _count(series: Series | None) -> str:
+    return "" if series is None or not series.samples else f"{series.median:,.4g}"
+
+
+def _untimed(group: Iterable[Series]) -> str:
+    """A line for each backend that has no time, with the reason."""
+    reasons = {s.name: f"{s.status}: {s.reason}" for s in group if not s.samples}
+    return "".join(f"\n`{name}`: {reason}\n" for name, reason in reasons.items())
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [*row, *[""] * (len(head) - len(row))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,343 @@
+"""Plot results; nothing is measured here.
+
+    python scripts/plot_results.py [--results results] [--out results/plots] [--check]
+
+For the newest results file of each task, every plot that its kind has, as SVG and PNG, named
+<task>_<plot>. The same files give the same bytes; --check says whether the SVGs are current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # before pyplot: no display is needed
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from gpt2_infer.compare import FREE_ATTENTION, KernelCell
+from gpt2_infer.results import Results, Series, newest
+from gpt2_infer.tables import where
+
+ROOT = Path(__file__).parents[1]
+# Okabe and Ito's colours, which the colour-blind can tell apart; a family has one each, and the
+# steps of a ladder are shades of viridis, which they can, too.
+COLOURS = {
+    "NAIVE_PYTORCH": "#000000",
+    "PYTORCH_SDPA_MATH": "#999999",
+    "PYTORCH_SDPA_EFFICIENT_ATTENTION": "#D55E00",
+    "PYTORCH_SDPA_FLASH_ATTENTION": "#CC79A7",
+    "PYTORCH_SDPA_CUDNN_ATTENTION": "#E69F00",
+    FREE_ATTENTION: "#56B4E9",
+}
+OTHERS = ("#0072B2", "#009E73", "#F0E442", "#56B4E9", "#882255", "#44AA99", "#332288", "#AA4499")
+MARKERS = "osD^vP*Xhd<>p8"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "gpt2-infer",
+    "svg.fonttype": "none",
+    "figure.facecolor": "white",
+}
+# Nothing of the time, the machine or the version of matplotlib may be in the files.
+METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+
+Plot = Callable[[Results], "Figure | None"]
+
+
+def generation_time(results: Results) -> Figure | None:
+    """Seconds to generate, by the number of tokens: the case study's plot."""
+    group = _first_group(results, "batch", "dtype", "mode")
+    lines = _lines(group, "max_tokens", lambda series: series.median)
+    if len({x for points in lines.values() for x, _ in points}) < 2:
+        return None
+    figure, axes = _figure()
+    _draw_lines(axes, lines, group)
+    labels = group[0].labels
+    _finish(
+        axes, f"Generation, {labels['mode']}, {labels['dtype']}, batch {labels['batch']}", results
+    )
+    axes.set(xlabel="tokens, prompt included", ylabel="seconds", xscale="log", yscale="log")
+    _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
+    return figure
+
+
+def generation_bars(results: Results) -> Figure | None:
+    """The longest generation of each backend, with what changed in each version."""
+    group = _first_group(results, "batch", "dtype", "mode")
+    longest = max(series.labels["max_tokens"] for series in group)
+    at = [s for s in group if s.samples and s.labels["max_tokens"] == longest]
+    return _bars(at, results, f"seconds to {longest} tokens", "{:.3f}")
+
+
+def peak_memory(results: Results) -> Figure | None:
+    """Memory at its peak, by the number of tokens: the case study's open question."""
+    group = [
+        series
+        for series in _first_group(results, "batch", "dtype", "mode")
+        if series.facts.get("peak_memory_bytes") and series.name != FREE_ATTENTION
+    ]
+    if not group:
+        return None
+    lines = _lines(group, "max_tokens", lambda s: s.facts["peak_memory_bytes"] / 2**20)
+    figure, axes = _figure()
+    _draw_lines(axes, lines, group)
+    _finish(axes, "Device memory at its peak, weights included", results)
+    axes.set(xlabel="tokens, prompt included", ylabel="MiB", xscale="log")
+    _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
+    return figure
+
+
+def kernel_time(results: Results) -> Figure | None:
+    """The kernel alone: microseconds, and TFLOP/s against the card's limit, by seqlen."""
+    shape = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
+    group = _first_group(results, *shape)
+    lines = _lines(group, "seqlen", lambda series: series.median)
+    if len({x for points in lines.values() for x, _ in points}) < 2:
+        return None
+
+    def tflops(series: Series) -> float:
+        cell = KernelCell(**{key: series.labels[key] for key in ("seqlen", *shape)})
+        return cell.flops / series.median / 1e6
+
+    figure: Figure
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    _draw_lines(left, lines, group, legend=False)
+    _draw_lines(right, _lines(group, "seqlen", tflops), group)
+    seqlens = sorted({series.labels["seqlen"] for series in group})
+    labels = group[0].labels
+    limit = results.provenance.get("limits", {}).get(f"matmul_{labels['dtype']}_tflops")
+    if limit:
+        right.axhline(limit, color="#555555", linestyle=":", linewidth=1)
+        right.annotate(
+            f"8192\u00b3 matmul, {labels['dtype']}: {limit:.0f}",
+            (seqlens[0], limit),
+            va="bottom",
+            fontsize=8,
+        )
+    kind = "causal" if labels["is_causal"] else "full"
+    what = f"B={labels['batch']} H={labels['num_heads']} head_dim={labels['head_dim']}"
+    _finish(left, f"Attention alone, {what}, {labels['dtype']}, {kind}", results)
+    left.set(xlabel="seqlen", ylabel="microseconds", xscale="log", yscale="log")
+    right.set(xlabel="seqlen", ylabel="TFLOP/s", xscale="log", yscale="log")
+    for axes in (left, right):
+        _plain_ticks(axes, seqlens)
+    return figure
+
+
+def kernel_bars(results: Results) -> Figure | None:
+    """One seqlen, 1,024 or the longest, of each backend, with what changed in each version."""
+    group = _first_group(results, "batch", "num_heads", "head_dim", "dtype", "is_causal")
+    seqlens = {series.labels["seqlen"] for series in group}
+    chosen = 1024 if 1024 in seqlens else max(seqlens)
+    at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
+    return _bars(at, results, f"microseconds at seqlen {chosen}", "{:.1f}")
+
+
+def error_and_speed(results: Results) -> Figure | None:
+    """The largest error against float64, against the time."""
+    group = _first_group(results, "batch", "num_heads", "head_dim", "dtype", "is_causal")
+    seqlens = {series.labels["seqlen"] for series in group}
+    chosen = 1024 if 1024 in seqlens else max(seqlens)
+    at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
+    if len(at) < 2:
+        return None
+    figure, axes = _figure()
+    for series, (colour, marker) in zip(at, _looks(at), strict=True):
+        axes.plot(
+            series.median,
+            series.facts["error"],
+            marker,
+            color=colour,
+            markersize=8,
+            markeredgecolor="black",
+            markeredgewidth=0.4,
+            label=f"{series.name} ({series.labels['precision']})",
+        )
+    axes.axhline(at[0].facts["naive_error"], color="#555555", linestyle=":", linewidth=1)
+    axes.annotate(
+        "plain PyTorch in this dtype",
+        (0.01, at[0].facts["naive_error"]),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        fontsize=8,
+    )
+    _finish(axes, f"Error and time at seqlen {chosen}", results)
+    axes.set(xlabel="microseconds", xscale="log", yscale="log")
+    axes.set_ylabel("largest error against float64")
+    for axis, form in ((axes.xaxis, "{:g}"), (axes.yaxis, "{:.0e}")):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
+        axis.set_minor_locator(NullLocator())
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure
+
+
+PLOTS: dict[str, dict[str, Plot]] = {
+    "generation": {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
+    "kernel": {"time": kernel_time, "bars": kernel_bars, "error": error_and_speed},
+}
+
+
+def render(results: Results) -> Iterator[tuple[str, bytes]]:
+    """Every plot of a results file, as (file name, bytes)."""
+    with mpl.rc_context(STYLE):
+        for name, plot in PLOTS.get(results.settings.get("measures", ""), {}).items():
+            figure = plot(results)
+            if figure is None:
+                continue
+            for kind, metadata in METADATA.items():
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+                yield f"{results.task}_{name}.{kind}", buffer.getvalue()
+            plt.close(figure)
+
+
+def main() -> int:
+    """Plot, or say what is stale."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "plots")
+    parser.add_argument("--check", action="store_true", help="exit 1 where an SVG is stale")
+    arguments = parser.parse_args()
+    stale = []
+    for _, results in newest(arguments.results).values():
+        for name, content in render(results):
+            file = arguments.out / name
+            if not arguments.check:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            elif name.endswith(".svg") and (not file.exists() or file.read_bytes() != content):
+                stale.append(name)
+    if stale:
+        print(f"stale: {', '.join(stale)}: run python scripts/plot_results.py", file=sys.stderr)
+    return int(bool(stale))
+
+
+def _first_group(results: Results, *keys: str) -> list[Series]:
+    """The series of the first cell's shape, dtype and mode: a plot shows one."""
+    first = results.series[0].labels
+    return [s for s in results.series if all(s.labels[key] == first[key] for key in keys)]
+
+
+def _lines(
+    group: list[Series], x: str, y: Callable[[Series], float]
+) -> dict[str, list[tuple[int, float]]]:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for series in group:
+        if series.samples:
+            lines.setdefault(series.name, []).append((series.labels[x], y(series)))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def _looks(group: list[Series]) -> list[tuple[str, str]]:
+    """Colour and marker of each series: by name, by place in its ladder, or the next free ones."""
+    names = list(dict.fromkeys(series.name for series in group))
+    ladders: dict[str, list[str]] = {}
+    for series in group:
+        if re.search(r"_\d+$", series.name) and series.name not in ladders.get(
+            series.labels["family"], []
+        ):
+            ladders.setdefault(series.labels["family"], []).append(series.name)
+    shades: dict[str, str] = {}
+    for steps in ladders.values():
+        for index, name in enumerate(steps):
+            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
+            shades[name] = mpl.colors.to_hex(shade)
+    free = iter(OTHERS * 9)
+    colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
+    markers = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
+    return [(colours[series.name], markers[series.name]) for series in group]
+
+
+def _figure(height: float = 5) -> tuple[Figure, Axes]:
+    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    return figure, axes
+
+
+def _draw_lines(
+    axes: Axes,
+    lines: dict[str, list[tuple[int, float]]],
+    group: list[Series],
+    *,
+    legend: bool = True,
+) -> None:
+    looks = {series.name: look for series, look in zip(group, _looks(group), strict=True)}
+    for name, points in lines.items():
+        colour, marker = looks[name]
+        style = "--" if name == FREE_ATTENTION else "-"
+        xs, ys = zip(*points, strict=True)
+        axes.plot(
+            xs, ys, style, color=colour, marker=marker, markersize=4, linewidth=1.3, label=name
+        )
+    if legend:  # in the order of the lines' right ends
+        handles, labels = axes.get_legend_handles_labels()
+        order = sorted(range(len(labels)), key=lambda i: -lines[labels[i]][-1][1])
+        axes.legend(
+            [handles[i] for i in order],
+            [labels[i] for i in order],
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1),
+        )
+
+
+def _bars(at: list[Series], results: Results, xlabel: str, form: str) -> Figure | None:
+    """Horizontal bars in the order of the registry, medians, with a whisker from least to most."""
+    if len(at) < 2:
+        return None
+    figure, axes = _figure(1.4 + 0.34 * len(at))
+    medians = [series.median for series in at]
+    whiskers = [
+        [m - s.spread[0] for m, s in zip(medians, at, strict=True)],
+        [s.spread[1] - m for m, s in zip(medians, at, strict=True)],
+    ]
+    colours = [colour for colour, _ in _looks(at)]
+    places = range(len(at))
+    axes.barh(places, medians, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
+    axes.set_yticks(places, [series.name for series in at], fontsize=8)
+    axes.invert_yaxis()
+    wide = max(s.spread[1] for s in at)
+    for place, series in zip(places, at, strict=True):
+        change = series.labels.get("change", series.labels["precision"])
+        text = f"{form.format(series.median)}  {change}"
+        axes.text(series.spread[1] + 0.01 * wide, place, text, va="center", fontsize=7.5)
+    axes.set_xlim(0, 1.75 * wide)
+    axes.grid(visible=False, axis="y")
+    _finish(axes, xlabel[0].upper() + xlabel[1:], results)
+    axes.set_xlabel(f"{xlabel}: median, least to most")
+    return figure
+
+
+def _finish(axes: Axes, title: str, results: Results) -> None:
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
+    facts = f"{where(results)}; medians of {results.settings['rounds']} interleaved rounds"
+    axes.text(0, 1.015, facts, transform=axes.transAxes, fontsize=8, color="#555555")
+
+
+def _plain_ticks(axes: Axes, values: list[int]) -> None:
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

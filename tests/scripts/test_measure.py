@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from attention_kernels import backends, ladder
+from scripts import compare_backends, measure
+
+
+@pytest.mark.parametrize("name", measure.RUNS)
+def test_every_run_is_a_command_that_its_script_takes(name, tmp_path):
+    _, script, *arguments = measure.command(name, str(tmp_path / f"{name}.json"))
+    assert (measure.SCRIPTS / script.removeprefix("scripts/")).is_file()
+    if script == "scripts/compare_backends.py":
+        parsed = compare_backends.build_parser().parse_args(arguments)
+        assert parsed.name == name
+        assert {*parsed.families} <= {spec.family for spec in backends()}
+        for backend in (*parsed.backends, parsed.baseline):
+            ladder.resolve(backend)
+    elif script == "scripts/profile_kernels.py":
+        assert arguments[arguments.index("--family") + 1] in {s.family for s in backends()}
+
+
+def test_the_list_runs_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(measure.subprocess, "run", None)
+    monkeypatch.setattr("sys.argv", ["measure.py", "--list"])
+    assert measure.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(measure.RUNS)
+
+
+def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
+    done = []
+
+    def run(words, **_):
+        done.append(words)
+        return type("Done", (), {"returncode": len(done) % 2})
+
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    (tmp_path / "x_build.json").write_text("")
+    names = ["build", "kernel-fp32", "profile-fp32"]
+    monkeypatch.setattr("sys.argv", ["measure.py", "--prefix", f"{tmp_path}/x_", *names])
+    assert measure.main() == 1
+    captured = capsys.readouterr()
+    assert "x_build.json is there already" in captured.out
+    assert captured.err == "failed: kernel-fp32\n"
+    assert [words[-1] for words in done] == [f"{tmp_path}/x_{name}.json" for name in names[1:]]

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import matplotlib as mpl
+import pytest
+
+from gpt2_infer import bench
+from gpt2_infer.compare import FREE_ATTENTION
+from gpt2_infer.results import Results, Series
+from scripts import plot_results, update_readme
+
+BACKENDS = {
+    "NAIVE_PYTORCH": ("pytorch", "ieee-fp32"),
+    "PYTORCH_SDPA_EFFICIENT_ATTENTION": ("pytorch", "3xtf32"),
+    "CUSTOM_CUDA_VERSION_1": ("custom-cuda", "ieee-fp32"),
+    "CUSTOM_CUDA_VERSION_2": ("custom-cuda", "ieee-fp32"),
+}
+SHAPE = {"batch": 1, "num_heads": 12, "head_dim": 64, "dtype": "float32", "is_causal": True}
+
+
+def kernels() -> Results:
+    series = []
+    for seqlen in (512, 1024):
+        for place, (name, (family, precision)) in enumerate(BACKENDS.items()):
+            labels = {"seqlen": seqlen, **SHAPE, "family": family, "precision": precision}
+            facts = {"error": 3e-7, "budget": 1e-6, "naive_error": 4e-7, "workspace_bytes": 2048}
+            samples = [(1 + place) * seqlen / 10 + i for i in range(3)]
+            series.append(Series(name, labels, "us", samples, facts=facts))
+    settings = {"measures": "kernel", "baseline": "NAIVE_PYTORCH", "rounds": 3}
+    settings["cells"] = [{"seqlen": 512, **SHAPE}, {"seqlen": 1024, **SHAPE}]
+    provenance = bench.provenance() | {"limits": {"matmul_float32_tflops": 51.0}}
+    return Results("kernel-test", provenance, settings, series)
+
+
+def generation() -> Results:
+    series = []
+    for tokens in (64, 128):
+        for place, name in enumerate([*BACKENDS, FREE_ATTENTION]):
+            family, precision = BACKENDS.get(name, ("bound", "ieee-fp32"))
+            labels = {"max_tokens": tokens, "batch": 1, "dtype": "float32", "mode": "recompute"}
+            labels |= {"family": family, "precision": precision}
+            samples = [tokens / 100 * (1 + (place + 1) % 5) + i / 100 for i in range(3)]
+            facts = {"peak_memory_bytes": 2**20 * (500 + tokens)}
+            series.append(Series(name, labels, "s", samples, facts=facts))
+    settings = {"measures": "generation", "baseline": "NAIVE_PYTORCH", "rounds": 3}
+    settings |= {"model": "gpt2", "prompt_tokens": 8}
+    settings["cells"] = [
+        {"max_tokens": t, "batch": 1, "dtype": "float32", "mode": "recompute"} for t in (64, 128)
+    ]
+    return Results("generation-test", bench.provenance(), settings, series)
+
+
+@pytest.mark.parametrize(
+    ("results", "plots"),
+    [(kernels(), ("time", "bars", "error")), (generation(), ("time", "bars", "memory"))],
+)
+def test_every_plot_is_drawn_twice_the_same_and_names_every_backend(results, plots):
+    files = dict(plot_results.render(results))
+    assert {*files} == {f"{results.task}_{p}.{k}" for p in plots for k in ("svg", "png")}
+    assert files == dict(plot_results.render(results))
+    for name, content in files.items():
+        if name.endswith(".svg"):
+            text = content.decode()
+            assert all(backend in text for backend in BACKENDS), name
+            assert "Matplotlib v" not in text
+
+
+def test_a_backend_without_samples_has_no_line():
+    results = kernels()
+    results.series[3].samples, results.series[3].status = [], "failed"
+    results.series[7].samples, results.series[7].status = [], "failed"
+    for name, content in plot_results.render(results):
+        if name.endswith(".svg"):
+            assert b"CUSTOM_CUDA_VERSION_1" in content
+            assert b"CUSTOM_CUDA_VERSION_2" not in content
+
+
+def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
+    results = kernels()
+    results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    command = ["plot_results.py", "--results", str(tmp_path), "--out", str(tmp_path / "plots")]
+    monkeypatch.setattr("sys.argv", [*command, "--check"])
+    assert plot_results.main() == 1
+    assert "stale: kernel-test_time.svg" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", command)
+    assert plot_results.main() == 0
+    monkeypatch.setattr("sys.argv", [*command, "--check"])
+    assert plot_results.main() == 0
+    results.series[0].samples[1] += 1.0
+    results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    assert plot_results.main() == 1
+
+
+def test_the_committed_plots_are_current(monkeypatch):
+    if mpl.__version__ != "3.11.2":
+        pytest.skip("drawn with the matplotlib of constraints.txt")
+    monkeypatch.setattr("sys.argv", ["plot_results.py", "--check"])
+    assert plot_results.main() == 0
+
+
+# The README's tables of the same files
+
+
+def test_the_readme_gets_tables_and_a_section_for_each_version(tmp_path):
+    kernels().write(tmp_path / "2026-01-01_x_kernel-test.json")
+    generation().write(tmp_path / "2026-01-01_x_generation-test.json")
+    marked = (
+        "<!-- table kernel-test -->\n<!-- end -->\n<!-- table generation-test -->\n<!-- end -->\n"
+        "<!-- ladder custom-cuda kernel-test generation-test -->\n<!-- end -->\n"
+    )
+    text = update_readme.render(marked, tmp_path)
+    assert update_readme.render(text, tmp_path) == text
+    # NAIVE_PYTORCH takes 103.4 us at 1,024: the other class gets no ratio to it.
+    assert "| `PYTORCH_SDPA_EFFICIENT_ATTENTION` | 3xtf32 | 103.4 | 205.8 | 1.9 % |  |" in text
+    assert "| `CUSTOM_CUDA_VERSION_1` | ieee-fp32 | 154.6 | 308.2 | 1.3 % | 0.34 |" in text
+    first, second = text.split("#### `CUSTOM_CUDA_VERSION_")[1:3]
+    assert first.startswith("1`: Naive Flash Attention V1\n")
+    assert "the kernel alone at N=1024 takes 308.2 us (307.2 .. 309.2);" in first
+    assert "the kernel alone at N=1024 takes 410.6 us (409.6 .. 411.6), 0.75 times" in second
+    assert "128 tokens take 6.410 s (6.400 .. 6.420), 0.80 times as fast as the" in second
+    assert "attention is 80% of that." in second
+    assert "Not measured yet." in text.split("#### `CUSTOM_CUDA_VERSION_3`")[1]
