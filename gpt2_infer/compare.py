@@ -411,7 +411,7 @@ def _generation_contenders(
                     expected = tokens
                 if expected is not None and spec.name != FREE_ATTENTION and tokens != expected:
                     found = diverge(
-                        model, baseline, spec.name, prompts[0], max_new_tokens=new_tokens
+                        model, first[0], spec, ids, max_new_tokens=new_tokens, mode=cell.mode
                     )
                     series.facts["diverges"] = found.verdict
                     if not found.passed:

@@ -38,7 +38,7 @@ from attention_kernels.reference import (
     reference_attention,
 )
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import encode_prompts, generate
+from gpt2_infer.generation import CPU_LENGTH_STEP, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2, check_backend
 
 
@@ -193,26 +193,29 @@ class Divergence:
 
 def diverge(
     model: GPT2,
-    a: str,
-    b: str,
+    a: str | BackendSpec,
+    b: str | BackendSpec,
     prompt: str | Sequence[int],
     *,
     max_new_tokens: int = 64,
+    mode: Mode = "recompute",
     progress: bool = False,
 ) -> Divergence:
     """Compare the greedy texts of the backends `a` and `b` in `model`, whose own is not asked.
 
     prompt: a text or token ids; the end-of-text token ends nothing. One name twice asks whether a
-    backend writes the same text again. Raises RequestError, UnknownBackendError,
-    UnavailableBackendError or UnsupportedError; KeyboardInterrupt where a text was not finished.
+    backend writes the same text again. mode: how the texts are written; with a cache the layers
+    are still examined in recompute, and a decode kernel shows in its token alone. Raises
+    RequestError, UnknownBackendError, UnavailableBackendError or UnsupportedError;
+    KeyboardInterrupt where a text was not finished.
     """
     if model.dtype == torch.float64:
         raise RequestError("a float64 model has no finer reference to be held to")
-    specs = (get_backend(a), get_backend(b))
+    specs = tuple(get_backend(x) if isinstance(x, str) else x for x in (a, b))
     for spec in specs:
         check_backend(spec, model.config, model.dtype, model.device.type)
     rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
-    texts, length_step = _write(model, specs, rows, max_new_tokens, progress)
+    texts, length_step = _write(model, specs, rows, max_new_tokens, mode, progress)
     parted = [i for i in range(max_new_tokens) if texts[0][i] != texts[1][i]]
     step = parted[0] if parted else None
     examined = max_new_tokens - 1 if step is None else step
@@ -272,15 +275,17 @@ def _write(
     specs: Sequence[BackendSpec],
     rows: list[list[int]],
     new_tokens: int,
+    mode: Mode,
     progress: bool,
 ) -> tuple[list[list[int]], int]:
-    """Each backend's new tokens, and what generation rounded its lengths up to."""
+    """Each backend's new tokens, and what generation in recompute rounds its lengths up to."""
     texts = []
     for spec in specs:
         run = generate(
-            model.with_attention(spec),
+            model.with_attention(spec, spec if mode == "kv-cache" else None),
             rows,
             max_new_tokens=new_tokens,
+            mode=mode,
             ignore_eos=True,
             progress=progress,
             cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
@@ -288,7 +293,7 @@ def _write(
         if "interrupted" in run.finish_reasons:
             raise KeyboardInterrupt
         texts.append(run.tokens[0])
-    return texts, run.length_step
+    return texts, run.length_step if mode == "recompute" else CPU_LENGTH_STEP
 
 
 class _Layers:

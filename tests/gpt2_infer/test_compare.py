@@ -280,3 +280,22 @@ def test_every_results_table_is_a_table(demo, tmp_path):
         assert len({line.count("|") for line in rows}) == 1
         for name in TWO:
             assert sum(f"`{name}`" in line for line in rows) == 1
+
+
+def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
+    """Its attention is right, so only the text with a cache can tell."""
+
+    def wrong(q, k_cache, v_cache, seqlens, softmax_scale):
+        return v_cache[:, :1]
+
+    kernels = Kernels(naive_attention, wrong)
+    fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_WRONG_DECODE", **fields)(lambda: kernels)
+    cell = GenerationCell(24, mode="kv-cache")
+    specs = specs_of("NAIVE_PYTORCH", "TEST_WRONG_DECODE")
+    results = compare.compare_generation(
+        lambda dtype: demo, specs, [cell], PROMPT, name="demo", rounds=1
+    )
+    found = by_name(results)["TEST_WRONG_DECODE"]
+    assert found.status == "failed"
+    assert found.reason.startswith("bug in B: rounding does not explain its token, ")
