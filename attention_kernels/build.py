@@ -304,7 +304,9 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     digest.update(repr((compile_, link, torch.__version__, sorted(compilers))).encode())
     where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
     stem = f"{version.op}-{where}-{digest.hexdigest()[:20]}"
-    purpose = f"for sm_{arch.replace(',', ', sm_')}" if target == "cuda" else "for the CPU emulator"
+    purpose = "for the CPU" if version.is_host else "for the CPU emulator"
+    if target == "cuda":
+        purpose = f"for sm_{arch.replace(',', ', sm_')}"
     return Plan(compile_, link, stem, f"{label or version.path.name} {purpose}")
 
 

@@ -121,10 +121,10 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   check_input("q", q, q);
   check_input("k", k, q);
   check_input("v", v, q);
-  // Kernels index a tile, of up to 64 rows, with int, and have a block per 32 rows or more, on
+  // Kernels index a tile, of up to 64 rows, with int, and have a block per 16 rows or more, on
   // grid.y.
   if (q.size(0) * q.size(2) > INT_MAX || q.size(2) * q.size(3) > INT_MAX / 64 ||
-      q.size(1) > 65535 * int64_t{32}) {
+      q.size(1) > 65535 * int64_t{16}) {
     fail("q is too large");
   }
 

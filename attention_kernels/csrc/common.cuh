@@ -21,18 +21,18 @@ constexpr Integer ceil_div(Integer a, Integer b) {
 
 #ifndef ATTENTION_EMULATOR
 
-// Dynamic shared memory, 16-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
-#define ATTENTION_DYNAMIC_SHARED(type, name)                    \
-  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+// Dynamic shared memory, 128-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
+#define ATTENTION_DYNAMIC_SHARED(type, name)                     \
+  extern __shared__ __align__(128) unsigned char name##_bytes[]; \
   type* const name = reinterpret_cast<type*>(name##_bytes)
 
 // Launches `kernel` with any amount of dynamic shared memory and returns the launch's error. A
-// block may use more than 48 KB only after the kernel's limit has been raised; asking for more than
-// the device has fails here.
+// block may use more than 48 KB, static shared memory included, only after the kernel's limit has
+// been raised; asking for more than the device has fails here.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t stream, Arguments... arguments) {
-  if (smem_bytes > 48 * 1024) {
+  if (smem_bytes > 32 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(smem_bytes));

@@ -136,11 +136,20 @@ struct Context {
 #endif
 };
 
+// 4, 8 or 16 bytes on their way to shared memory, or with size 0 the end of a group of them; see
+// cuda_pipeline.h.
+struct PendingCopy {
+  void* to;
+  size_t size;
+  unsigned char data[16];
+};
+
 // One CUDA thread. Lies at the top of its stack.
 struct Fiber : Context {
   BlockRunner* runner;
   uint3 thread_idx;
-  unsigned thread;  // linear index in the block
+  unsigned thread;                    // linear index in the block
+  std::vector<PendingCopy>* pending;  // null, as all of a new stack, until there are any
 };
 
 // Fibers lie at different offsets within a page: at equal ones they would compete for the same few
@@ -241,6 +250,7 @@ struct Launch {
   size_t dynamic_shared;
   void (*body)(const void* arguments);  // one CUDA thread
   const void* arguments;
+  int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
   uint64_t seed = 0;
@@ -265,7 +275,7 @@ struct Site {
   }
 };
 
-enum class WarpOp { kSync, kShuffle, kVote };
+enum class WarpOp { kSync, kShuffle, kVote, kMatrix };
 
 struct Warp {
   uint32_t exists;   // lanes that the block has
@@ -601,6 +611,7 @@ struct BlockRunner {
 
   // Makes a fiber start from the beginning.
   void reset(Fiber& f) {
+    if (f.pending != nullptr) f.pending->clear();
     auto** const top = reinterpret_cast<void**>(&f);
     [[maybe_unused]] auto* const bottom =
         reinterpret_cast<ucontext_t*>(stacks + f.thread * kStackBytes);
@@ -961,7 +972,9 @@ inline cudaError_t run_launch(Launch launch) {
     return report(cudaErrorInvalidConfiguration,
                   "a grid of " + text(grid) + " blocks is not possible");
   }
-  launch.shared_limit = Device::emulated().shared_limit;
+  const Device device = Device::emulated();
+  launch.arch = device.arch;
+  launch.shared_limit = device.shared_limit;
   if (launch.shared_limit == 0) {
     return report(cudaErrorInvalidDevice,
                   "ATTENTION_EMULATOR_ARCH is none of 70 75 80 86 87 89 90 100 103 120");

@@ -2,10 +2,9 @@
 // -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. This file spells CUDA;
 // block_runner.h runs the threads. It is there to find wrong kernels, not to be fast.
 //
-// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file: with -I for this folder, a
-// kernel's own `#include <cuda_fp16.h>` finds them. An mma.h (nvcuda::wmma) has its place there
-// too: a fragment is one lane's part, and attention::emulator::wait_for_warp() brings the warp
-// together.
+// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file, fragments (nvcuda::wmma) are in
+// mma.h and asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
+// `#include <mma.h>` finds them.
 //
 // Environment, read at each launch:
 //   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...

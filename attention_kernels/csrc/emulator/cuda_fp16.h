@@ -6,7 +6,8 @@
 
 #include "cuda_emulator.h"
 
-#pragma GCC visibility push(hidden)
+// Nothing here has a state, and nothing is hidden: a kernel would be, too, that has a hidden type
+// in its parameters, and launch_recorder.cpp could not tell its name.
 
 namespace attention::emulator {
 
@@ -17,7 +18,13 @@ struct HalfFormat {
   using Native = __fp16;  // aarch64 before g++ 13
 #endif
   static uint16_t encode(float value) { return bit_cast<uint16_t>(static_cast<Native>(value)); }
-  static float decode(uint16_t bits) { return static_cast<float>(bit_cast<Native>(bits)); }
+  // Without a call, so that it vectorises: the bits, moved to where a float has them, are the value
+  // times 2^-112, subnormals included.
+  static float decode(uint16_t bits) {
+    const float magnitude = bit_cast<float>(uint32_t{bits & 0x7fffu} << 13) * 0x1p112f;
+    const uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+    return bit_cast<float>(bit_cast<uint32_t>(magnitude) | special | (bits & 0x8000u) << 16);
+  }
 };
 
 struct BFloat16Format {
@@ -71,9 +78,17 @@ struct alignas(4) Float16x2 {
 
 }  // namespace attention::emulator
 
-using __half = attention::emulator::Float16<attention::emulator::HalfFormat>;
+// Structs, so that the mangled names of kernels are nvcc's.
+#define ATTENTION_EMULATOR_SCALAR(name, Format)                  \
+  struct name : attention::emulator::Float16<Format> {           \
+    using Float16::Float16;                                      \
+    name() = default;                                            \
+    name(attention::emulator::Float16<Format> x) : Float16(x) {} \
+  };
+ATTENTION_EMULATOR_SCALAR(__half, attention::emulator::HalfFormat)
+ATTENTION_EMULATOR_SCALAR(__nv_bfloat16, attention::emulator::BFloat16Format)
+#undef ATTENTION_EMULATOR_SCALAR
 using __half2 = attention::emulator::Float16x2<attention::emulator::HalfFormat>;
-using __nv_bfloat16 = attention::emulator::Float16<attention::emulator::BFloat16Format>;
 using __nv_bfloat162 = attention::emulator::Float16x2<attention::emulator::BFloat16Format>;
 using half = __half;
 using half2 = __half2;
@@ -141,5 +156,3 @@ template <typename Format>
 float __high2float(attention::emulator::Float16x2<Format> v) {
   return v.y;
 }
-
-#pragma GCC visibility pop

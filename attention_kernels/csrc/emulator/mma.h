@@ -1,0 +1,281 @@
+// nvcuda::wmma on the CPU: warp-level products of half matrices, as <mma.h> declares them.
+//
+// A fragment is one lane's part of a matrix. Which elements a lane holds is opaque in CUDA and
+// differs between architectures, so here, too: what ATTENTION_EMULATOR_ARCH >= 80 gives is like
+// sm_80's mma.m16n8k16, where an accumulator lies as matrix_a does; below 80 each has a layout of
+// its own. As in CUDA, matrix_a and matrix_b have 16 elements, some of them in duplicate.
+//
+// load_matrix_sync(), store_matrix_sync() and mma_sync() wait for the warp. Reported, with the
+// caller's line: lanes that call different ones or with different arguments, a warp that is not
+// whole, a pointer that is not aligned to 32 bytes, a leading dimension that is not a multiple of
+// 16 bytes, duplicates that differ, and a matrix that is written while it is loaded: these
+// functions order no memory accesses, __syncwarp() does. What is stored is there when the call
+// returns, and not before; elements that nobody has loaded are NaN.
+//
+// Products of halfs are exact in float. They are summed in float in ascending order, which is not
+// the hardware's.
+
+#pragma once
+
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+struct Position {
+  unsigned row, column;
+};
+
+// Where element i of a lane lies in a matrix of kRows x kColumns.
+template <unsigned kRows, unsigned kColumns, bool kTransposed>
+ATTENTION_EMULATOR_INLINE Position position(unsigned lane, unsigned i, bool ampere) {
+  if constexpr (kTransposed) {
+    const Position p = position<kColumns, kRows, false>(lane, i, ampere);
+    return {p.column, p.row};
+  } else {
+    i %= kRows * kColumns / kWarpSize;
+    if (!ampere) {
+      const unsigned at = i * kWarpSize + lane;
+      return {at / kColumns, at % kColumns};
+    }
+    // Blocks of 8 x 8, in each of which a lane has two neighbours.
+    const unsigned block = i / 2;
+    return {lane / 4 + 8 * (block % (kRows / 8)), lane % 4 * 2 + i % 2 + 8 * (block / (kRows / 8))};
+  }
+}
+
+// What a lane brings to an operation of its warp. All but `fragments` must be the same in all.
+struct MatrixCall {
+  const void* memory;
+  unsigned leading_dimension;
+  int layout;
+  const void* fragments[4];
+};
+
+[[noreturn]] inline void matrix_failure(cudaError_t code, const Site& site, const char* what) {
+  BlockRunner& runner = *this_fiber().runner;
+  runner.record(code, site.text() + ": " + what);
+  runner.abandon();
+}
+
+// Waits for the warp. The last lane to arrive runs work(calls), calls being those of all lanes.
+template <typename Work>
+ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site, Work work) {
+  const Fiber& self = this_fiber();
+  BlockRunner& runner = *self.runner;
+  const Warp& warp = *runner.warp;
+  const unsigned lane = self.thread % kWarpSize;
+  if (warp.exists != ~0u) {
+    matrix_failure(cudaErrorLaunchFailure, site, "the warp has less than 32 threads");
+  }
+  if (warp.waiting == ~(1u << lane)) {
+    const MatrixCall* calls[kWarpSize];
+    for (unsigned other = 0; other < kWarpSize; ++other) {
+      if (other == lane) {
+        calls[other] = &call;
+        continue;
+      }
+      const auto& wait = warp.wait[other];
+      if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
+          std::strcmp(wait.site->name, site.name) != 0 ||
+          std::strcmp(wait.site->file, site.file) != 0) {
+        runner.record_divergence(site, *wait.site, *warp.fibers[other]);
+        runner.abandon();
+      }
+      calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
+      if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
+          calls[other]->leading_dimension != call.leading_dimension) {
+        matrix_failure(cudaErrorLaunchFailure, site, "the lanes' arguments differ");
+      }
+    }
+    work(calls);
+  }
+  wait_for_warp(WarpOp::kMatrix, ~0u, reinterpret_cast<uint64_t>(&call), 0, site);
+}
+
+}  // namespace attention::emulator
+
+namespace nvcuda::wmma {
+
+enum layout_t { mem_row_major, mem_col_major };
+struct row_major;
+struct col_major;
+struct matrix_a;
+struct matrix_b;
+struct accumulator;
+
+template <typename Use, int m, int n, int k, typename T, typename Layout = void>
+class fragment {
+  static constexpr bool kIsA = std::is_same_v<Use, matrix_a>;
+  static constexpr bool kIsB = std::is_same_v<Use, matrix_b>;
+  static constexpr bool kIsRowMajor = std::is_same_v<Layout, row_major>;
+  static_assert((m == 16 && n == 16 && k == 16) || (m == 32 && n == 8 && k == 16) ||
+                    (m == 8 && n == 32 && k == 16),
+                "shapes are 16 x 16 x 16, 32 x 8 x 16 and 8 x 32 x 16");
+  static_assert(kIsA || kIsB || std::is_same_v<Use, accumulator>);
+  static_assert(std::is_same_v<T, half> || (!kIsA && !kIsB && std::is_same_v<T, float>),
+                "the emulator has half, and float accumulators");
+  static_assert(kIsA || kIsB ? kIsRowMajor || std::is_same_v<Layout, col_major>
+                             : std::is_void_v<Layout>);
+
+ public:
+  using element_type = T;
+  using storage_element_type = T;
+  enum { num_elements = kIsA || kIsB ? 16 : 8, num_storage_elements = num_elements };
+  T x[num_elements];
+
+  fragment() { std::fill(x, x + num_elements, T(std::numeric_limits<float>::quiet_NaN())); }
+
+  // The emulator's own.
+  static constexpr unsigned kRows = kIsB ? k : m;
+  static constexpr unsigned kColumns = kIsA ? k : n;
+  static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
+  static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
+  static attention::emulator::Position position(unsigned lane, unsigned i) {
+    const bool ampere = attention::emulator::this_fiber().runner->launch->arch >= 80;
+    // Below sm_80 a lane's elements of matrix_a are not those that it has of an accumulator.
+    return attention::emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere),
+                                                                ampere);
+  }
+};
+
+}  // namespace nvcuda::wmma
+
+namespace attention::emulator {
+
+template <typename T>
+void check_matrix(const T* memory, unsigned leading_dimension, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(memory) % 32 != 0) {
+    matrix_failure(cudaErrorMisalignedAddress, site, "the pointer is not aligned to 32 bytes");
+  }
+  if (leading_dimension * sizeof(T) % 16 != 0) {
+    matrix_failure(cudaErrorInvalidValue, site,
+                   sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
+                                  : "the leading dimension is not a multiple of 4 floats");
+  }
+}
+
+// Offset of each of the caller's elements.
+template <typename Fragment>
+void element_offsets(size_t (&offsets)[Fragment::num_elements], size_t leading_dimension,
+                     nvcuda::wmma::layout_t layout) {
+  const unsigned lane = this_fiber().thread % kWarpSize;
+  for (unsigned i = 0; i < Fragment::num_elements; ++i) {
+    const Position at = Fragment::position(lane, i);
+    offsets[i] = layout == nvcuda::wmma::mem_row_major ? at.row * leading_dimension + at.column
+                                                       : at.column * leading_dimension + at.row;
+  }
+}
+
+template <typename Fragment, typename T = typename Fragment::element_type>
+ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
+                                           unsigned leading_dimension,
+                                           nvcuda::wmma::layout_t layout, const Site& site) {
+  check_matrix(memory, leading_dimension, site);
+  size_t offsets[Fragment::num_elements];
+  element_offsets<Fragment>(offsets, leading_dimension, layout);
+  for (unsigned i = 0; i < Fragment::num_elements; ++i) fragment.x[i] = memory[offsets[i]];
+  meet({memory, leading_dimension, layout, {}}, site, [](auto&) {});
+  bool same = true;
+  for (unsigned i = 0; i < Fragment::num_elements; ++i) {
+    same &= std::memcmp(&fragment.x[i], &memory[offsets[i]], sizeof(T)) == 0;
+  }
+  if (!same) {
+    matrix_failure(cudaErrorLaunchFailure, site,
+                   "another thread writes to the matrix meanwhile: a barrier is missing");
+  }
+}
+
+// One element of a fragment, or why there is none.
+template <typename Fragment>
+const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns],
+                   const MatrixCall* const (&calls)[kWarpSize], int which) {
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    const auto& fragment = *static_cast<const Fragment*>(calls[lane]->fragments[which]);
+    for (unsigned i = 0; i < Fragment::num_elements; ++i) {
+      const Position at = Fragment::position(lane, i);
+      if (i < Fragment::kOwn) {
+        matrix[at.row][at.column] = fragment.x[i];
+      } else if (std::memcmp(&fragment.x[i], &fragment.x[i % Fragment::kOwn], 2) != 0) {
+        return "an element and its duplicate differ";
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace attention::emulator
+
+namespace nvcuda::wmma {
+
+template <typename Use, int m, int n, int k, typename T, typename Layout>
+void fill_fragment(fragment<Use, m, n, k, T, Layout>& f, std::common_type_t<T> value) {
+  std::fill(f.x, f.x + f.num_elements, T(value));
+}
+
+template <typename Use, int m, int n, int k, typename Layout>
+ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, half, Layout>& f,
+                                                const half* memory, unsigned leading_dimension,
+                                                ATTENTION_EMULATOR_SITE) {
+  attention::emulator::load_matrix(f, memory, leading_dimension, f.kLayout,
+                                   {"load_matrix_sync", file, line});
+}
+template <int m, int n, int k, typename T>
+ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<accumulator, m, n, k, T>& f,
+                                                std::common_type_t<const T*> memory,
+                                                unsigned leading_dimension, layout_t layout,
+                                                ATTENTION_EMULATOR_SITE) {
+  attention::emulator::load_matrix(f, memory, leading_dimension, layout,
+                                   {"load_matrix_sync", file, line});
+}
+
+template <int m, int n, int k, typename T>
+ATTENTION_EMULATOR_INLINE void store_matrix_sync(std::common_type_t<T*> memory,
+                                                 const fragment<accumulator, m, n, k, T>& f,
+                                                 unsigned leading_dimension, layout_t layout,
+                                                 ATTENTION_EMULATOR_SITE) {
+  using Fragment = fragment<accumulator, m, n, k, T>;
+  const attention::emulator::Site site{"store_matrix_sync", file, line};
+  attention::emulator::check_matrix(memory, leading_dimension, site);
+  attention::emulator::meet({memory, leading_dimension, layout, {}}, site, [](auto&) {});
+  size_t offsets[Fragment::num_elements];
+  attention::emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
+  for (int i = 0; i < Fragment::num_elements; ++i) memory[offsets[i]] = f.x[i];
+}
+
+// d = a * b + c; d may be c.
+template <int m, int n, int k, typename LayoutA, typename LayoutB, typename D, typename C>
+ATTENTION_EMULATOR_INLINE void mma_sync(fragment<accumulator, m, n, k, D>& d,
+                                        const fragment<matrix_a, m, n, k, half, LayoutA>& a,
+                                        const fragment<matrix_b, m, n, k, half, LayoutB>& b,
+                                        const fragment<accumulator, m, n, k, C>& c,
+                                        ATTENTION_EMULATOR_SITE) {
+  namespace emulator = attention::emulator;
+  const emulator::Site site{"mma_sync", file, line};
+  emulator::meet({nullptr, 0, 0, {&d, &a, &b, &c}}, site, [&](auto& calls) {
+    float rA[m][k], rB[k][n], rC[m][n];
+    const char* wrong = emulator::gather<std::decay_t<decltype(a)>>(rA, calls, 1);
+    if (wrong == nullptr) wrong = emulator::gather<std::decay_t<decltype(b)>>(rB, calls, 2);
+    if (wrong != nullptr) emulator::matrix_failure(cudaErrorLaunchFailure, site, wrong);
+    emulator::gather<std::decay_t<decltype(c)>>(rC, calls, 3);
+    for (int row = 0; row < m; ++row) {
+      for (int i = 0; i < k; ++i) {
+        for (int column = 0; column < n; ++column) rC[row][column] += rA[row][i] * rB[i][column];
+      }
+    }
+    using Fragment = fragment<accumulator, m, n, k, D>;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      auto& out = *static_cast<Fragment*>(const_cast<void*>(calls[lane]->fragments[0]));
+      for (unsigned i = 0; i < Fragment::num_elements; ++i) {
+        const emulator::Position at = Fragment::position(lane, i);
+        out.x[i] = rC[at.row][at.column];
+      }
+    }
+  });
+}
+
+}  // namespace nvcuda::wmma
+
+#pragma GCC visibility pop

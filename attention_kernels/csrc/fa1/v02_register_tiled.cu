@@ -1,0 +1,233 @@
+// v02 - 32 x 32 tiles, of which a thread has a register tile: a negative experiment
+//
+// Change: (from v01) the tile is 32 x 32. In both products a thread computes kThreadM rows of
+//         kThreadN columns (of O, kHeadDim / kThreadsX) at once, in registers.
+// Why:    a value that is read from shared memory serves four multiplication-additions, and K and
+//         V are read from global memory half as often.
+// Cost:   more than twice the shared memory for a block of the same two warps. A row of S is now 32
+//         floats: the rows that a warp reads at once, of P or for the statistics, share a bank.
+// Tile:   kBlockM x kBlockN = 32 x 32, block 64
+// Layout: strided
+// Takes:  float16
+// Flags:  (none)
+// Expect: slower, because what Q K^T gains is lost around it: about half as many warps fit a
+//         multiprocessor, and the loops over a row, which only one warp of a block runs, are twice
+//         as long and meet twice the bank conflicts.
+
+#include <cuda_fp16.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+using Element = __half;     // of q, k, v and o
+using Accumulator = float;  // of S, P, the running O and the statistics
+
+constexpr int kBlockM = 32;
+constexpr int kBlockN = 32;
+constexpr int kThreadM = 4;
+constexpr int kThreadN = 4;
+constexpr int kThreadsX = 8;
+constexpr int kThreadsY = 8;
+constexpr int kThreads = kThreadsX * kThreadsY;
+
+// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+template <int kRows, int kHeadDim>
+inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
+                                 int valid_rows) {
+  constexpr int kVector = sizeof(uint4) / sizeof(Element);
+  static_assert(kRows * kHeadDim % (kVector * kThreads) == 0, "every thread loads as much");
+  for (int i = 0; i < kRows * kHeadDim; i += kVector * kThreads) {
+    const int r = (i + kVector * threadIdx.x) / kHeadDim;
+    const int d = (i + kVector * threadIdx.x) % kHeadDim;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (r < valid_rows) x = *reinterpret_cast<const uint4*>(g_tile + r * g_stride + d);
+    *reinterpret_cast<uint4*>(s_tile + r * kHeadDim + d) = x;
+  }
+}
+
+// How many keys of the tile at n_start the query `row` sees.
+inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
+  return min(min(row + reach, seqlen) - n_start, kBlockN);
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const Element* __restrict__ q, const Element* __restrict__ k,
+                     const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
+                     Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
+                     int num_heads, Accumulator softmax_scale, bool is_causal) {
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * kBlockM;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const Element* gQ =
+      q + batch * q_strides.batch + head * q_strides.head + m_start * q_strides.seqlen;
+  const Element* gK = k + batch * k_strides.batch + head * k_strides.head;
+  const Element* gV = v + batch * v_strides.batch + head * v_strides.head;
+  Element* gO = o + batch * o_strides.batch + head * o_strides.head + m_start * o_strides.seqlen;
+
+  ATTENTION_DYNAMIC_SHARED(Accumulator, smem);
+  Accumulator* sO = smem;
+  Accumulator* sS = sO + kBlockM * kHeadDim;
+  Accumulator* row_max = sS + kBlockM * kBlockN;
+  Accumulator* row_sum = row_max + kBlockM;
+  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
+  Element* sK = sQ + kBlockM * kHeadDim;
+  Element* sV = sK + kBlockN * kHeadDim;
+
+  static_assert(kBlockM * kBlockN % kThreads == 0 && kBlockM * kHeadDim % kThreads == 0,
+                "every thread has as many elements");
+  static_assert(kBlockM <= kThreads, "a row has a thread");
+  static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
+  static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
+  constexpr int kColumns = kHeadDim / kThreadsX;  // of O, per thread
+  const int thread = threadIdx.x;
+  // A thread's rows are thread_m + kThreadsY * i, its columns thread_n + kThreadsX * j.
+  const int thread_m = thread / kThreadsX;
+  const int thread_n = thread % kThreadsX;
+  load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, seqlen - m_start);
+  for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
+    sO[i + thread] = 0;
+  }
+  if (thread < kBlockM) {
+    row_max[thread] = -INFINITY;
+    row_sum[thread] = 0;
+  }
+
+  // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
+  // block sees a key from n_end on.
+  const int reach = is_causal ? 1 : seqlen;
+  const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
+  for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
+    load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                 n_end - n_start);
+    load_tile<kBlockN, kHeadDim>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                 n_end - n_start);
+    __syncthreads();
+
+    // S = softmax_scale * Q K^T, where a query sees the key
+    Accumulator rS[kThreadM][kThreadN] = {};
+#pragma unroll 4
+    for (int d = 0; d < kHeadDim; ++d) {
+      Accumulator rK[kThreadN];
+      for (int j = 0; j < kThreadN; ++j) {
+        rK[j] = Accumulator(sK[(thread_n + kThreadsX * j) * kHeadDim + d]);
+      }
+      for (int i = 0; i < kThreadM; ++i) {
+        const Accumulator rQ = Accumulator(sQ[(thread_m + kThreadsY * i) * kHeadDim + d]);
+        for (int j = 0; j < kThreadN; ++j) {
+          rS[i][j] += rQ * rK[j];
+        }
+      }
+    }
+    for (int i = 0; i < kThreadM; ++i) {
+      const int m = thread_m + kThreadsY * i;
+      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
+      for (int j = 0; j < kThreadN; ++j) {
+        const int n = thread_n + kThreadsX * j;
+        sS[m * kBlockN + n] = n < visible ? softmax_scale * rS[i][j] : -INFINITY;
+      }
+    }
+    __syncthreads();
+
+    // The maximum of each row so far, and alpha
+    if (thread < kBlockM) {
+      const int m = thread;
+      Accumulator new_max = row_max[m];
+      for (int n = 0; n < kBlockN; ++n) {
+        new_max = fmaxf(new_max, sS[m * kBlockN + n]);
+      }
+      alpha[m] = expf(row_max[m] - new_max);
+      row_max[m] = new_max;
+    }
+    __syncthreads();
+
+    // P = exp(S - row_max), in place of S
+    for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
+      const int m = (i + thread) / kBlockN;
+      const int n = (i + thread) % kBlockN;
+      sS[m * kBlockN + n] = expf(sS[m * kBlockN + n] - row_max[m]);
+    }
+    __syncthreads();
+
+    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    int visible[kThreadM];
+    Accumulator rO[kThreadM][kColumns];
+    for (int i = 0; i < kThreadM; ++i) {
+      const int m = thread_m + kThreadsY * i;
+      visible[i] = visible_keys(m_start + m, reach, n_start, seqlen);
+      for (int j = 0; j < kColumns; ++j) {
+        rO[i][j] = alpha[m] * sO[m * kHeadDim + thread_n + kThreadsX * j];
+      }
+    }
+    for (int n = 0; n < visible[kThreadM - 1]; ++n) {
+      Accumulator rV[kColumns];
+      for (int j = 0; j < kColumns; ++j) {
+        rV[j] = Accumulator(sV[n * kHeadDim + thread_n + kThreadsX * j]);
+      }
+      for (int i = 0; i < kThreadM; ++i) {
+        const Accumulator rP = sS[(thread_m + kThreadsY * i) * kBlockN + n];
+        for (int j = 0; j < kColumns; ++j) {
+          if (n < visible[i]) rO[i][j] += rP * rV[j];
+        }
+      }
+    }
+    for (int i = 0; i < kThreadM; ++i) {
+      for (int j = 0; j < kColumns; ++j) {
+        sO[(thread_m + kThreadsY * i) * kHeadDim + thread_n + kThreadsX * j] = rO[i][j];
+      }
+    }
+
+    // row_sum = alpha * row_sum + the sum of P
+    if (thread < kBlockM) {
+      const int m = thread;
+      Accumulator sum = alpha[m] * row_sum[m];
+      for (int n = 0; n < kBlockN; ++n) {
+        sum += sS[m * kBlockN + n];
+      }
+      row_sum[m] = sum;
+    }
+    __syncthreads();
+  }
+
+  for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
+    const int m = (i + thread) / kHeadDim;
+    const int d = (i + thread) % kHeadDim;
+    if (m_start + m < seqlen) {
+      gO[m * o_strides.seqlen + d] = Element(sO[m * kHeadDim + d] / row_sum[m]);
+    }
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+template <int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  const size_t smem_bytes =
+      sizeof(Accumulator) * (kBlockM * kHeadDim + kBlockM * kBlockN + 3 * kBlockM) +
+      sizeof(Element) * (kBlockM * kHeadDim + 2 * kBlockN * kHeadDim);
+  return launch_kernel(attention_kernel<kHeadDim>, grid, kThreads, smem_bytes, stream,
+                       static_cast<const Element*>(params.q), static_cast<const Element*>(params.k),
+                       static_cast<const Element*>(params.v), static_cast<Element*>(params.o),
+                       params.q_strides, params.k_strides, params.v_strides, params.o_strides,
+                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 32:
+      return launch_head_dim<32>(params, stream);
+    case 64:
+      return launch_head_dim<64>(params, stream);
+    case 128:
+      return launch_head_dim<128>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION

@@ -1,0 +1,412 @@
+// v03 - fragments that tell their layout, padded tiles, several warps
+//
+// Change: a warp asks once where its elements lie: it loads matrices whose elements are their own
+//         index. From then on each lane knows the row and the column of its elements, which lanes
+//         and elements share a row, and whether an accumulator lies as matrix_a does. So S, P, O,
+//         the mask and a maximum for each row stay in registers. Q does, too. Rows of K and V are
+//         padded by 16 bytes in shared memory, and the next tile is copied there while the present
+//         one is used. 4 warps share the tiles: each has 16 queries of its own or, where there are
+//         too few blocks for the device, a part of each tile's keys. head_dim 32, 64, 128; strided
+//         inputs.
+// Why:    v02 spends most of its time on S and P in shared memory and on loading fragments in
+//         conflict; and one warp has nobody to hide its waiting.
+// Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
+//         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
+//         shared memory. Splitting the keys costs a merge at the end.
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128; with split keys 16 x 64, see launch()
+// Layout: strided
+// Takes:  float16
+// Flags:  --use_fast_math
+// Expect: no bank conflicts on loads of fragments. At head_dim 64 a warp issues about 600
+//         instructions per tile, 64 of them for the tensor cores and 32 to load fragments: issue
+//         slots are the limit. Before sm_80, without asynchronous copies, the tiles pass through
+//         registers.
+
+// V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
+// P is 0, and the product takes 0 * V into the sum.
+
+#include <cuda_pipeline.h>
+#include <mma.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+constexpr int kTile = 16;     // a fragment is kTile x kTile
+constexpr int kElements = 8;  // of an accumulator, per lane
+constexpr int kVector = 8;    // halfs in 16 bytes
+constexpr int kPad = 8;  // halfs: 8 rows at the same column are then in 8 different groups of banks
+constexpr int kStrideP = kTile + kPad;
+
+template <typename Use, typename... Layout>
+using Fragment = wmma::fragment<Use, kTile, kTile, kTile, Layout...>;
+using FragmentQ = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentK = Fragment<wmma::matrix_b, half, wmma::col_major>;  // K's rows are K^T's columns
+using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
+using FragmentO = Fragment<wmma::accumulator, float>;
+static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
+
+// Where the elements of an accumulator lie.
+struct ElementMap {
+  unsigned rows;      // 4 bits for each element of this lane
+  unsigned columns;   // likewise
+  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
+  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+
+  __device__ int row(int i) const { return rows >> (4 * i) & 15; }
+  __device__ int column(int i) const { return columns >> (4 * i) & 15; }
+};
+
+// Called by all threads of a block.
+inline __device__ ElementMap ask_fragments() {
+  __shared__ __align__(32) float s_index[kTile * kTile];
+  __shared__ __align__(32) half s_half_index[kTile * kTile];
+  for (int i = threadIdx.x; i < kTile * kTile; i += blockDim.x) {
+    s_index[i] = static_cast<float>(i);
+    s_half_index[i] = __float2half(static_cast<float>(i));
+  }
+  __syncthreads();
+  FragmentO index;
+  FragmentP half_index;
+  wmma::load_matrix_sync(index, s_index, kTile, wmma::mem_row_major);
+  wmma::load_matrix_sync(half_index, s_half_index, kTile);
+
+  ElementMap map{};
+  for (int i = 0; i < kElements; ++i) {
+    map.rows |= static_cast<unsigned>(index.x[i]) / kTile << (4 * i);
+    map.columns |= static_cast<unsigned>(index.x[i]) % kTile << (4 * i);
+  }
+  bool is_like_p = true;
+  for (int i = 0; i < 2 * kElements; ++i) {
+    is_like_p = is_like_p && __half2float(half_index.x[i]) == index.x[i % kElements];
+  }
+  map.is_like_p = __all_sync(kAllLanes, is_like_p);
+  for (int b = 0; b < 3; ++b) {
+    const unsigned first_of_pair = b == 0 ? 0x0f0f0f0f : b == 1 ? 0x00ff00ff : 0x0000ffff;
+    const bool same = ((map.rows >> (4 << b) ^ map.rows) & first_of_pair) == 0;
+    map.elements |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  for (int b = 0; b < 5; ++b) {
+    const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
+    map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  // 2^4 elements are a row. Every layout known is of this kind.
+  if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
+  return map;
+}
+
+// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+template <typename Op>
+inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
+#pragma unroll
+  for (int b = 0; b < 3; ++b) {
+    if ((map.elements >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if ((i >> b & 1) == 0) x[i] = x[i ^ 1 << b] = op(x[i], x[i ^ 1 << b]);
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < 5; ++b) {
+    if ((map.lanes >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      x[i] = op(x[i], __shfl_xor_sync(kAllLanes, x[i], 1 << b));
+    }
+  }
+}
+
+// Begins to copy kRows rows to shared memory. Those past last_row are copies of it: keys there are
+// masked, and queries are not stored.
+template <int kHeadDim, int kRows, int kThreads>
+inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
+  constexpr int kRowVectors = kHeadDim / kVector;
+#pragma unroll
+  for (int start = 0; start < kRows * kRowVectors; start += kThreads) {
+    const int r = (start + threadIdx.x) / kRowVectors;
+    const int d = (start + threadIdx.x) % kRowVectors * kVector;
+    if (kRows * kRowVectors % kThreads != 0 && r >= kRows) break;
+    __pipeline_memcpy_async(s_tile + r * (kHeadDim + kPad) + d,
+                            g_tile + min(r, last_row) * g_stride + d, sizeof(half) * kVector);
+  }
+}
+
+struct __align__(16) Halfs {
+  half2 x[kVector / 2];
+};
+
+// kWarpsM x kWarpsN warps: warp_m has 16 queries, warp_n a part of each tile's keys. kStages tiles
+// of K and V: one in use, the others on their way. kBlocks are to fit a multiprocessor, as far as
+// registers go.
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+struct Shape {
+  static constexpr int kThreads = kWarpSize * kWarpsM * kWarpsN;
+  static constexpr int kBlockM = kTile * kWarpsM;
+  static constexpr int kTilesD = kHeadDim / kTile;
+  static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // of S, per warp
+  static constexpr int kStride = kHeadDim + kPad;
+  static constexpr int kStageHalfs = 2 * kBlockN * kStride;
+  static constexpr int kStrideO = kHeadDim + 4;
+  static constexpr int kPartFloats = kWarpSize * (2 + kTilesD) * kElements;
+  static constexpr int kSmemBytes = sizeof(half) * kStages * kStageHalfs;
+  static_assert(kTilesN * kTile * kWarpsN == kBlockN, "a warp has whole fragments of S");
+  static_assert(kBlockM * kStride <= kStageHalfs, "Q is first where a later tile will be");
+  static_assert(sizeof(float) * kBlockM * kStrideO <= kSmemBytes, "O is last where tiles were");
+  static_assert(sizeof(float) * kWarpsM * (kWarpsN - 1) * kPartFloats <= kSmemBytes,
+                "and so are the parts to be merged");
+};
+
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+__global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
+    attention_kernel(const half* __restrict__ q, const half* __restrict__ k,
+                     const half* __restrict__ v, half* __restrict__ o, Strides q_strides,
+                     Strides k_strides, Strides v_strides, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  using S = Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>;
+  const int lane_id = threadIdx.x % kWarpSize;
+  const int warp_m = threadIdx.x / kWarpSize % kWarpsM;
+  const int warp_n = threadIdx.x / kWarpSize / kWarpsM;
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * S::kBlockM;
+  const int m_warp = m_start + warp_m * kTile;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int64_t row_stride = int64_t{num_heads} * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const half* gQ = q + batch * q_strides.batch + head * q_strides.head + m_start * q_strides.seqlen;
+  const half* gK = k + batch * k_strides.batch + head * k_strides.head;
+  const half* gV = v + batch * v_strides.batch + head * v_strides.head;
+
+  ATTENTION_DYNAMIC_SHARED(half, smem);
+  __shared__ __align__(32) half sP[kWarpsM * kWarpsN][kTile * kStrideP];
+
+  // No query of this block sees a key from n_end on.
+  const int n_end = is_causal ? min(m_start + S::kBlockM, seqlen) : seqlen;
+  const auto copy_keys = [&](int tile) {
+    const int n_start = tile * kBlockN;
+    if (n_start >= n_end) return;
+    const int last_row = n_end - 1 - n_start;
+    half* sK = smem + tile % kStages * S::kStageHalfs;
+    half* sV = sK + kBlockN * S::kStride;
+    copy_tile<kHeadDim, kBlockN, S::kThreads>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                              last_row);
+    copy_tile<kHeadDim, kBlockN, S::kThreads>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                              last_row);
+  };
+  half* sQ = smem + (kStages - 1) * S::kStageHalfs;
+  copy_tile<kHeadDim, S::kBlockM, S::kThreads>(sQ, gQ, q_strides.seqlen, seqlen - 1 - m_start);
+  for (int tile = 0; tile < kStages - 1; ++tile) {
+    copy_keys(tile);
+    __pipeline_commit();
+  }
+  const ElementMap map = ask_fragments();
+  __pipeline_wait_prior(kStages - 2);
+  __syncthreads();
+
+  // P = exp2(score_scale * (S - row_max)), with a scale that is positive: its sign goes to Q.
+  const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
+  FragmentQ rQ[S::kTilesD];
+  for (int d = 0; d < S::kTilesD; ++d) {
+    wmma::load_matrix_sync(rQ[d], sQ + warp_m * kTile * S::kStride + d * kTile, S::kStride);
+    if (softmax_scale < 0.0f) {
+      for (int i = 0; i < rQ[d].num_elements; ++i) rQ[d].x[i] = -rQ[d].x[i];
+    }
+  }
+  FragmentO rO[S::kTilesD];
+  for (int d = 0; d < S::kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
+  // Of the row of each element.
+  float row_max[kElements];
+  float row_sum[kElements];  // this lane's and this element's share of it
+  for (int i = 0; i < kElements; ++i) {
+    row_max[i] = -INFINITY;
+    row_sum[i] = 0.0f;
+  }
+
+  for (int tile = 0; tile * kBlockN < n_end; ++tile) {
+    __pipeline_wait_prior(kStages - 2);
+    __syncthreads();
+    copy_keys(tile + kStages - 1);
+    __pipeline_commit();
+    const int n_warp = warp_n * kTile * S::kTilesN;
+    const half* sK = smem + tile % kStages * S::kStageHalfs + n_warp * S::kStride;
+    const half* sV = sK + kBlockN * S::kStride;
+
+    // S = Q K^T
+    FragmentO rS[S::kTilesN];
+    for (int j = 0; j < S::kTilesN; ++j) wmma::fill_fragment(rS[j], 0.0f);
+    for (int d = 0; d < S::kTilesD; ++d) {
+      for (int j = 0; j < S::kTilesN; ++j) {
+        FragmentK rK;
+        wmma::load_matrix_sync(rK, sK + j * kTile * S::kStride + d * kTile, S::kStride);
+        wmma::mma_sync(rS[j], rQ[d], rK, rS[j]);
+      }
+    }
+
+    // The causal mask is top-left aligned.
+    const int n_first = tile * kBlockN + n_warp;
+    if (n_first + kTile * S::kTilesN > (is_causal ? min(m_warp + 1, seqlen) : seqlen)) {
+      for (int i = 0; i < kElements; ++i) {
+        const int visible = is_causal ? min(m_warp + map.row(i) + 1, seqlen) : seqlen;
+        for (int j = 0; j < S::kTilesN; ++j) {
+          if (n_first + j * kTile + map.column(i) >= visible) rS[j].x[i] = -INFINITY;
+        }
+      }
+    }
+
+    // P, and the statistics of the keys seen so far
+    float new_max[kElements];
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = rS[0].x[i];
+      for (int j = 1; j < S::kTilesN; ++j) new_max[i] = fmaxf(new_max[i], rS[j].x[i]);
+    }
+    reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = fmaxf(new_max[i], row_max[i]);
+      // A row that has seen no key of this warp's has no maximum.
+      const float reference = new_max[i] == -INFINITY ? 0.0f : score_scale * new_max[i];
+      const float row_scale = exp2f(score_scale * row_max[i] - reference);
+      row_max[i] = new_max[i];
+      row_sum[i] *= row_scale;
+      for (int d = 0; d < S::kTilesD; ++d) rO[d].x[i] *= row_scale;
+      for (int j = 0; j < S::kTilesN; ++j) {
+        rS[j].x[i] = exp2f(score_scale * rS[j].x[i] - reference);
+        row_sum[i] += rS[j].x[i];
+      }
+    }
+
+    // O += P V
+    FragmentP rP[S::kTilesN];
+    if (map.is_like_p) {
+      for (int j = 0; j < S::kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          rP[j].x[i] = rP[j].x[i + kElements] = __float2half(rS[j].x[i]);
+        }
+      }
+    } else {
+      half* sP_warp = sP[threadIdx.x / kWarpSize];
+      for (int j = 0; j < S::kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          sP_warp[map.row(i) * kStrideP + map.column(i)] = __float2half(rS[j].x[i]);
+        }
+        __syncwarp();
+        wmma::load_matrix_sync(rP[j], sP_warp, kStrideP);
+        __syncwarp();
+      }
+    }
+    for (int j = 0; j < S::kTilesN; ++j) {
+      for (int d = 0; d < S::kTilesD; ++d) {
+        FragmentV rV;
+        wmma::load_matrix_sync(rV, sV + j * kTile * S::kStride + d * kTile, S::kStride);
+        wmma::mma_sync(rO[d], rP[j], rV, rO[d]);
+      }
+    }
+  }
+  __syncthreads();
+
+  // The warps that share queries have the same layout: their parts are merged lane by lane.
+  if constexpr (kWarpsN > 1) {
+    float* s_parts = reinterpret_cast<float*>(smem) + warp_m * S::kPartFloats + lane_id;
+    constexpr int kNextPart = kWarpsM * S::kPartFloats;
+    if (warp_n > 0) {
+      float* part = s_parts + (warp_n - 1) * kNextPart;
+      for (int i = 0; i < kElements; ++i) {
+        part[i * kWarpSize] = row_max[i];
+        part[(kElements + i) * kWarpSize] = row_sum[i];
+        for (int d = 0; d < S::kTilesD; ++d) {
+          part[((2 + d) * kElements + i) * kWarpSize] = rO[d].x[i];
+        }
+      }
+    }
+    __syncthreads();
+    if (warp_n == 0) {
+      for (int w = 0; w < kWarpsN - 1; ++w) {
+        const float* part = s_parts + w * kNextPart;
+        for (int i = 0; i < kElements; ++i) {
+          const float part_max = part[i * kWarpSize];
+          const float new_max = fmaxf(row_max[i], part_max);  // finite: warp 0 has seen key 0
+          const float row_scale = exp2f(score_scale * (row_max[i] - new_max));
+          const float part_scale = exp2f(score_scale * (part_max - new_max));
+          row_max[i] = new_max;
+          row_sum[i] = row_scale * row_sum[i] + part_scale * part[(kElements + i) * kWarpSize];
+          for (int d = 0; d < S::kTilesD; ++d) {
+            rO[d].x[i] =
+                row_scale * rO[d].x[i] + part_scale * part[((2 + d) * kElements + i) * kWarpSize];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    if (warp_n > 0) return;
+  }
+
+  reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
+  float* sO = reinterpret_cast<float*>(smem) + warp_m * kTile * S::kStrideO;
+  for (int d = 0; d < S::kTilesD; ++d) {
+    for (int i = 0; i < kElements; ++i) rO[d].x[i] /= row_sum[i];
+    wmma::store_matrix_sync(sO + d * kTile, rO[d], S::kStrideO, wmma::mem_row_major);
+  }
+  __syncwarp();
+  half* gO = o + offset + m_warp * row_stride;
+  for (int i = lane_id; i < kTile * kHeadDim / kVector; i += kWarpSize) {
+    const int r = i / (kHeadDim / kVector);
+    const int d = i % (kHeadDim / kVector) * kVector;
+    if (m_warp + r >= seqlen) break;
+    Halfs out;
+    for (int j = 0; j < kVector / 2; ++j) {
+      const float2 pair = *reinterpret_cast<const float2*>(sO + r * S::kStrideO + d + 2 * j);
+      out.x[j] = __float22half2_rn(pair);
+    }
+    *reinterpret_cast<Halfs*>(gO + r * row_stride + d) = out;
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks> shape,
+                         const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, shape.kBlockM));
+  return launch_kernel(attention_kernel<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>,
+                       grid, shape.kThreads, shape.kSmemBytes, stream,
+                       static_cast<const half*>(params.q), static_cast<const half*>(params.k),
+                       static_cast<const half*>(params.v), static_cast<half*>(params.o),
+                       params.q_strides, params.k_strides, params.v_strides, params.seqlen,
+                       params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+// Full blocks where they fill the device, split keys where they do not.
+template <typename Full, typename Split>
+cudaError_t launch_one(const Params& params, cudaStream_t stream) {
+  int device, multiprocessors;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks =
+      int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, Full::kBlockM);
+  return blocks < multiprocessors ? launch_shape(Split{}, params, stream)
+                                  : launch_shape(Full{}, params, stream);
+}
+
+// All that there is to tune. 64 KB of shared memory do for every shape.
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {  // head_dim, warps along M, along N, kBlockN, stages, blocks
+    case 32:
+      return launch_one<Shape<32, 4, 1, 64, 2, 4>, Shape<32, 1, 4, 64, 2, 4>>(params, stream);
+    case 64:
+      return launch_one<Shape<64, 4, 1, 64, 2, 3>, Shape<64, 1, 4, 64, 2, 3>>(params, stream);
+    case 128:
+      return launch_one<Shape<128, 4, 1, 32, 2, 2>, Shape<128, 2, 2, 32, 2, 2>>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION

@@ -1,0 +1,329 @@
+"""The emulation of WMMA fragments, and what is particular to the WMMA ladder.
+
+The ladder's conformance, and more, is in test_ladders.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import BackendSpec, backends, build, get_backend
+from attention_kernels.conformance import Case, run_case
+from attention_kernels.reference import judge, reference_attention
+from tests.attention_kernels.test_ladders import spec_of
+from tests.conftest import DEVICES
+
+FOLDER = build.CSRC / "wmma_fa2"
+NAMES = [spec.name for spec in backends() if spec.family == "wmma-fa2"]
+V01, V02, V03 = build.version_files(FOLDER)[:3]
+PROBE = Path(__file__).parent / "wmma_probe.cpp"
+SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]
+ARCHS = ["75", "90"]
+
+
+# The emulated fragments
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    """wmma_probe.cpp as a library; each function returns a message, empty for success."""
+    gxx = build.find_gxx() or pytest.skip("needs g++")
+    library = tmp_path_factory.mktemp("probe") / "probe.so"
+    csrc, flags = build.CSRC, ["-std=c++17", "-O1", "-fPIC", "-shared", "-DATTENTION_EMULATOR"]
+    command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
+    status, output = build.execute(
+        [*command, "-x", "c++", str(PROBE), "-o", str(library), "-pthread", "-ldl"]
+    )
+    assert status == 0, output
+    functions = ctypes.CDLL(str(library))
+
+    def call(name, *arguments):
+        function = getattr(functions, name)
+        function.restype = ctypes.c_char_p
+        pointers = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else int(a)
+            for a in arguments
+        ]
+        return function(*pointers).decode()
+
+    return call
+
+
+def placed(matrix: torch.Tensor, rows: bool, padding: int) -> tuple[torch.Tensor, int]:
+    """The matrix by rows or by columns in memory, each of them `padding` longer: and how long."""
+    lines = matrix if rows else matrix.T
+    padded = lines.new_full((lines.shape[0], lines.shape[1] + padding), torch.nan)
+    padded[:, : lines.shape[1]] = lines
+    return padded, padded.shape[1]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=generator).half()
+    b = torch.randn(k, n, generator=generator).half()
+    c = torch.randn(m, n, generator=generator).to(dtype)
+    expected = (a.double() @ b.double() + c.double()).to(dtype)
+    for layout in range(8):
+        a_rows, b_rows, c_rows = (bool(layout >> bit & 1) for bit in range(3))
+        (a_in, lda), (b_in, ldb) = placed(a, a_rows, 8), placed(b, b_rows, 16)
+        c_in, ldc = placed(c, c_rows, 24)
+        d = torch.zeros_like(c_in)
+        is_float = dtype == torch.float32
+        message = probe(
+            "run_product", m, a_rows, b_rows, is_float, a_in, lda, b_in, ldb, c_in, d, ldc, c_rows
+        )
+        assert message == ""
+        lines = d[:, : n if c_rows else m]
+        out = lines if c_rows else lines.T
+        # Half: one rounding of a float sum. Float: 16 products, exact, and as many sums.
+        torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=4e-6)
+        assert not d[:, lines.shape[1] :].any()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_fragment_tells_the_rows_of_its_elements(probe, arch, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    rows = torch.arange(16.0)[:, None].expand(16, 16).contiguous()
+    scales, c, d = torch.randn(16), torch.randn(16, 16), torch.zeros(16, 16)
+    assert probe("run_scale_rows", rows, scales, c, d) == ""
+    assert torch.equal(d, scales[:, None] * c)
+
+
+@pytest.mark.parametrize(("arch", "alike"), [("75", False), ("80", True), ("90", True)])
+def test_layouts_differ_between_architectures(probe, arch, alike, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    index, same = torch.arange(256.0), torch.zeros(32)
+    assert probe("run_compare_uses", index.half(), index, same) == ""
+    assert bool(same.all()) == alike
+
+
+def line_of(marker: str) -> str:
+    text = PROBE.read_text().splitlines()
+    (number,) = (i for i, line in enumerate(text, 1) if line.endswith(f"// {marker}"))
+    return f"wmma_probe.cpp:{number}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "threads", "words", "markers"),
+    [
+        (0, 32, "", []),
+        (0, 16, "the warp has less than 32 threads", []),
+        (1, 32, "waits for lanes that never arrive: thread (16, 0, 0) has returned", ["LOAD"]),
+        (2, 32, "divergence: this thread waits in mma_sync() at", ["ONE PLACE", "MMA"]),
+        (3, 32, "divergence: this thread waits in ", ["SYNCWARP", "MMA"]),
+        (4, 32, "cudaErrorMisalignedAddress: load_matrix_sync() at", ["MISALIGNED"]),
+        (5, 32, "leading dimension is not a multiple of 8 halfs", ["LEADING DIMENSION"]),
+        (6, 32, "the lanes' arguments differ", ["ARGUMENTS"]),
+        (7, 32, "another thread writes to the matrix meanwhile", []),
+        (8, 32, "another thread writes to the matrix meanwhile", ["LOAD"]),
+        (10, 32, "an element and its duplicate differ", []),
+    ],
+)
+@pytest.mark.parametrize("order", ["", "reverse"])
+def test_wrong_use_is_reported(probe, fault, threads, words, markers, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    a, d = torch.ones(512).half(), torch.zeros(256)
+    message = probe("run_fail", fault, threads, a, d)
+    assert words in message
+    assert bool(message) == bool(words)
+    for marker in markers:
+        assert line_of(marker) in message
+
+
+def test_what_is_not_ordered_or_not_loaded_is_not_there(probe):
+    a = torch.ones(512).half()
+    for fault, missing in ((0, 0), (9, 1), (11, 256)):
+        d = torch.full((256,), torch.nan)
+        assert probe("run_fail", fault, 32, a, d) == ""
+        assert (d.isnan().sum() > 0) == (missing > 0), fault
+
+
+# The emulated asynchronous copies
+
+
+def test_copies_arrive_when_they_are_waited_for(probe):
+    data = torch.arange(32.0)
+    for fault, early in ((0, 16), (1, 0), (2, 0)):
+        to = torch.zeros(48)
+        assert probe("run_copy", fault, data, to) == ""
+        assert torch.equal(to[:early], data[:early])
+        assert to[early:32].isnan().all()
+        last = data[16:].view(4, 4)
+        last[:, 2:] = 0  # the last 8 bytes of 16 were to be zeros
+        assert torch.equal(to[32:], last.flatten())
+        data = torch.arange(32.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "marker"),
+    [
+        (3, "4, 8 or 16 bytes can be copied", "SIZE"),
+        (4, "an address is not a multiple of the size", "ADDRESS"),
+        (5, "the destination is not in shared memory", "NOT SHARED"),
+    ],
+)
+def test_a_wrong_copy_is_reported(probe, fault, words, marker):
+    message = probe("run_copy", fault, torch.zeros(32), torch.zeros(48))
+    assert f"__pipeline_memcpy_async() at {line_of(marker)}: {words}" in message
+
+
+# The ladder
+
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_every_version = pytest.mark.parametrize("name", NAMES)
+
+
+def usable(name: str, device: str) -> BackendSpec:
+    spec = get_backend(name)
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    return spec
+
+
+def variant(tmp_path: Path, file: Path, **replacements: tuple[str, str]) -> BackendSpec:
+    """A copy of a version file with one text replaced, as a backend that is in no ladder."""
+    ((name, (old, new)),) = replacements.items()
+    text = file.read_text()
+    assert text.count(old) == 1
+    copy = tmp_path / file.name
+    copy.write_text(text.replace(old, new))
+    return spec_of(build.parse_header(copy, f"{name}_"))
+
+
+def test_the_names_are_the_documents():
+    files = build.version_files(FOLDER)
+    assert [f"WMMA_FLASH_ATTENTION_2_VERSION_{build.version_number(file)}" for file in files] == (
+        NAMES
+    )
+    assert len(files) >= 3
+    for name in NAMES:
+        assert dict(get_backend(name).precisions) == {"float16": "fp16"}
+    assert [get_backend(name).head_dims for name in NAMES[:3]] == [(64,), (64,), (32, 64, 128)]
+    assert [get_backend(name).needs_contiguous for name in NAMES[:3]] == [True, True, False]
+
+
+@on_every_device
+@for_every_version
+def test_no_row_is_dropped(name, device):
+    """The document's own kernel leaves out the last seqlen mod 16 rows."""
+    spec = usable(name, device)
+    for seqlen in (*range(1, 20), 47, 49):
+        for is_causal in (True, False):
+            case = Case(seqlen, 64, num_heads=1, is_causal=is_causal, dtype=torch.float16)
+            assert run_case(spec, case, device).passed, case
+
+
+@on_every_device
+@for_every_version
+def test_scales_that_are_not_positive(name, device):
+    spec = usable(name, device)
+    for softmax_scale in (-0.3, 0.0):
+        case = Case(70, 64, softmax_scale=softmax_scale, dtype=torch.float16)
+        assert run_case(spec, case, device).passed, case
+
+
+def uneven(seqlen: int, head_dim: int, spread: float, device: str = "cpu"):
+    """q, k, v and a scale: the scores of odd rows are about `spread` above those of even rows.
+
+    Whole numbers throughout, so that plain fp16, and so the budget, is not far off.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, seqlen, 2, head_dim)
+    k = torch.ones(shape)
+    k[..., 0] += torch.randint(0, 3, shape[:3], generator=generator)
+    q = torch.ones(shape) + (torch.arange(seqlen) % 2 * 8)[None, :, None, None]
+    v = torch.randn(shape, generator=generator)
+    return *(x.half().to(device) for x in (q, k, v)), spread / (8 * head_dim)
+
+
+def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_causal: bool, device):
+    q, k, v, scale = uneven(seqlen, head_dim, spread, device)
+    o = spec.attention(q, k, v, softmax_scale=scale, is_causal=is_causal)
+    return judge(o, q, k, v, scale, is_causal, precision="fp16")
+
+
+@on_every_device
+@for_every_version
+@pytest.mark.parametrize("spread", [4, 8, 24, 512])
+def test_rows_whose_scores_differ_by_hundreds(name, device, spread):
+    spec = usable(name, device)
+    for head_dim in spec.head_dims:
+        for seqlen in (16, 150):
+            for is_causal in (True, False):
+                found = verdict(spec, seqlen, head_dim, spread, is_causal, device)
+                assert found.passed, (head_dim, seqlen, is_causal, found)
+
+
+def test_without_its_guard_one_maximum_for_the_warp_breaks(tmp_path):
+    guard = ("constexpr bool kGuarded = true;", "constexpr bool kGuarded = false;")
+    unguarded = variant(tmp_path, V02, unguarded=guard)
+    assert run_case(unguarded, Case(70, 64, dtype=torch.float16), "cpu").passed
+    found = [verdict(unguarded, 150, 64, spread, False, "cpu") for spread in (4, 24, 512)]
+    assert [one.passed for one in found] == [True, False, False]
+    # At 512 the even rows have lost every P and are 0 / 0; the odd ones, whose maximum it is, none.
+    q, k, v, scale = uneven(150, 64, 512)
+    o = unguarded.attention(q, k, v, softmax_scale=scale, is_causal=False)
+    assert o[:, ::2].isnan().all()
+    expected = reference_attention(q, k, v, scale, is_causal=False)[:, 1::2]
+    torch.testing.assert_close(o[:, 1::2].double(), expected, rtol=0, atol=2e-3)
+
+
+def test_the_guard_changes_no_bit(tmp_path):
+    """A row's reference, its own or the warp's, moves exponents only."""
+    per_row = variant(tmp_path, V02, per_row=("bool per_row = false;", "bool per_row = true;"))
+    spec = usable(NAMES[1], "cpu")
+    for scale in (0.02, 1.0, 8.0):
+        q, k, v = Case(150, 64, scale, dtype=torch.float16).inputs("cpu")
+        assert torch.equal(per_row.attention(q, k, v), spec.attention(q, k, v))
+
+
+@on_every_device
+@for_every_version
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_no_later_token_changes_an_earlier_row(name, device, scale):
+    """Later queries included: one maximum for 16 rows would let them."""
+    spec = usable(name, device)
+    q, k, v = Case(70, 64, scale, dtype=torch.float16).inputs(device)
+    before = spec.attention(q, k, v)
+    for cut in (1, 7, 24, 41, 69):
+        others = Case(70, 64, 2 * scale, dtype=torch.float16, seed=cut).inputs(device)
+        changed = [
+            torch.cat([x[:, :cut], y[:, cut:]], 1) for x, y in zip((q, k, v), others, strict=True)
+        ]
+        assert torch.equal(spec.attention(*changed)[:, :cut], before[:, :cut]), cut
+
+
+@pytest.mark.parametrize("seqlen", [33, 300])  # split keys, and full blocks, on 8 multiprocessors
+def test_version_3_assumes_no_layout_of_fragments(seqlen, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    spec = usable(NAMES[2], "cpu")
+    for head_dim in (32, 64, 128):
+        for scale in (1.0, 8.0):
+            case = Case(seqlen, head_dim, scale, dtype=torch.float16)
+            assert run_case(spec, case, "cpu").passed, case
+
+
+def test_the_shapes_of_version_3_can_be_tuned(tmp_path):
+    shape = ("Shape<64, 4, 1, 64, 2, 3>", "Shape<64, 2, 2, 96, 3, 2>")
+    spec = variant(tmp_path, V03, tuned=shape)
+    for seqlen in (300, 512):
+        assert run_case(spec, Case(seqlen, 64, dtype=torch.float16), "cpu").passed
+
+
+def test_two_orders_of_threads_give_version_3_the_same_bits(monkeypatch):
+    """The suite does so with few keys; here blocks are full, and stages come around."""
+    spec = usable(NAMES[2], "cpu")
+    q, k, v = Case(300, 64, dtype=torch.float16).inputs("cpu")
+    expected = spec.attention(q, k, v)
+    for order in ("reverse", "shuffle:1"):
+        monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+        assert torch.equal(spec.attention(q, k, v), expected)
