@@ -185,10 +185,14 @@ def verify(
             report.failures.append(f"{case}: {_describe(verdict)}")
         if report.worst is None or _nearness(verdict) > _nearness(report.worst[1]):
             report.worst = case, verdict
-    for dtype in wanted:
-        for head_dim in head_dims:
-            if (dtype, head_dim) not in refused:
-                report.failures += _more_failures(spec, device, head_dim, dtype, seed)
+    more = [
+        failure
+        for dtype in wanted
+        for head_dim in head_dims
+        if (dtype, head_dim) not in refused
+        for failure in _more_failures(spec, device, head_dim, dtype, seed)
+    ]
+    report.failures = more + report.failures  # these say most
     return report
 
 

@@ -529,7 +529,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         spec, device, dtypes=dtypes, seed=arguments.seed or 0, progress=True
     )
     if arguments.sanitize:
-        report.failures += sanitize([arguments.name], device)
+        report.failures = sanitize([arguments.name], device) + report.failures
     where = f"{device}, emulated" if device in spec.emulated_on else device
     sanitized = ", sanitized" if arguments.sanitize else ""
     print(f"{spec.name} on {where}: {report.cases} cases{sanitized}")

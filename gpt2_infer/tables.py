@@ -191,6 +191,17 @@ _TABLES: dict[str, Callable[[Path, Results], str]] = {
 }
 
 
+def versions_table(family: str) -> str:
+    """A ladder's versions, from their headers: what changed, the tile and what it takes."""
+    backends()  # registers the ladders
+    rows = []
+    for name, version in ladder.versions(family).items():
+        flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
+        takes = f"{version.dtype}, head_dim {', '.join(map(str, version.head_dims))}"
+        rows.append([f"`{name}`", version.title + flags, version.tile, takes])
+    return _markdown(["backend", "change", "tile", "takes"], rows)
+
+
 def ladder_sections(family: str, measured: Sequence[Results]) -> str:
     """A section for each version of a ladder: its header's own words, then what was measured.
 

@@ -4,7 +4,7 @@
 
 `<!-- table TASK -->` ... `<!-- end -->` holds the table of the newest results file of that task;
 `<!-- ladder FAMILY TASK ... -->` a section for each version of a ladder, from its header and these
-tasks.
+tasks; `<!-- versions FAMILY -->` a table of its versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from gpt2_infer import tables
 from gpt2_infer.results import newest
 
 ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"(<!-- (table|ladder) ([a-z0-9 -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (table|ladder|versions) ([a-z0-9 -]+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def render(text: str, folder: Path) -> str:
@@ -29,6 +31,8 @@ def render(text: str, folder: Path) -> str:
         first, *tasks = match[3].split()
         if match[2] == "ladder":
             body = tables.ladder_sections(first, [results[t][1] for t in tasks if t in results])
+        elif match[2] == "versions":
+            body = tables.versions_table(first)
         else:
             body = tables.render(*results[first]) if first in results else "Not measured yet.\n"
         return f"{match[1]}\n{body}\n{match[4]}"

@@ -337,9 +337,8 @@ def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(tmp_path):
     file = NEGATIVE / "v03_out_of_bounds_read.cu"
     assert sanitize([str(repaired(file, tmp_path))], "cpu") == []
     (fault,) = sanitize([str(file)], "cpu")
-    assert fault.startswith(
-        "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:44"
-    )
+    what = "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu"
+    assert fault in (f"{what}:44", f"{what}:45")  # K's row, or V's
 
 
 def test_a_dropped_barrier_shows_in_another_order_of_threads():

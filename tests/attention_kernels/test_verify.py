@@ -125,7 +125,7 @@ NEGATIVE = Path(__file__).parent / "negative"
         (
             "v03_out_of_bounds_read",
             ["--sanitize"],
-            "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:44",
+            "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:4",
         ),
     ],
 )

@@ -22,7 +22,7 @@ NAMES = [
     and {*spec.dtypes} & {*DTYPES}
 ]
 PROMPT = "Once upon a time there was a"
-NEW_TOKENS = {"cuda": 512, "cpu": 16}  # emulated on the CPU
+NEW_TOKENS = {"cuda": 512, "cpu": 12}  # emulated on the CPU
 
 
 @functools.cache
@@ -37,7 +37,10 @@ def test_greedy_text_is_plain_pytorchs(name, device):
     spec = get_backend(name)
     if reason := spec.unavailable_reason(device):
         pytest.skip(reason)
-    for dtype in (dtype for dtype in DTYPES if dtype in spec.dtypes):
+    # Interpreted, each dtype takes long; two are enough.
+    for dtype in [dtype for dtype in DTYPES if dtype in spec.dtypes][
+        : 3 if device == "cuda" else 2
+    ]:
         model = load(device, getattr(torch, dtype))
         found = diverge(model, "NAIVE_PYTORCH", spec, PROMPT, max_new_tokens=NEW_TOKENS[device])
         assert found.passed, str(found)

@@ -119,3 +119,12 @@ def test_the_readme_gets_tables_and_a_section_for_each_version(tmp_path):
     assert "128 tokens take 6.410 s (6.400 .. 6.420), 0.80 times as fast as the" in second
     assert "attention is 80% of that." in second
     assert "Not measured yet." in text.split("#### `CUSTOM_CUDA_VERSION_3`")[1]
+
+
+def test_the_overview_of_a_ladder_is_its_headers(tmp_path):
+    text = update_readme.render("<!-- versions custom-cuda -->\n<!-- end -->\n", tmp_path)
+    rows = [line for line in text.splitlines() if line.startswith("| `CUSTOM_CUDA_VERSION_")]
+    assert len(rows) >= 12
+    assert rows[3].startswith(
+        "| `CUSTOM_CUDA_VERSION_4` | compile with --use_fast_math (`--use_fast_math`) | kBlockM"
+    )
