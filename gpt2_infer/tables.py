@@ -5,6 +5,7 @@ A ratio is quoted only within one file, one cell and one precision class.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ def versions_table(family: str) -> str:
     for name, version in ladder.versions(family).items():
         flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
         takes = f"{version.dtype}, head_dim {', '.join(map(str, version.head_dims))}"
-        rows.append([f"`{name}`", version.title + flags, version.tile, takes])
+        rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
     return _markdown(["backend", "change", "tile", "takes"], rows)
 
 
@@ -211,18 +212,29 @@ def ladder_sections(family: str, measured: Sequence[Results]) -> str:
     sections = []
     before: str | None = None
     for name, version in ladder.versions(family).items():
-        title = version.title[0].upper() + version.title[1:]
-        words = [f"#### `{name}`: {title}", f"{version.change[0].upper()}{version.change[1:]}"]
+        title, change, *rest = map(
+            _prose, (version.title, version.change, version.why, version.cost, version.expect)
+        )
+        words = [f"#### `{name}`: {_capital(title)}", _capital(change)]
         words += [
-            f"*Why:* {version.why}",
-            f"*Cost:* {version.cost}",
-            f"*Expected:* {version.expect}",
+            f"*{word}:* {text}"
+            for word, text in zip(("Why", "Cost", "Expected"), rest, strict=True)
         ]
         facts = [fact for r in measured for fact in _FACTS[_kind(r)](r, name, before)]
         words.append(f"**Measured:** {'; '.join(facts)}." if facts else "Not measured yet.")
         sections.append("\n\n".join(words))
         before = name
     return "\n\n".join(sections) + "\n"
+
+
+def _prose(text: str) -> str:
+    """A header's words with what Markdown would take for its own marked as code or escaped."""
+    text = re.sub(r"__\w+__|\w+<[^>]*>", lambda name: f"`{name[0]}`", text)
+    return text.replace("*", "\\*")
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _kind(results: Results) -> str:
