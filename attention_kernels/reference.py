@@ -24,15 +24,21 @@ DEFAULT_BUDGET_FACTOR = 2.0
 ABSOLUTE_TERM_ULPS = 4
 # How many scores judge() computes at once: 2 GiB in float64.
 LARGEST_SCORES = 2**28
+RELATIVE_FROM = 1e-3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far an output is from the reference, and how far it may be."""
+    """How far an output is from the reference, and how far it may be.
+
+    relative_error: the largest where the reference is above RELATIVE_FROM in magnitude; for
+    comparison with others' figures, and judged by nobody.
+    """
 
     error: float
     budget: float
     naive_error: float
+    relative_error: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -106,14 +112,19 @@ def judge(
     for part in _parts(q):
         inputs = (q[part], k[part], v[part], softmax_scale, is_causal)
         reference = reference_attention(*inputs)
-        distance = (out[part].double() - reference).abs().max().item() if fits else math.inf
+        distance = relative = math.inf
+        if fits:
+            difference = (out[part].double() - reference).abs()
+            distance = difference.max().item()
+            counts = reference.abs() > RELATIVE_FROM
+            relative = (difference / reference.abs()).where(counts, 0.0).max().item()
         naive_distance = naive_error(*inputs, reference=reference)
-        found.append((distance, naive_distance, reference.abs().max().item()))
+        found.append((distance, relative, naive_distance, reference.abs().max().item()))
     # Unlike Python's max(), torch's keeps a NaN.
-    error, naive, largest = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
+    error, relative, naive, largest = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
     error = error if math.isfinite(error) else math.inf
     naive = naive_floor if naive < naive_floor else naive
-    return Verdict(error, error_budget(precision, q.dtype, naive, largest), naive)
+    return Verdict(error, error_budget(precision, q.dtype, naive, largest), naive, relative)
 
 
 def error_budget(precision: str, dtype: torch.dtype, naive: float, largest: float) -> float:

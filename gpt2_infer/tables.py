@@ -16,6 +16,13 @@ from gpt2_infer.compare import FREE_ATTENTION, KernelCell
 from gpt2_infer.results import Results, Series
 
 Cell = tuple[Any, ...]
+# What the profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
+THROUGHPUTS = {
+    "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
+    "shared stores, GB/s at most": ("shared_store_wavefronts", 128),
+    "global loads, GB/s": ("global_load_bytes", 1),
+    "global stores, GB/s": ("global_store_bytes", 1),
+}
 
 
 def render(path: Path, results: Results) -> str:
@@ -93,6 +100,7 @@ def _kernel_comparison(path: Path, results: Results) -> str:
         head = ["backend", "precision", *(f"N={n}, us" for n in lengths)]
         head += ["20 % .. 80 %" if one else "spread"]
         head += [f"x {settings['baseline']}, N={chosen}", "TFLOP/s", "GB/s", "error"]
+        head += ["relative error"] if one else []
         head += ["workspace, KiB"] if has_workspace else []
         rows = []
         at_chosen = [series for series in group if series.labels["seqlen"] == chosen]
@@ -110,6 +118,7 @@ def _kernel_comparison(path: Path, results: Results) -> str:
                     f"{cell.min_bytes / seconds / 1e9:.0f}",
                 ]
                 row += [f"{series.facts['error']:.1e}"]
+                row += [f"{series.facts['relative_error']:.1%}"] if one else []
                 if has_workspace:
                     row += [f"{series.facts['workspace_bytes'] / 1024:.0f}"]
             rows.append(row)
@@ -159,15 +168,22 @@ def _profile(path: Path, results: Results) -> str:
     metrics = list(dict.fromkeys(series.labels["metric"] for series in results.series))
     names = dict.fromkeys(series.name for series in results.series)
     cells = {(s.name, s.labels["metric"]): s for s in results.series}
-    rows = [
-        [f"`{name}`", *(_count(cells.get((name, metric))) for metric in metrics)] for name in names
-    ]
+    rows = []
+    for name in names:
+        row = [f"`{name}`", *(_count(cells.get((name, metric))) for metric in metrics)]
+        time = cells.get((name, "duration_us"))
+        for metric, size in THROUGHPUTS.values():
+            amount = cells.get((name, metric))
+            gbps = amount.median * size / time.median / 1e3 if amount and time else None
+            row.append("" if gbps is None else f"{gbps:,.3g}")
+        rows.append(row)
     s = results.settings
     title = (
         f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, causal, "
         f"{where(results)}; one profiled launch each ([{path.name}](results/{path.name}))"
     )
-    return f"{title}:\n\n{_markdown(['backend', *(m.replace('_', ' ') for m in metrics)], rows)}"
+    head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
+    return f"{title}:\n\n{_markdown(head, rows)}"
 
 
 def _case_study(path: Path, results: Results) -> str:
@@ -234,7 +250,7 @@ def _prose(text: str) -> str:
 
 
 def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+    return text if "_" in text.split(maxsplit=1)[0] else text[0].upper() + text[1:]
 
 
 def _kind(results: Results) -> str:

@@ -56,6 +56,16 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     assert judge(wrong, q, k, v).error == math.inf
 
 
+def test_the_relative_error_is_of_what_is_not_next_to_zero():
+    q, k, v = Case(9, 32).inputs("cpu")
+    v[:, :, :, 0] = 1e-6
+    v[:, :, :, 1] = 2.0
+    out = reference_attention(q, k, v).float()
+    out[0, 3, 0, 0] += 1e-4  # a hundred times its value, which is below RELATIVE_FROM
+    out[0, 5, 1, 1] += 0.5
+    assert judge(out, q, k, v).relative_error == pytest.approx(0.25, rel=1e-4)
+
+
 def test_an_overflow_of_plain_pytorch_leaves_no_budget():
     q, k, v = (100 * x for x in Case(9, 32, dtype=torch.float16).inputs("cpu"))
     q[0, 3] = 6e4

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpt2_infer import bench
+from gpt2_infer.results import Results, Series
+from scripts import update_readme
 from scripts.profile_kernels import METRICS, combined, op_of, parse_csv
 
 HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -49,3 +52,24 @@ def test_registers_are_the_most_and_not_a_sum():
         "registers_per_thread": 64.0,
         "global_load_bytes": 16.0,
     }
+
+
+def test_a_profile_becomes_a_table_with_throughputs(tmp_path):
+    found = {"shared_load_wavefronts": 1e6, "global_load_bytes": 4e6, "duration_us": 100.0}
+    series = [
+        Series(name, {"metric": metric, "counter": METRICS[metric]}, "", [value])
+        for name in ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2")
+        for metric, value in found.items()
+    ]
+    series[3].samples = [2e6]
+    settings = {"measures": "profile", "batch": 1, "heads": 12, "seqlen": 1024, "head_dim": 64}
+    results = Results("profile-test", bench.provenance(), settings, series)
+    results.write(tmp_path / "2026-01-01_x_profile-test.json")
+    marked = (
+        "<!-- table profile-test -->\n<!-- end -->\n"
+        "<!-- ladder custom-cuda profile-test -->\n<!-- end -->\n"
+    )
+    text = update_readme.render(marked, tmp_path)
+    # 1e6 wavefronts of 128 bytes in 100 us are 1.28 TB/s.
+    assert "| `CUSTOM_CUDA_VERSION_1` | 1e+06 | 4e+06 | 100 | 1.28e+03 |  | 40 |  |" in text
+    assert "**Measured:** 2,000,000 wavefronts of shared loads (1,000,000 before)." in text
