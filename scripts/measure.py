@@ -22,6 +22,9 @@ EFFICIENT = "--baseline PYTORCH_SDPA_EFFICIENT_ATTENTION"
 
 LENGTHS = "--seqlens 64 128 256 512 1024 2048"
 FA1_CASE = "--batch-sizes 32 --heads 8 --head-dims 32 --seqlens 1024 --full"
+TRITON_CASE = (
+    "--families pytorch triton --dtypes float16 float32 --heads 1 --seqlens 16384 --rounds 20"
+)
 HALF = "--families pytorch wmma-fa2 triton flash-attention-1 --dtypes float16"
 
 # In the order of what matters most, should the time with the GPU run out.
@@ -46,8 +49,8 @@ RUNS = {
     " --seqlens 1024 --full --rounds 5 --baseline ABLATION_STEP_2",
     "profile-ablation": "profile_kernels.py --family ablation --heads 1 --seqlen 512",
     # Document 5: Triton, at its shape.
-    "kernel-triton": f"{KERNEL} --families pytorch triton --dtypes float16 float32 --heads 1"
-    " --seqlens 16384 --rounds 20",
+    "kernel-triton": f"{KERNEL} {TRITON_CASE}",
+    "kernel-triton-full": f"{KERNEL} {TRITON_CASE} --full",
     # Half precision in one run, at GPT-2's shape.
     "kernel-fp16": f"{KERNEL} {HALF} {LENGTHS} 4096 16384 --rounds 7",
     "generation-fp16": f"{GENERATION} {HALF} --max-tokens 128 512 --rounds 3",
