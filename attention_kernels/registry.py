@@ -33,6 +33,7 @@ from attention_kernels.errors import (
 )
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
+LISTED_FIRST = ("pytorch", "custom_cuda")  # modules of attention_kernels.backends
 PRECISIONS = ("ieee-fp32", "3xtf32", "tf32", "fp16", "bf16", "fp64")
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -352,7 +353,8 @@ def _discover() -> None:
         try:
             package = importlib.import_module("attention_kernels.backends")
             for module in sorted(
-                pkgutil.iter_modules(package.__path__), key=lambda m: m.name != "pytorch"
+                pkgutil.iter_modules(package.__path__),
+                key=lambda m: [m.name != first for first in LISTED_FIRST],
             ):
                 importlib.import_module(f"{package.__name__}.{module.name}")
         except BaseException:

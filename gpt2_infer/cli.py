@@ -218,7 +218,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
     )
     kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
-    kernels.add_argument("--family", help="one ladder's, as `gpt2-infer backends` names it")
+    kernels.add_argument(
+        "--family",
+        default="custom-cuda",
+        help="the ladder, as `gpt2-infer backends` names it, or all (default: %(default)s)",
+    )
     kernels.set_defaults(run=_kernels)
     return parser
 
@@ -626,10 +630,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
     from gpt2_infer.errors import RequestError
 
     backends()  # registers them
-    versions = ladder.versions(arguments.family)
+    versions = ladder.versions(None if arguments.family == "all" else arguments.family)
     if not versions:
         families = ", ".join(ladder.families())
-        raise RequestError(f"no ladder is of the family {arguments.family}: there are {families}")
+        raise RequestError(f"there is no ladder {arguments.family}: there are {families}")
     rows = resources.resource_table(
         [version for version in versions.values() if not version.is_host],
         arguments.arch or resources.ARCHS,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attention_kernels import build
 from gpt2_infer.cli import build_parser, main
 
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -292,3 +293,18 @@ def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
     report = json.loads(out)["report"]
     assert report["emulated"] is True
     assert "tokens_per_second" not in report
+
+
+@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+def test_kernels_shows_one_ladder_or_all(capsys):
+    only = ["--arch", "90", "--head-dim", "64"]
+    assert main(["kernels", *only, "--json", "--family", "wmma-fa2"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["version"] for row in rows} == {f"wmma_fa2_v0{n}" for n in (1, 2, 3)}
+    assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
+    assert main(["kernels", *only]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {
+        f"v{n:02}" for n in range(1, 13)
+    }
+    assert main(["kernels", "--family", "fp32"]) == 2
+    assert "there is no ladder fp32: there are custom-cuda, ablation" in capsys.readouterr().err
