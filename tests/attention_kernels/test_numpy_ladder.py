@@ -134,6 +134,7 @@ def test_inputs_are_left_alone(name):
     assert o.is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 @for_every_backend
 def test_torch_copies_nothing(name):
     spec = get_backend(name)
