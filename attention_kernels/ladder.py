@@ -66,6 +66,8 @@ def unregistered(file: Path) -> BackendSpec:
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
     version = build.parse_header(file, f"file_{place}_")
     name = version.path.stem.upper()
+    if name in _versions and _versions[name].path != version.path:
+        raise HeaderError(f"{version.path} and {_versions[name].path} have one name: rename one")
     _versions[name] = version
     return BackendSpec(loader=lambda: kernels(name, version), **_fields(name, "file", version))
 

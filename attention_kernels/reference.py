@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_kernels.errors import ArgumentError
+
 # How many times the naive error a class may have. 3xTF32 keeps 22 of float32's 24 bits in each
 # product, so two bits more may be lost than by plain float32. float64 is judged by float64, which
 # is as far from the truth as the output.
@@ -25,6 +27,15 @@ ABSOLUTE_TERM_ULPS = 4
 # How many scores judge() computes at once: 2 GiB in float64.
 LARGEST_SCORES = 2**28
 RELATIVE_FROM = 1e-3
+
+
+def check_precision() -> None:
+    """Raise ArgumentError where float32 products are not: no budget would hold."""
+    if torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest":
+        raise ArgumentError(
+            "torch is set to compute float32 products in TF32 or bfloat16: plain PyTorch is then "
+            "no measure of error (torch.set_float32_matmul_precision('highest') sets it back)"
+        )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,10 @@ def resource_table(
         )
     head_dims = list(head_dims)
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        launches = {v.op: pool.submit(_launches, v, head_dims) for v in versions}
+        launches = {
+            v.op: pool.submit(_launches, v, [d for d in head_dims if d in v.head_dims])
+            for v in versions
+        }
         compiled = {(v.op, a): pool.submit(_compile, v, a) for v in versions for a in archs}
         futures: list[Future[Any]] = [*launches.values(), *compiled.values()]
         for _ in tqdm(as_completed(futures), "compiling kernels", len(futures), unit=""):

@@ -38,7 +38,8 @@ def sanitize(whats: Sequence[str], device: str) -> list[str]:
     for spec in specs:
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
-        if device == "cpu" and device not in spec.emulated_on:
+        in_ladder = spec.name in ladder.versions() and device in spec.emulated_on
+        if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
     if device == "cpu":
         return _address_sanitizer(specs[0].name, list(whats))

@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,10 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
+class Rejected(Exception):  # noqa: N818 (it is no error of this program's)
+    """Raised by a run whose result is wrong: it has no figure and is not run again."""
+
+
 def interleave(
     runs: Mapping[str, Callable[[], float]],
     *,
@@ -29,26 +34,41 @@ def interleave(
     warm_up: int = 1,
     samples: dict[str, list[float]] | None = None,
     on_sample: Callable[[str], None] | None = None,
+    on_rejected: Callable[[str, Rejected], None] | None = None,
+    what: str = "",
 ) -> dict[str, list[float]]:
     """Samples of each run, taken A B C A B C so that a drift of the machine reaches all alike.
 
     Each run returns its own figure. The first `warm_up` rounds are not kept. samples: what an
-    interrupted call had taken, which is completed in place; on_sample(name) is called after each.
+    interrupted call had taken, which is completed in place; on_sample(name) is called after each,
+    and on_rejected(name, error) for a run that raises Rejected, which loses its samples. what: the
+    progress bar's name.
     """
     samples = {} if samples is None else samples
     for name in runs:
         samples.setdefault(name, [])
     todo = [n for index in range(rounds) for n in runs if len(samples[n]) <= index]
     warming = [name for name in runs if name in todo] * warm_up
-    with tqdm(total=len(warming) + len(todo), unit="run", disable=None) as bar:
+    rejected: set[str] = set()
+    with tqdm(total=len(warming) + len(todo), desc=what, unit="run", disable=None) as bar:
         for position, name in enumerate(warming + todo):
+            bar.update()
+            if name in rejected:
+                continue
             bar.set_postfix_str(name)
-            figure = runs[name]()
+            try:
+                figure = runs[name]()
+            except Rejected as error:
+                if on_rejected is None:
+                    raise
+                rejected.add(name)
+                samples[name].clear()
+                on_rejected(name, error)
+                continue
             if position >= len(warming):
                 samples[name].append(figure)
                 if on_sample:
                     on_sample(name)
-            bar.update()
     return samples
 
 
@@ -57,7 +77,7 @@ def provenance() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *(_without_folder(word) for word in sys.argv)]),
+        "command": shlex.join(["python", *map(_without_folder, sys.argv)]),
         # A copy of the source without .git, as on a machine for one run, is told its commit.
         "commit": _git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
         "dirty": None if (status := _git("status", "--porcelain")) is None else bool(status),
@@ -140,7 +160,10 @@ def token_digest(tokens: list[list[int]]) -> str:
 
 def _without_folder(word: str) -> str:
     """Absolute paths say where somebody's files are, not what was run."""
-    return Path(word).name if word.startswith("/") else word
+    if not word.startswith("/"):
+        return word
+    path = Path(word)
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def _git(*arguments: str) -> str | None:

@@ -183,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="find the step, layer and head where two backends' greedy texts part, and tell a tie "
         "from a bug",
     )
-    diverge.add_argument("a", metavar="A", help="attention backend")
+    diverge.add_argument("a", metavar="A", help="attention backend, or a version file, *.cu")
     diverge.add_argument("b", metavar="B", help="attention backend, or the same again")
     diverge.add_argument("--model", metavar="NAME", help="as for generating text")
     diverge.add_argument("--revision", help="branch, tag or commit of a hub id")
@@ -196,6 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
     diverge.add_argument("--dtype", choices=DTYPES, help="default: float32")
     diverge.add_argument("--prompt", action="append", metavar="TEXT", help="one only")
     diverge.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 64")
+    diverge.add_argument("--kv-cache", action="store_true", help="compare texts with a cache")
     diverge.add_argument("--json", action="store_true", help="one JSON object")
     diverge.set_defaults(
         run=_diverge,
@@ -207,6 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
             "dtype",
             "prompt",
             "max_new_tokens",
+            "kv_cache",
         ),
     )
     kernels = commands.add_parser(
@@ -529,11 +531,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise UnsupportedError(
             spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
         )
+    faults = sanitize([arguments.name], device) if arguments.sanitize else []
     report = conformance.verify(
         spec, device, dtypes=dtypes, seed=arguments.seed or 0, progress=True
     )
-    if arguments.sanitize:
-        report.failures = sanitize([arguments.name], device) + report.failures
+    report.failures = faults + report.failures
     where = f"{device}, emulated" if device in spec.emulated_on else device
     sanitized = ", sanitized" if arguments.sanitize else ""
     print(f"{spec.name} on {where}: {report.cases} cases{sanitized}")
@@ -583,7 +585,7 @@ def _diverge(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from attention_kernels import get_backend
+    from attention_kernels import ladder
     from gpt2_infer import weights
     from gpt2_infer.diverge import diverge
     from gpt2_infer.generation import check_request, encode_prompts
@@ -593,7 +595,7 @@ def _diverge(arguments: argparse.Namespace) -> int:
     new_tokens = 64 if arguments.max_new_tokens is None else arguments.max_new_tokens
     device = weights.resolve_device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
-    specs = [get_backend(name) for name in (arguments.a, arguments.b)]
+    specs = [ladder.resolve(name) for name in (arguments.a, arguments.b)]
     source = weights.find(
         arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
     )
@@ -608,15 +610,15 @@ def _diverge(arguments: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
-        attention=arguments.a,
         random_weights=arguments.random_weights,
     )
     result = diverge(
         model,
-        arguments.a,
-        arguments.b,
+        specs[0],
+        specs[1],
         row,
         max_new_tokens=new_tokens,
+        mode="kv-cache" if arguments.kv_cache else "recompute",
         progress=sys.stderr.isatty(),
     )
     print(json.dumps(result.to_json(), indent=2) if arguments.json else result)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import time
@@ -23,26 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import (
-    AttentionError,
-    BackendSpec,
-    UnsupportedError,
-    backends,
-    ladder,
+from attention_kernels import BackendSpec, UnsupportedError, backends, get_backend, ladder
+from attention_kernels.conformance import (
+    KERNEL_ERRORS,
+    Case,
+    decode_verdict,
+    describe_error,
+    run_case,
 )
-from attention_kernels.conformance import Case, run_case
 from attention_kernels.contract import Kernels
+from attention_kernels.reference import check_precision
 from gpt2_infer import bench
 from gpt2_infer.diverge import diverge
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Mode, generate
+from gpt2_infer.generation import Generation, Mode, generate
 from gpt2_infer.model import GPT2
 from gpt2_infer.results import Results, ResultsError, Series, read
 
 BASELINE = "NAIVE_PYTORCH"
 FREE_ATTENTION = "FREE_ATTENTION"
-ROTATED_BYTES = 96 * 2**20  # more than the L2 of any GPU up to Hopper
+MIN_ROTATED_BYTES = 96 * 2**20
 MIN_CALLS = 5
+MIN_ROUNDS = 2  # one sample has no spread
 EMULATED_SEQLEN = 64  # an emulated kernel is checked at this length at most
 EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
 
@@ -89,11 +92,17 @@ class KernelCell:
 
 @dataclass
 class Contender:
-    """A backend in a cell. sample: takes one sample; None where it is not timed."""
+    """A backend in a cell.
+
+    sample: takes one sample, or raises bench.Rejected; None where it is not timed. last: further
+    figures of the last sample. recheck: raises bench.Rejected where, all samples taken, its output
+    is wrong.
+    """
 
     series: Series
     sample: Callable[[], float] | None = None
-    last: dict[str, float] = field(default_factory=dict)  # further figures of the last sample
+    last: dict[str, float] = field(default_factory=dict)
+    recheck: Callable[[], None] | None = None
 
 
 def select(
@@ -140,6 +149,9 @@ class Recorder:
     def __init__(
         self, task: str, settings: dict[str, Any], out: Path | None, *, rounds: int
     ) -> None:
+        if rounds < MIN_ROUNDS:
+            raise RequestError(f"rounds must be {MIN_ROUNDS} or more, not {rounds}")
+        check_precision()
         settings = {**settings, "rounds": rounds}
         self.results = Results(task, bench.provenance(), settings, [])
         self.rounds = rounds
@@ -165,6 +177,11 @@ class Recorder:
             return
         cell = {contender.series.name: contender for contender in contenders}
         for name, contender in cell.items():
+            if name in old and old[name].labels != contender.series.labels:
+                raise ResultsError(
+                    f"{name} has changed since {self._partial} was measured: delete that or name "
+                    f"another output"
+                )
             if name in old and old[name].status == contender.series.status == "ok":
                 contender.series.samples = old[name].samples
                 contender.series.facts = {**old[name].facts, **contender.series.facts}
@@ -178,13 +195,27 @@ class Recorder:
                 series.facts.setdefault(key, []).append(float(f"{value:.6g}"))
             self._save()
 
+        def reject(name: str, error: bench.Rejected) -> None:
+            series = cell[name].series
+            series.status, series.reason = "failed", str(error)
+            series.samples.clear()
+            self._save()
+
         self._save()
         bench.interleave(
             {name: c.sample for name, c in cell.items() if c.sample},
             rounds=self.rounds,
             samples={name: c.series.samples for name, c in cell.items()},
             on_sample=keep,
+            on_rejected=reject,
+            what=", ".join(f"{key} {value}" for key, value in labels.items()),
         )
+        for name, contender in cell.items():
+            if contender.recheck and contender.series.samples:
+                try:
+                    contender.recheck()
+                except bench.Rejected as error:
+                    reject(name, error)
 
     def finish(self) -> Results:
         """Write the output, which is whole now."""
@@ -202,9 +233,10 @@ class Recorder:
 def _identity(results: Results) -> dict[str, str]:
     """What two runs must share for their samples to belong together."""
     facts = results.provenance
-    gpu = facts["gpu"]["name"] if facts["gpu"] else None
-    shared = {"task": results.task, "gpu": gpu, **results.settings}
-    shared |= {key: facts[key] for key in ("source_digest", "packages", "cpu", "cpu_threads")}
+    gpu = facts["gpu"] or {}
+    shared = {"task": results.task, "gpu": gpu.get("name"), "driver": gpu.get("driver_version")}
+    keys = ("source_digest", "packages", "cpu", "cpu_threads", "precision")
+    shared |= {**results.settings, **{key: facts[key] for key in keys}}
     return {key: repr(value) for key, value in shared.items()}
 
 
@@ -226,6 +258,8 @@ def compare_kernels(
     On CUDA a sample is one replay of a graph of calls over rotating inputs that together exceed the
     L2. Backends that need contiguous inputs get them: the copies belong to the adapter.
     """
+    if baseline not in {spec.name for spec in specs}:
+        specs = [get_backend(baseline), *specs]
     build_ladders(specs, device)
     settings = {"measures": "kernel", "device": device, "baseline": baseline}
     settings |= _plan(specs, cells)
@@ -242,8 +276,11 @@ def compare_kernels(
 def _kernel_contenders(
     specs: Sequence[BackendSpec], cell: KernelCell, device: str
 ) -> Iterator[Contender]:
-    bytes_each = cell.min_bytes * 3 // 4
-    sets = max(-(-ROTATED_BYTES // bytes_each), MIN_CALLS) if device == "cuda" else 2
+    sets = 2
+    if device == "cuda":
+        l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        rotated = max(2 * l2_bytes, MIN_ROTATED_BYTES)
+        sets = max(-(-rotated // (cell.min_bytes * 3 // 4)), MIN_CALLS)
     # What is read is rotated; numbers are drawn once, since they change no kernel's time.
     fused = torch.stack([x.contiguous() for x in cell.case.inputs(device)], 2)
     views = [tuple((fused.clone() if i else fused).unbind(2)) for i in range(sets)]
@@ -259,8 +296,9 @@ def _kernel_contenders(
                 inputs = dense() if spec.needs_contiguous else views
                 series.facts["workspace_bytes"] = _workspace(spec, inputs[0])
                 contender.sample = kernel_sampler(spec, inputs, is_causal=cell.is_causal)
-        except (AttentionError, RuntimeError) as error:
-            _fail(series, error)
+                contender.recheck = functools.partial(_recheck, spec, cell.case, device)
+        except KERNEL_ERRORS as error:
+            _fail(series, error, device)
         yield contender
 
 
@@ -302,6 +340,16 @@ def kernel_sampler(
     return on_device
 
 
+def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
+    """The output for other numbers, after all that was timed: a kernel must not have got stuck."""
+    try:
+        verdict = run_case(spec, dataclasses.replace(case, seed=1), device)
+    except KERNEL_ERRORS as error:
+        raise bench.Rejected(f"after its samples: {describe_error(error)}") from error
+    if not verdict.passed:
+        raise bench.Rejected(f"after its samples its output is wrong: error {verdict.error:.2e}")
+
+
 def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...]) -> int | None:
     """The most device memory that a call takes beyond its inputs and output; None on the CPU."""
     if qkv[0].device.type != "cuda":
@@ -332,12 +380,17 @@ def compare_generation(
     """Time generation with each backend: each cell's samples are seconds from prompt to last token.
 
     load: the model in a dtype, called once for each. name: what it is called in the results. The
-    greedy tokens of each backend are compared with the baseline's; where they part, diverge() says
-    whether that is a tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what
+    greedy tokens of each backend, in every call that is timed, are compared with the baseline's,
+    which is measured even where specs lack it; where they part, diverge() says whether that is a
+    tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what
     any kernel can save. Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told
     apart in the facts.
     """
     cells = sorted(cells, key=lambda cell: cell.dtype)
+    if "float64" in {cell.dtype for cell in cells}:
+        raise RequestError("text is generated in float32, float16 and bfloat16, not in float64")
+    if baseline not in {spec.name for spec in specs}:
+        specs = [get_backend(baseline), *specs]
     settings: dict[str, Any] = {"measures": "generation", "model": name, "baseline": baseline}
     settings |= _plan(specs, cells)
     recorder: Recorder | None = None
@@ -348,14 +401,14 @@ def compare_generation(
             ids = _prompt_ids(model, prompt)
             settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
             settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": dtype}
+            for tokens in (cell.max_tokens for cell in cells):
+                if not len(ids) < tokens <= model.config.n_positions:
+                    raise RequestError(
+                        f"{tokens} tokens in all: the prompt has {len(ids)}, and the model "
+                        f"{model.config.n_positions} positions"
+                    )
             recorder = Recorder(task, settings, out, rounds=rounds)
         for cell in group:
-            new_tokens = cell.max_tokens - len(ids)
-            if new_tokens < 1 or cell.max_tokens > model.config.n_positions:
-                raise RequestError(
-                    f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
-                    f"{model.config.n_positions} positions"
-                )
             contenders = _generation_contenders(model, specs, cell, ids, baseline)
             recorder.measure(dataclasses.asdict(cell), contenders)
     if recorder is None:
@@ -377,54 +430,66 @@ def _generation_contenders(
     device = model.device.type
     prompts, new_tokens = [ids] * cell.batch, cell.max_tokens - len(ids)
     config, labels = model.config, dataclasses.asdict(cell)
+    dtype = getattr(torch, cell.dtype)
     expected: list[list[int]] | None = None
-    first = [spec for spec in specs if spec.name == baseline]
-    for spec in [*first, *(spec for spec in specs if spec.name != baseline), _free_attention()]:
+    (first,) = (spec for spec in specs if spec.name == baseline)
+    for spec in [first, *(spec for spec in specs if spec is not first), _free_attention()]:
         if cell.dtype not in spec.precisions:
             continue
         series = Series(spec.name, _labels(spec, labels, cell.dtype), "s")
         contender = Contender(series)
-        mine = model.with_attention(spec, spec if cell.mode == "kv-cache" else None)
+        is_free = spec.name == FREE_ATTENTION
+        decoder = spec if cell.mode == "kv-cache" else None
         call = functools.partial(
-            generate,
-            mine,
+            _generate,
+            model.with_attention(spec, decoder),
             prompts,
             max_new_tokens=new_tokens,
             mode=cell.mode,
             ignore_eos=True,
         )
         try:
-            if spec.name != FREE_ATTENTION:
-                dtype = getattr(torch, cell.dtype)
+            if not is_free:
                 cases = [
                     Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
                     for n in (len(ids), cell.max_tokens)
                 ]
-                _check(series, spec, cases, device)
+                _check(series, spec, cases, device, decode=cell.mode == "kv-cache")
             if series.status == "ok":
                 tokens, peak = _tokens_and_peak(call, model)
-                series.facts |= {
-                    "peak_memory_bytes": peak,
-                    "token_digest": bench.token_digest(tokens),
-                }
-                if expected is None and spec.name == baseline:
-                    expected = tokens
-                if expected is not None and spec.name != FREE_ATTENTION and tokens != expected:
+                digest = bench.token_digest(tokens)
+                series.facts |= {"peak_memory_bytes": peak, "token_digest": digest}
+                expected = tokens if spec is first else expected
+                series.facts["text_compared"] = expected is not None and not is_free
+                if series.facts["text_compared"] and tokens != expected:
                     found = diverge(
-                        model, first[0], spec, ids, max_new_tokens=new_tokens, mode=cell.mode
+                        model, first, spec, ids, max_new_tokens=new_tokens, mode=cell.mode
                     )
                     series.facts["diverges"] = found.verdict
-                    if not found.passed:
-                        fault = "; ".join(found.b.faults or found.a.faults)
+                    fault = "; ".join(found.b.faults or found.a.faults)
+                    if found.step is None:  # alone, and again, it writes the baseline's text
+                        fault = "its text is another in a batch, or from run to run"
+                    if found.step is None or not found.passed:
                         series.status, series.reason = "failed", f"{found.verdict}: {fault}"
             if series.status == "ok":
-                contender.sample = functools.partial(_generation_sample, call, contender)
-        except (AttentionError, RuntimeError) as error:
-            _fail(series, error)
+                wanted = None if is_free else tokens
+                contender.sample = functools.partial(_generation_sample, call, contender, wanted)
+        except KERNEL_ERRORS as error:
+            _fail(series, error, device)
         yield contender
 
 
-def _generation_sample(call: Callable[[], Any], contender: Contender) -> float:
+def _generate(model: GPT2, prompts: list[list[int]], **options: Any) -> Generation:
+    """generate(), which ends with what there is when interrupted: here, that is not enough."""
+    done = generate(model, prompts, **options)
+    if "interrupted" in done.finish_reasons:
+        raise KeyboardInterrupt
+    return done
+
+
+def _generation_sample(
+    call: Callable[[], Generation], contender: Contender, expected: list[list[int]] | None
+) -> float:
     started = time.perf_counter()
     done = call()
     contender.last = {
@@ -432,10 +497,14 @@ def _generation_sample(call: Callable[[], Any], contender: Contender) -> float:
         "warm_up_s": done.warm_up_s,
         "prefill_s": done.prefill_s,
     }
-    return float(done.generation_s)
+    if expected is not None and done.tokens != expected:
+        raise bench.Rejected("its text is another from run to run")
+    return done.generation_s
 
 
-def _tokens_and_peak(call: Callable[[], Any], model: GPT2) -> tuple[list[list[int]], int | None]:
+def _tokens_and_peak(
+    call: Callable[[], Generation], model: GPT2
+) -> tuple[list[list[int]], int | None]:
     """The tokens, and the most memory allocated on the device meanwhile, weights included."""
     if model.device.type != "cuda":
         return call().tokens, None
@@ -446,11 +515,11 @@ def _tokens_and_peak(call: Callable[[], Any], model: GPT2) -> tuple[list[list[in
     return tokens, torch.cuda.max_memory_allocated(model.device)
 
 
-@functools.cache
 def _free_attention() -> BackendSpec:
     """A backend whose attention takes no time: its output is the same zeros at every call.
 
-    It is no attention, so it is in no registry; what is left is the time of everything else.
+    It is no attention, so it is in no registry; what is left is the time of everything else. Its
+    zeros are kept as long as it is.
     """
     zeros = functools.cache(
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
@@ -492,15 +561,22 @@ def _plan(specs: Sequence[BackendSpec], cells: Sequence[Any]) -> dict[str, Any]:
 
 
 def _labels(spec: BackendSpec, cell: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What tells a series from others, and whether its backend's source is what it was."""
+    if spec.name == FREE_ATTENTION:
+        return {**cell, "family": spec.family, "precision": "none"}
     labels = {**cell, "family": spec.family, "precision": spec.precisions[dtype]}
-    if version := ladder.versions().get(spec.name):
-        digest = hashlib.sha256(version.path.read_bytes()).hexdigest()
-        labels |= {"source_digest": digest, "flags": " ".join(version.flags)}
-        labels["change"] = version.title
+    version = ladder.versions().get(spec.name)
+    source = version.path if version else inspect.getsourcefile(spec.loader)
+    if source:
+        labels["source_digest"] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    if version:
+        labels |= {"flags": " ".join(version.flags), "change": version.title}
     return labels
 
 
-def _check(series: Series, spec: BackendSpec, cases: Sequence[Case], device: str) -> None:
+def _check(
+    series: Series, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
+) -> None:
     """Hold the backend to the reference; what it finds goes into the series."""
     emulated = device in spec.emulated_on
     worst = None
@@ -520,6 +596,14 @@ def _check(series: Series, spec: BackendSpec, cases: Sequence[Case], device: str
                 f"{case}: error {verdict.error:.2e} is over its budget of {verdict.budget:.2e}"
             )
             break
+    if decode and series.status == "ok":
+        if not spec.has_decode(device):
+            series.status, series.reason = "refused", f"it has no decode kernel on {device}"
+            return
+        verdict = decode_verdict(spec, device, cases[0].head_dim, cases[0].dtype)
+        if not verdict.passed:
+            series.status = "failed"
+            series.reason = f"decode: error {verdict.error:.2e}, budget {verdict.budget:.2e}"
     if worst:
         facts = dataclasses.asdict(worst)
         series.facts |= {key: float(f"{value:.4g}") for key, value in facts.items()}
@@ -527,6 +611,13 @@ def _check(series: Series, spec: BackendSpec, cases: Sequence[Case], device: str
         series.status, series.reason = "emulated", EMULATED
 
 
-def _fail(series: Series, error: Exception) -> None:
+def _fail(series: Series, error: Exception, device: str) -> None:
+    """Record the failure; raises ResultsError where it has broken the device for the others."""
     series.status = "refused" if isinstance(error, UnsupportedError) else "failed"
-    series.reason = " ".join(str(error).splitlines()[:1])
+    series.reason = describe_error(error)
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as broken:
+            why = describe_error(broken)
+            raise ResultsError(f"{series.name} broke the CUDA context: {why}") from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import importlib
 import json
 import os
 import statistics
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,12 +71,20 @@ class Results:
 def output_file(text: str) -> Path:
     """The type of a benchmark's --out: what would lose a finished run is found before it begins.
 
-    Makes the folder; raises ImportError where the schema cannot be checked.
+    Makes the folder; raises argparse.ArgumentTypeError where nothing can be written or checked.
     """
-    importlib.import_module("jsonschema")
     path = Path(text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    try:
+        importlib.import_module("jsonschema")
+        SCHEMA_FILE.read_bytes()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except (ImportError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}") from error
 
 
 def read(path: Path) -> Results:
@@ -93,7 +104,9 @@ def read(path: Path) -> Results:
 
 
 def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
-    """The newest results file of each task, by the date in its provenance."""
+    """The newest results file of each task, by the date in its provenance; raises ResultsError."""
+    if not folder.is_dir():
+        raise ResultsError(f"there is no folder {folder}")
     found: dict[str, tuple[Path, Results]] = {}
     for path in sorted(folder.glob("*.json")):
         if path.name == SCHEMA_FILE.name:

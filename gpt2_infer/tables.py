@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,21 +114,27 @@ def _kernel_comparison(path: Path, results: Results) -> str:
                 seconds = series.median * 1e-6
                 row += [_times(ratio(series, at_chosen, settings["baseline"]))]
                 row += [
-                    f"{cell.flops / seconds / 1e12:.1f}",
-                    f"{cell.min_bytes / seconds / 1e9:.0f}",
+                    f"{cell.flops / seconds / 1e12:.3g}",
+                    f"{cell.min_bytes / seconds / 1e9:.3g}",
                 ]
                 row += [f"{series.facts['error']:.1e}"]
                 row += [f"{series.facts['relative_error']:.1%}"] if one else []
                 if has_workspace:
                     row += [f"{series.facts['workspace_bytes'] / 1024:.0f}"]
             rows.append(row)
-        naive = next((s.facts["naive_error"] for s in at_chosen if "naive_error" in s.facts), None)
         kind = "causal" if is_causal else "full"
         title = (
             f"B={batch} H={heads} head_dim={head_dim}, {kind}, {dtype}, {where(results)}; "
             f"{_how(path, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
-            f"against float64 are at N={chosen}, where plain PyTorch's own error is {naive:.1e}"
+            f"against float64 are at N={chosen}"
         )
+        naive = [s.facts["naive_error"] for s in at_chosen if "naive_error" in s.facts]
+        title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
+        limits = results.provenance.get("limits", {})
+        if f"matmul_{dtype}_tflops" in limits:
+            tflops, gbps = limits[f"matmul_{dtype}_tflops"], limits["copy_gbps"]
+            title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
+            title += f"{gbps:.0f} GB/s"
         blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
     return "\n".join(blocks)
 
@@ -257,39 +263,49 @@ def _kind(results: Results) -> str:
     return str(results.settings.get("measures", results.task))
 
 
-def _at_largest(results: Results, key: str, wanted: int | None = None) -> dict[str, Series]:
-    """The timed series of the first shape at the wanted, else the largest, value of a label."""
-    first = {k: v for k, v in results.settings["cells"][0].items() if k != key}
-    group = [s for s in results.series if first.items() <= s.labels.items() and s.samples]
-    values = {series.labels[key] for series in group}
-    chosen = wanted if wanted in values else max(values, default=0)
-    return {series.name: series for series in group if series.labels[key] == chosen}
+def _chosen(results: Results, name: str, key: str, wanted: int | None = None) -> list[Series]:
+    """The cell that a backend is told by: the first shape it was tried in, and there the wanted,
+    else the largest, value of a label. All its series, the backend's own first.
+    """
+    for first in results.settings["cells"]:
+        shape = {k: v for k, v in first.items() if k != key}
+        group = [s for s in results.series if shape.items() <= s.labels.items()]
+        values = {s.labels[key] for s in group if s.name == name}
+        if values:
+            at = wanted if wanted in values else max(values)
+            group = [s for s in group if s.labels[key] == at]
+            return sorted(group, key=lambda series: series.name != name)
+    return []
 
 
-def _compared(found: Mapping[str, Series], name: str, before: str | None, form: str) -> str:
+def _compared(group: Sequence[Series], before: str | None, form: str) -> str:
     """A median with its spread, and how many times as fast as the version before that is."""
-    series, other = found[name], found.get(before or "")
+    series = group[0]
     low, high = (form.format(value) for value in series.spread)
     text = f"{form.format(series.median)} {series.unit} ({low} .. {high})"
-    times = ratio(series, [other], other.name) if other else None
+    times = ratio(series, group[1:], before or "")
     return text if times is None else f"{text}, {times:.2f} times as fast as the version before"
 
 
 def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
-    found = _at_largest(results, "seqlen", 1024)
-    if name not in found:
+    group = _chosen(results, name, "seqlen", 1024)
+    if not group:
         return []
-    seqlen = found[name].labels["seqlen"]
-    return [f"the kernel alone at N={seqlen} takes {_compared(found, name, before, '{:.1f}')}"]
+    what = f"the kernel alone at N={group[0].labels['seqlen']}"
+    if not group[0].samples:
+        return [f"{what}: {group[0].status}, {group[0].reason}"]
+    return [f"{what} takes {_compared(group, before, '{:.1f}')}"]
 
 
 def _generation_facts(results: Results, name: str, before: str | None) -> list[str]:
-    found = _at_largest(results, "max_tokens")
-    if name not in found:
+    group = _chosen(results, name, "max_tokens")
+    if not group:
         return []
-    tokens = found[name].labels["max_tokens"]
-    text = f"{tokens} tokens take {_compared(found, name, before, '{:.3f}')}"
-    share = attention_share(found[name], found.values())
+    what = f"{group[0].labels['max_tokens']} tokens"
+    if not group[0].samples:
+        return [f"{what}: {group[0].status}, {group[0].reason}"]
+    share = attention_share(group[0], group)
+    text = f"{what} take {_compared(group, before, '{:.3f}')}"
     return [text + ("" if share is None else f"; attention is {share:.0%} of that")]
 
 
@@ -366,9 +382,12 @@ def _count(series: Series | None) -> str:
 
 
 def _untimed(group: Iterable[Series]) -> str:
-    """A line for each backend that has no time, with the reason."""
-    reasons = {s.name: f"{s.status}: {s.reason}" for s in group if not s.samples}
-    return "".join(f"\n`{name}`: {reason}\n" for name, reason in reasons.items())
+    """A line for each backend that has no time, with the reason, or whose text nobody compared."""
+    notes = {s.name: f"{s.status}: {s.reason}" for s in group if not s.samples}
+    for series in group:
+        if series.facts.get("text_compared") is False and series.name != FREE_ATTENTION:
+            notes[series.name] = "its text was compared with nothing: the baseline wrote none"
+    return "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers import GPT2Config as TransformersConfig
 
 from attention_kernels import AttentionError, backends
-from gpt2_infer import GPT2, bench, generate
+from gpt2_infer import GPT2, bench, generate, tables
 from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
 from gpt2_infer.results import Results, Series, output_file
 
@@ -54,6 +54,8 @@ def ours(model: GPT2, prompt: list[list[int]], new_tokens: int, mode: Mode) -> C
 
     def run() -> tuple[list[list[int]], dict[str, float]]:
         done = generate(model, prompt, max_new_tokens=new_tokens, mode=mode, ignore_eos=True)
+        if "interrupted" in done.finish_reasons:
+            raise KeyboardInterrupt
         split = {
             "warm_up_s": done.warm_up_s,
             "prefill_s": done.prefill_s,
@@ -189,25 +191,7 @@ def main() -> None:
         list(series.values()),
     )
     results.write(arguments.out)
-    print(format_table(results))
-
-
-def format_table(results: Results) -> str:
-    """Median and spread of each series; tokens per second by the whole call and without warm-up."""
-    new_tokens = results.settings["new_tokens"]
-    lines = [f"{'':52} {'call, s':>24} {'tok/s':>8} {'generation, s':>14} {'tok/s':>8}"]
-    for series in results.series:
-        if series.status == "failed":
-            lines.append(f"{series.name:52} FAILED: {series.reason}")
-            continue
-        low, high = series.spread
-        line = f"{series.name:52} {series.median:9.3f} ({low:.3f} .. {high:.3f})"
-        line += f" {new_tokens / series.median:8.1f}"
-        if generation := sorted(series.facts.get("generation_s", [])):
-            median = generation[len(generation) // 2]
-            line += f" {median:14.3f} {new_tokens / median:8.1f}"
-        lines.append(line)
-    return "\n".join(lines)
+    print(tables.render(arguments.out, results))
 
 
 def _synchronize() -> None:

@@ -13,20 +13,44 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from attention_kernels import AttentionError
+from attention_kernels import AttentionError, ladder
 from gpt2_infer import GPT2, GPT2InferError, compare, tables
 from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES
+from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
 from gpt2_infer.results import Results, output_file
 from gpt2_infer.weights import resolve_device
 
 
+def count(text: str) -> int:
+    """The type of a number of something."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+GENERATION = {
+    "max_tokens": [32, 64, 128, 256, 512],
+    "modes": ["recompute"],
+    "model": "demo",
+    "random_weights": False,
+    "prompt": DEFAULT_PROMPT,
+}
+KERNEL = {
+    "seqlens": [64, 128, 256, 512, 1024, 2048, 4096],
+    "heads": 12,
+    "head_dims": [64],
+    "full": False,
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line; the options of one task are None until parse() fills in its defaults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,44 +58,50 @@ def build_parser() -> argparse.ArgumentParser:
     add("--task", choices=("generation", "kernel"), default="generation")
     add("--out", type=output_file, required=True, help="JSON to write")
     add("--name", help="the task's name in the results (default: what --task says)")
-    add("--backends", nargs="+", default=[], metavar="NAME")
+    add("--backends", nargs="+", default=[], metavar="NAME", help="or version files, *.cu")
     add("--families", nargs="+", default=[], metavar="NAME", help="see `gpt2-infer backends`")
     add("--baseline", default=compare.BASELINE, metavar="NAME", help="default: %(default)s")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), default=["float32"])
-    add("--batch-sizes", nargs="+", type=int, default=[1], metavar="N")
-    add("--rounds", type=int, default=5, help="kept, after one that is not (default: %(default)s)")
-    text = parser.add_argument_group("generation")
-    text.add_argument(
-        "--max-tokens",
-        nargs="+",
-        type=int,
-        default=[32, 64, 128, 256, 512],
-        metavar="N",
-        help="in all, the prompt included",
+    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="N")
+    add(
+        "--rounds", type=count, default=5, help="kept, after one that is not (default: %(default)s)"
     )
-    text.add_argument("--modes", nargs="+", choices=MODES, default=["recompute"])
-    text.add_argument("--model", default="demo", help="as for gpt2-infer (default: %(default)s)")
-    text.add_argument("--random-weights", action="store_true", help="as for gpt2-infer")
-    text.add_argument("--prompt", default=DEFAULT_PROMPT)
-    kernel = parser.add_argument_group("kernel")
-    kernel.add_argument(
-        "--seqlens",
-        nargs="+",
-        type=int,
-        default=[64, 128, 256, 512, 1024, 2048, 4096],
-        metavar="N",
-    )
-    kernel.add_argument("--heads", type=int, default=12)
-    kernel.add_argument("--head-dims", nargs="+", type=int, default=[64], metavar="D")
-    kernel.add_argument("--full", action="store_true", help="without the causal mask")
+    text = parser.add_argument_group("generation").add_argument
+    text("--max-tokens", nargs="+", type=count, metavar="N", help="in all, the prompt included")
+    text("--modes", nargs="+", choices=MODES, help="default: recompute")
+    text("--model", help="as for gpt2-infer (default: demo)")
+    text("--random-weights", action="store_true", default=None, help="as for gpt2-infer")
+    text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
+    kernel = parser.add_argument_group("kernel").add_argument
+    kernel("--seqlens", nargs="+", type=count, metavar="N")
+    kernel("--heads", type=count, help="default: 12")
+    kernel("--head-dims", nargs="+", type=count, metavar="D", help="default: 64")
+    kernel("--full", action="store_true", default=None, help="without the causal mask")
     return parser
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; an option of the other task is an error, not ignored."""
+    parser = build_parser()
+    arguments = parser.parse_args(words)
+    mine, others = (GENERATION, KERNEL) if arguments.task == "generation" else (KERNEL, GENERATION)
+    for name in others:
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is not for --task {arguments.task}")
+    for name, default in mine.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    return arguments
 
 
 def run(arguments: argparse.Namespace) -> Results:
     """Measure what the arguments name; the results are written."""
     device = str(resolve_device(arguments.device))
     specs = compare.select(arguments.backends, device, families=arguments.families)
+    for spec in map(ladder.resolve, arguments.backends):
+        if not {*arguments.dtypes} & {*spec.dtypes}:
+            raise RequestError(f"{spec.name} takes {', '.join(spec.dtypes)}: see --dtypes")
     baseline = compare.select([arguments.baseline], device)[0].name
     options = {"rounds": arguments.rounds, "out": arguments.out, "baseline": baseline}
     task = arguments.name or arguments.task
@@ -108,14 +138,16 @@ def run(arguments: argparse.Namespace) -> Results:
 
 def main() -> int:
     """Measure, write, print."""
-    arguments = build_parser().parse_args()
+    arguments = parse()
     try:
         results = run(arguments)
     except (GPT2InferError, AttentionError) as error:
         print(f"compare_backends: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted: the same command goes on from {arguments.out}.partial")
+        partial = Path(f"{arguments.out}.partial")
+        kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
         return 130
     print(tables.render(Path(arguments.out), results))
     return 0

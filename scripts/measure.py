@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 KERNEL = "compare_backends.py --task kernel"
 GENERATION = "compare_backends.py --task generation --model gpt2 --random-weights"
 EFFICIENT = "--baseline PYTORCH_SDPA_EFFICIENT_ATTENTION"
@@ -86,7 +86,10 @@ def main() -> int:
         parser.error(f"no run is named {', '.join(sorted(unknown))}: there are {', '.join(RUNS)}")
     failed = []
     for name in arguments.names or RUNS:
+        # The scripts run in the root; where there is nothing to resolve, the name stays short.
         out = f"{arguments.prefix}{name}.json"
+        if Path.cwd() != SCRIPTS.parent:
+            out = str(Path(out).absolute())
         words = command(name, out)
         if arguments.list:
             print(" ".join(words))
@@ -96,9 +99,15 @@ def main() -> int:
             continue
         print(f"\n=== {name}", flush=True)
         started = time.monotonic()
-        status = subprocess.run([sys.executable, *words[1:]], cwd=SCRIPTS.parent, check=False)
+        child = subprocess.Popen([sys.executable, *words[1:]], cwd=SCRIPTS.parent)
+        try:
+            status = child.wait()
+        except KeyboardInterrupt:  # the child has it, too, and saves what it has
+            child.wait()
+            print(f"interrupted at {name}: the same command goes on from there", file=sys.stderr)
+            return 130
         print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
-        if status.returncode:
+        if status:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

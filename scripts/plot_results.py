@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.compare import FREE_ATTENTION, KernelCell
-from gpt2_infer.results import Results, Series, newest
+from gpt2_infer.results import Results, ResultsError, Series, newest
 from gpt2_infer.tables import where
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,10 @@ def generation_bars(results: Results) -> Figure | None:
     group = _first_group(results, "batch", "dtype", "mode")
     longest = max(series.labels["max_tokens"] for series in group)
     at = [s for s in group if s.samples and s.labels["max_tokens"] == longest]
-    return _bars(at, results, f"seconds to {longest} tokens", "{:.3f}")
+    labels = group[0].labels
+    what = f"{results.settings['model']}, {labels['dtype']}, batch {labels['batch']}"
+    title = f"{what}, {labels['mode']}: seconds to {longest} tokens"
+    return _bars(at, results, title, "seconds", "{:.3f}")
 
 
 def peak_memory(results: Results) -> Figure | None:
@@ -132,9 +135,7 @@ def kernel_time(results: Results) -> Figure | None:
             va="bottom",
             fontsize=8,
         )
-    kind = "causal" if labels["is_causal"] else "full"
-    what = f"B={labels['batch']} H={labels['num_heads']} head_dim={labels['head_dim']}"
-    _finish(left, f"Attention alone, {what}, {labels['dtype']}, {kind}", results)
+    _finish(left, f"Attention alone, {_shape(group[0])}", results)
     left.set(xlabel="seqlen", ylabel="microseconds", xscale="log", yscale="log")
     right.set(xlabel="seqlen", ylabel="TFLOP/s", xscale="log", yscale="log")
     for axes in (left, right):
@@ -148,7 +149,8 @@ def kernel_bars(results: Results) -> Figure | None:
     seqlens = {series.labels["seqlen"] for series in group}
     chosen = 1024 if 1024 in seqlens else max(seqlens)
     at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
-    return _bars(at, results, f"microseconds at seqlen {chosen}", "{:.1f}")
+    title = f"Attention alone, {_shape(group[0])}, N={chosen}: microseconds"
+    return _bars(at, results, title, "microseconds", "{:.1f}")
 
 
 def error_and_speed(results: Results) -> Figure | None:
@@ -179,7 +181,7 @@ def error_and_speed(results: Results) -> Figure | None:
         va="bottom",
         fontsize=8,
     )
-    _finish(axes, f"Error and time at seqlen {chosen}", results)
+    _finish(axes, f"Error and time, {_shape(group[0])}, N={chosen}", results)
     axes.set(xlabel="microseconds", xscale="log", yscale="log")
     axes.set_ylabel("largest error against float64")
     for axis, form in ((axes.xaxis, "{:g}"), (axes.yaxis, "{:.0e}")):
@@ -219,8 +221,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plots")
     parser.add_argument("--check", action="store_true", help="exit 1 where an SVG is stale")
     arguments = parser.parse_args()
+    try:
+        found = newest(arguments.results)
+    except ResultsError as error:
+        parser.error(str(error))
     stale = []
-    for _, results in newest(arguments.results).values():
+    for _, results in found.values():
         for name, content in render(results):
             file = arguments.out / name
             if not arguments.check:
@@ -282,16 +288,25 @@ def _draw_lines(
     legend: bool = True,
 ) -> None:
     looks = {series.name: look for series, look in zip(group, _looks(group), strict=True)}
+    precisions = {series.name: series.labels["precision"] for series in group}
     for name, points in lines.items():
         colour, marker = looks[name]
         style = "--" if name == FREE_ATTENTION else "-"
         xs, ys = zip(*points, strict=True)
         axes.plot(
-            xs, ys, style, color=colour, marker=marker, markersize=4, linewidth=1.3, label=name
+            xs,
+            ys,
+            style,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            linewidth=1.3,
+            label=f"{name} ({precisions[name]})",
         )
     if legend:  # in the order of the lines' right ends
         handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda i: -lines[labels[i]][-1][1])
+        ends = [points[-1][1] for points in lines.values()]
+        order = sorted(range(len(labels)), key=lambda i: -ends[i])
         axes.legend(
             [handles[i] for i in order],
             [labels[i] for i in order],
@@ -300,7 +315,14 @@ def _draw_lines(
         )
 
 
-def _bars(at: list[Series], results: Results, xlabel: str, form: str) -> Figure | None:
+def _shape(series: Series) -> str:
+    labels = series.labels
+    kind = "causal" if labels["is_causal"] else "full"
+    shape = f"B={labels['batch']} H={labels['num_heads']} head_dim={labels['head_dim']}"
+    return f"{shape}, {labels['dtype']}, {kind}"
+
+
+def _bars(at: list[Series], results: Results, title: str, unit: str, form: str) -> Figure | None:
     """Horizontal bars in the order of the registry, medians, with a whisker from least to most."""
     if len(at) < 2:
         return None
@@ -322,8 +344,8 @@ def _bars(at: list[Series], results: Results, xlabel: str, form: str) -> Figure 
         axes.text(series.spread[1] + 0.01 * wide, place, text, va="center", fontsize=7.5)
     axes.set_xlim(0, 1.75 * wide)
     axes.grid(visible=False, axis="y")
-    _finish(axes, xlabel[0].upper() + xlabel[1:], results)
-    axes.set_xlabel(f"{xlabel}: median, least to most")
+    _finish(axes, title, results)
+    axes.set_xlabel(f"{unit}: median, least to most")
     return figure
 
 

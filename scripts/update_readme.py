@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from gpt2_infer import tables
-from gpt2_infer.results import newest
+from gpt2_infer.results import ResultsError, newest
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
@@ -47,7 +47,10 @@ def main() -> int:
     arguments = parser.parse_args()
     readme = ROOT / "README.md"
     before = readme.read_text("utf-8")
-    after = render(before, ROOT / "results")
+    try:
+        after = render(before, ROOT / "results")
+    except ResultsError as error:
+        parser.error(str(error))
     if arguments.check:
         if before != after:
             print("README.md is stale: run python scripts/update_readme.py", file=sys.stderr)

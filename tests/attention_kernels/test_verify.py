@@ -67,19 +67,27 @@ def crashes(q, k, v, softmax_scale, is_causal):
     return naive_attention(q, k, v, softmax_scale, is_causal)
 
 
+def ignores_the_scale(q, k, v, softmax_scale, is_causal):
+    return naive_attention(q, k, v, None, is_causal)
+
+
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
+        (ignores_the_scale, "causal, scale 1.0, softmax_scale 0.3, float32, seed 0: error"),
         (
             off_by_one,
-            "seqlen 1024, head_dim 32, batch 1, causal, scale 1.0, float32, seed 0: error",
+            "seqlen 1024, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error",
         ),
         (reads_the_future, "keys and values from 41 on change earlier rows"),
         (
             sometimes_nan,
-            "seqlen 33, head_dim 32, batch 1, causal, scale 1.0, float32, seed 0: error inf",
+            "seqlen 33, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error inf",
         ),
-        (crashes, "batch 3, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too much"),
+        (
+            crashes,
+            "batch 3, 3 heads, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too much",
+        ),
     ],
 )
 def test_what_is_wrong_is_told(kernel, words):

@@ -3,12 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnknownBackendError, get_backend, register
+from attention_kernels import (
+    ArgumentError,
+    BackendSpec,
+    UnknownBackendError,
+    get_backend,
+    register,
+)
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import compare, tables
 from gpt2_infer.compare import FREE_ATTENTION, GenerationCell, KernelCell
 from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import generate
 from gpt2_infer.results import ResultsError, Series, read
 
 PROMPT = "Once upon a time"
@@ -60,7 +67,7 @@ def test_kernels_are_checked_then_timed_in_rounds(clean_registry):
 def test_a_dtype_that_a_backend_does_not_take_is_not_its_cell():
     cells = [KernelCell(8, num_heads=1, head_dim=32, dtype=d) for d in ("float32", "float16")]
     specs = specs_of("NAIVE_PYTORCH", "CUSTOM_CUDA_VERSION_1")
-    results = compare.compare_kernels(specs, cells, device="cpu", rounds=1)
+    results = compare.compare_kernels(specs, cells, device="cpu", rounds=2)
     found = [(series.name, series.labels["dtype"]) for series in results.series]
     assert found == [
         ("NAIVE_PYTORCH", "float32"),
@@ -73,7 +80,8 @@ def test_what_a_backend_refuses_is_no_failure(monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
     cell = KernelCell(8, num_heads=1, head_dim=128)
     specs = specs_of("CUSTOM_CUDA_VERSION_1")
-    (series,) = compare.compare_kernels(specs, [cell], device="cpu", rounds=1).series
+    results = compare.compare_kernels(specs, [cell], device="cpu", rounds=2)
+    series = by_name(results)["CUSTOM_CUDA_VERSION_1"]
     assert series.status == "refused"
     assert "shared memory" in series.reason
 
@@ -165,6 +173,10 @@ def test_what_is_left_of_another_run_is_refused(monkeypatch, tmp_path):
     for options, key in (({"rounds": 3}, "rounds"), ({"cells": CELLS[:1]}, "cells")):
         with pytest.raises(ResultsError, match=f"is of another run \\({key} differ\\): delete it"):
             run(out, **options)
+    label = compare._labels
+    monkeypatch.setattr(compare, "_labels", lambda *a: label(*a) | {"source_digest": "edited"})
+    with pytest.raises(ResultsError, match=r"NAIVE_PYTORCH has changed since .* was measured"):
+        run(out)
     monkeypatch.setattr(compare.bench, "source_digest", lambda: "other")
     with pytest.raises(ResultsError, match=r"another run \(source_digest differ\)"):
         run(out)
@@ -204,7 +216,8 @@ def test_generation_is_compared_with_the_baselines_text(demo, clean_registry):
                 for call, generation in zip(series.facts["call_s"], series.samples, strict=True)
             )
         assert found["TEST_WRONG"].status == "failed"
-        assert found["CUSTOM_CUDA_VERSION_12"].status == "emulated"
+        untimed = "refused" if cell.mode == "kv-cache" else "emulated"  # it has no decode kernel
+        assert found["CUSTOM_CUDA_VERSION_12"].status == untimed
         assert not found["CUSTOM_CUDA_VERSION_12"].samples
 
 
@@ -218,7 +231,7 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
     add("TEST_WRONG_AT_32", wrong_at_32)
     names = ("NAIVE_PYTORCH", "TEST_WRONG_AT_32")
     results = compare.compare_generation(
-        lambda dtype: demo, specs_of(*names), [GenerationCell(40)], PROMPT, name="demo", rounds=1
+        lambda dtype: demo, specs_of(*names), [GenerationCell(40)], PROMPT, name="demo", rounds=2
     )
     wrong = by_name(results)["TEST_WRONG_AT_32"]
     assert wrong.status == "failed"
@@ -241,6 +254,111 @@ def test_lengths_that_the_model_has_not_are_refused(demo):
 def test_free_attention_is_no_backend():
     with pytest.raises(UnknownBackendError):
         get_backend(FREE_ATTENTION)
+
+
+def test_what_ctrl_c_cuts_short_is_no_sample(demo, monkeypatch, tmp_path):
+    """generate() ends with what there is so far; a benchmark must not take that for a time."""
+    calls = []
+
+    def cut_short(*arguments, **options):
+        calls.append(1)
+        done = generate(*arguments, **options)
+        if len(calls) == 6:  # in the rounds that are timed
+            done.finish_reasons = ["interrupted"]
+        return done
+
+    out = tmp_path / "r.json"
+    monkeypatch.setattr(compare, "generate", cut_short)
+    arguments = (lambda dtype: demo, specs_of(*TWO), [GenerationCell(10)], PROMPT)
+    options = {"name": "demo", "rounds": 2, "out": out}
+    with pytest.raises(KeyboardInterrupt):
+        compare.compare_generation(*arguments, **options)
+    kept = {s.name: s.samples for s in read(tmp_path / "r.json.partial").series}
+    results = compare.compare_generation(*arguments, **options)
+    for name, series in by_name(results).items():
+        assert len(series.samples) == 2
+        assert series.samples[: len(kept[name])] == kept[name]
+
+
+def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_registry):
+    calls = []
+
+    def wrong_in_a_batch(q, k, v, softmax_scale, is_causal):
+        wrong = q.shape[:2] == (2, 32)
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    def wrong_later(q, k, v, softmax_scale, is_causal):
+        calls.append(1)
+        wrong = q.shape[1] == 32 and len(calls) > 300
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    add("TEST_WRONG_IN_A_BATCH", wrong_in_a_batch)
+    add("TEST_WRONG_LATER", wrong_later)
+    specs = specs_of("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
+    cells = [GenerationCell(40, batch=2)]
+    results = compare.compare_generation(
+        lambda dtype: demo, specs, cells, PROMPT, name="demo", rounds=3
+    )
+    found = by_name(results)
+    assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
+    batch, later = found["TEST_WRONG_IN_A_BATCH"], found["TEST_WRONG_LATER"]
+    assert (batch.status, batch.samples) == ("failed", [])
+    assert batch.reason == "equal: its text is another in a batch, or from run to run"
+    assert (later.status, later.samples) == ("failed", [])
+    assert later.reason == "its text is another from run to run"
+
+
+def test_a_kernel_that_answers_from_memory_is_caught(clean_registry):
+    known = {}
+
+    def by_shape(q, k, v, softmax_scale, is_causal):
+        if q.shape not in known:
+            known[q.shape] = naive_attention(q, k, v, softmax_scale, is_causal)
+        return known[q.shape]
+
+    add("TEST_MEMORY", by_shape)
+    cell = KernelCell(24, num_heads=2, head_dim=32)
+    found = by_name(
+        compare.compare_kernels(specs_of("TEST_MEMORY"), [cell], device="cpu", rounds=2)
+    )
+    assert found["NAIVE_PYTORCH"].status == "ok"
+    assert (found["TEST_MEMORY"].status, found["TEST_MEMORY"].samples) == ("failed", [])
+    assert "after its samples its output is wrong" in found["TEST_MEMORY"].reason
+
+
+def test_any_error_of_a_kernel_is_its_own(demo, clean_registry):
+    def fails(q, k, v, softmax_scale, is_causal):
+        raise ValueError("not today\nnor tomorrow")
+
+    add("TEST_FAILS", fails)
+    specs = specs_of("TEST_FAILS", "PYTORCH_SDPA_MATH")
+    cell = KernelCell(8, num_heads=1, head_dim=32)
+    kernels = compare.compare_kernels(specs, [cell], device="cpu", rounds=2)
+    texts = compare.compare_generation(
+        lambda dtype: demo, specs, [GenerationCell(10)], PROMPT, name="demo", rounds=2
+    )
+    for results in (kernels, texts):
+        found = by_name(results)
+        assert (found["TEST_FAILS"].status, found["PYTORCH_SDPA_MATH"].status) == ("failed", "ok")
+        assert found["TEST_FAILS"].reason == "ValueError: not today"
+
+
+def test_what_would_make_no_comparison_is_refused(demo):
+    def run(cells, **options):
+        options = {"name": "demo", "rounds": 2} | options
+        specs = specs_of("NAIVE_PYTORCH")
+        compare.compare_generation(lambda dtype: demo, specs, cells, PROMPT, **options)
+
+    with pytest.raises(RequestError, match="rounds must be 2 or more, not 1"):
+        run([GenerationCell(10)], rounds=1)
+    with pytest.raises(RequestError, match="not in float64"):
+        run([GenerationCell(10, dtype="float64")])
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ArgumentError, match="set to compute float32 products in TF32"):
+            run([GenerationCell(10)])
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 # Tables
@@ -283,19 +401,25 @@ def test_every_results_table_is_a_table(demo, tmp_path):
 
 
 def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
-    """Its attention is right, so only the text with a cache can tell."""
+    """By its own check or, where that does not reach, by the text that it writes with a cache."""
 
     def wrong(q, k_cache, v_cache, seqlens, softmax_scale):
         return v_cache[:, :1]
 
-    kernels = Kernels(naive_attention, wrong)
+    def wrong_for_four_heads(q, k_cache, v_cache, seqlens, softmax_scale):
+        kernel = wrong if q.shape[2] == 4 else get_backend("NAIVE_PYTORCH").load().decode
+        return kernel(q, k_cache, v_cache, seqlens, softmax_scale)
+
     fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
-    register(name="TEST_WRONG_DECODE", **fields)(lambda: kernels)
+    for name, kernel in (("TEST_WRONG", wrong), ("TEST_WRONG_FOR_FOUR", wrong_for_four_heads)):
+        register(name=name, **fields)(lambda kernel=kernel: Kernels(naive_attention, kernel))
     cell = GenerationCell(24, mode="kv-cache")
-    specs = specs_of("NAIVE_PYTORCH", "TEST_WRONG_DECODE")
-    results = compare.compare_generation(
-        lambda dtype: demo, specs, [cell], PROMPT, name="demo", rounds=1
+    specs = specs_of("TEST_WRONG", "TEST_WRONG_FOR_FOUR")
+    found = by_name(
+        compare.compare_generation(lambda dtype: demo, specs, [cell], PROMPT, name="demo", rounds=2)
     )
-    found = by_name(results)["TEST_WRONG_DECODE"]
-    assert found.status == "failed"
-    assert found.reason.startswith("bug in B: rounding does not explain its token, ")
+    assert found["TEST_WRONG"].status == found["TEST_WRONG_FOR_FOUR"].status == "failed"
+    assert found["TEST_WRONG"].reason.startswith("decode: error ")
+    assert found["TEST_WRONG_FOR_FOUR"].reason.startswith(
+        "bug in B: rounding does not explain its token, "
+    )

@@ -347,7 +347,7 @@ def test_options_may_stand_on_either_side_of_the_subcommand(capsys):
         (["diverge", PLAIN, PLAIN, "--max-new-tokens", "2000"], "this model has 1024 positions"),
         (["diverge", PLAIN, PLAIN, "--revision", "main"], "is a local folder"),
         (["--backend", PLAIN, "diverge", PLAIN, PLAIN], "--backend is for generating text, not"),
-        (["--kv-cache", "diverge", PLAIN, PLAIN], "--kv-cache is for generating text, not"),
+        (["--stop", "x", "diverge", PLAIN, PLAIN], "--stop is for generating text, not"),
         (["diverge", PLAIN, "ONLY", "--dtype", "bfloat16"], "dtype bfloat16 (it takes float32)"),
     ],
 )

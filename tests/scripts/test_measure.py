@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from attention_kernels import backends, ladder
@@ -11,7 +13,7 @@ def test_every_run_is_a_command_that_its_script_takes(name, tmp_path):
     _, script, *arguments = measure.command(name, str(tmp_path / f"{name}.json"))
     assert (measure.SCRIPTS / script.removeprefix("scripts/")).is_file()
     if script == "scripts/compare_backends.py":
-        parsed = compare_backends.build_parser().parse_args(arguments)
+        parsed = compare_backends.parse(arguments)
         assert parsed.name == name
         assert {*parsed.families} <= {spec.family for spec in backends()}
         for backend in (*parsed.backends, parsed.baseline):
@@ -21,7 +23,7 @@ def test_every_run_is_a_command_that_its_script_takes(name, tmp_path):
 
 
 def test_the_list_runs_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(measure.subprocess, "run", None)
+    monkeypatch.setattr(measure.subprocess, "Popen", None)
     monkeypatch.setattr("sys.argv", ["measure.py", "--list"])
     assert measure.main() == 0
     assert len(capsys.readouterr().out.splitlines()) == len(measure.RUNS)
@@ -30,11 +32,11 @@ def test_the_list_runs_nothing(capsys, monkeypatch):
 def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
     done = []
 
-    def run(words, **_):
+    def start(words, **_):
         done.append(words)
-        return type("Done", (), {"returncode": len(done) % 2})
+        return type("Child", (), {"wait": lambda self: len(done) % 2})()
 
-    monkeypatch.setattr(measure.subprocess, "run", run)
+    monkeypatch.setattr(measure.subprocess, "Popen", start)
     (tmp_path / "x_build.json").write_text("")
     names = ["build", "kernel-fp32", "profile-fp32"]
     monkeypatch.setattr("sys.argv", ["measure.py", "--prefix", f"{tmp_path}/x_", *names])
@@ -43,3 +45,28 @@ def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
     assert "x_build.json is there already" in captured.out
     assert captured.err == "failed: kernel-fp32\n"
     assert [words[-1] for words in done] == [f"{tmp_path}/x_{name}.json" for name in names[1:]]
+
+
+def test_ctrl_c_waits_for_the_run_to_save_what_it_has(capsys, monkeypatch, tmp_path):
+    waited = []
+
+    class Child:
+        def wait(self):
+            waited.append(1)
+            if len(waited) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure.subprocess, "Popen", lambda *_, **__: Child())
+    monkeypatch.setattr("sys.argv", ["measure.py", "--prefix", f"{tmp_path}/x_", "kernel-fp32"])
+    assert measure.main() == 130
+    assert len(waited) == 2
+    assert "interrupted at kernel-fp32" in capsys.readouterr().err
+
+
+def test_every_table_of_the_readme_has_a_command_behind_it():
+    text = (measure.SCRIPTS.parent / "README.md").read_text("utf-8")
+    tasks = re.findall(r"<!-- table ([a-z0-9-]+) -->", text)
+    for family, *others in (m.split() for m in re.findall(r"<!-- ladder ([a-z0-9 -]+) -->", text)):
+        assert family in {spec.family for spec in backends()}
+        tasks += others
+    assert {*tasks} <= {*measure.RUNS, "generation-cpu", "case-study"}

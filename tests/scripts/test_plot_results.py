@@ -33,7 +33,9 @@ def kernels() -> Results:
             series.append(Series(name, labels, "us", samples, facts=facts))
     settings = {"measures": "kernel", "baseline": "NAIVE_PYTORCH", "rounds": 3}
     settings["cells"] = [{"seqlen": 512, **SHAPE}, {"seqlen": 1024, **SHAPE}]
-    provenance = bench.provenance() | {"limits": {"matmul_float32_tflops": 51.0}}
+    provenance = bench.provenance() | {
+        "limits": {"matmul_float32_tflops": 51.0, "copy_gbps": 4260.0}
+    }
     return Results("kernel-test", provenance, settings, series)
 
 
@@ -134,3 +136,32 @@ def test_the_overview_of_a_ladder_is_its_headers(tmp_path):
     assert rows[3].startswith(
         "| `CUSTOM_CUDA_VERSION_4` | compile with --use_fast_math (`--use_fast_math`) | kBlockM"
     )
+
+
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "2026-01-01_x_kernel-test.json").write_text("{")
+    for folder, complaint in ((tmp_path, "truncated or not JSON"), ("/none", "there is no folder")):
+        monkeypatch.setattr("sys.argv", ["plot_results.py", "--results", str(folder)])
+        with pytest.raises(SystemExit) as caught:
+            plot_results.main()
+        assert caught.value.code == 2
+        assert complaint in capsys.readouterr().err
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bad.json").write_text("{")
+    monkeypatch.setattr("sys.argv", ["update_readme.py"])
+    with pytest.raises(SystemExit):
+        update_readme.main()
+    assert "truncated or not JSON" in capsys.readouterr().err
+
+
+def test_a_version_that_was_not_timed_says_why(tmp_path):
+    results = kernels()
+    for series in results.series:
+        if series.name == "CUSTOM_CUDA_VERSION_2":
+            series.samples, series.status, series.reason = [], "failed", "it was wrong"
+    results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    marked = "<!-- ladder custom-cuda kernel-test -->\n<!-- end -->\n"
+    text = update_readme.render(marked, tmp_path)
+    assert "**Measured:** the kernel alone at N=1024: failed, it was wrong." in text

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.results import read
+from scripts import compare_backends
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "compare_backends.py"
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--device", "cpu", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
+    out = tmp_path / "r.json"
+    partial = tmp_path / "r.json.partial"
+    words = ["--backends", "NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "--max-tokens", "64"]
+    words += ["--rounds", "12", "--out", str(out)]
+    child = start(*words)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:  # until something is kept
+        if partial.exists() and any(series.samples for series in read(partial).series):
+            break
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    assert f"the same command goes on from {partial}" in err
+    assert not out.exists()
+    kept = {series.name: series.samples for series in read(partial).series}
+    child = start(*words)
+    text, err = child.communicate(timeout=240)
+    assert child.returncode == 0, err
+    assert not partial.exists()
+    results = read(out)
+    for series in results.series:
+        assert len(series.samples) == 12
+        assert series.samples[: len(kept[series.name])] == kept[series.name]
+        assert f"| `{series.name}` |" in text
+    # None is cut short: the same work takes about as long each time.
+    samples = {series.name: series.samples for series in results.series}["NAIVE_PYTORCH"]
+    assert len({series.facts["token_digest"] for series in results.series[:2]}) == 1
+    assert min(samples) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--seqlens", "64"], "--seqlens is not for --task generation"),
+        (["--task", "kernel", "--modes", "recompute"], "--modes is not for --task kernel"),
+        (["--task", "kernel", "--full", "--random-weights"], "--random-weights is not for"),
+        (["--rounds", "0"], "0 is less than 1"),
+        (["--batch-sizes", "-2"], "-2 is less than 1"),
+        (["--task", "nothing"], "invalid choice"),
+    ],
+)
+def test_no_option_is_ignored(words, complaint, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        compare_backends.parse([*words, "--out", str(tmp_path / "r.json")])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", [".", "/proc/none/r.json"])
+def test_what_cannot_be_written_is_told_before_anything_is_measured(out, capsys):
+    with pytest.raises(SystemExit):
+        compare_backends.parse(["--out", out])
+    assert f"{out} cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--backends", "NO_SUCH"], "unknown attention backend 'NO_SUCH'"),
+        (["--backends", "FLASH_ATTENTION_1_BASELINE"], "takes float16: see --dtypes"),
+        (["--families", "none"], "no backend is of the family none"),
+        (["--max-tokens", "16", "2000"], "2000 tokens in all"),
+        (["--dtypes", "float64"], "not in float64"),
+        (["--rounds", "1"], "rounds must be 2 or more"),
+        (["--model", "/none"], "/none"),
+    ],
+)
+def test_bad_input_is_one_line(words, complaint, tmp_path, capsys, monkeypatch):
+    out = str(tmp_path / "r.json")
+    monkeypatch.setattr("sys.argv", ["compare", "--device", "cpu", *words, "--out", out])
+    assert compare_backends.main() == 2
+    err = capsys.readouterr().err
+    assert err.startswith("compare_backends: error: ")
+    assert complaint in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_version_files_of_one_name_are_refused(tmp_path, capsys, monkeypatch):
+    right = ROOT / "attention_kernels" / "csrc" / "fp32" / "v01_naive_flash.cu"
+    files = []
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        files.append(tmp_path / folder / "v01_same.cu")
+        files[-1].write_bytes(right.read_bytes())
+    words = ["--task", "kernel", "--device", "cpu", "--backends", *map(str, files)]
+    monkeypatch.setattr("sys.argv", ["compare", *words, "--out", str(tmp_path / "r.json")])
+    assert compare_backends.main() == 2
+    assert "have one name: rename one" in capsys.readouterr().err
