@@ -82,11 +82,11 @@ def ignores_the_scale(q, k, v, softmax_scale, is_causal):
         (reads_the_future, "keys and values from 41 on change earlier rows"),
         (
             sometimes_nan,
-            "seqlen 33, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error inf",
+            "seqlen 33, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error i",
         ),
         (
             crashes,
-            "batch 3, 3 heads, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too much",
+            "batch 3, 3 heads, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too",
         ),
     ],
 )
