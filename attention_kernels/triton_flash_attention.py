@@ -95,7 +95,8 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
         k_offsets = n_in_block[:, None] * k_stride_seqlen + d[None, :]
 
     # Rows past the end are loaded as zeros: finite scores, and no NaN from the memory behind.
-    q = tl.load(q_ptr + q_offsets, mask=m[:, None] < seqlen, other=0.0).to(dot_dtype) * q_sign
+    q = tl.load(q_ptr + q_offsets, mask=m[:, None] < seqlen, other=0.0).to(dot_dtype)
+    q *= tl.cast(q_sign, dot_dtype)  # bfloat16 times an integer would be float32
 
     row_max = tl.full((block_m,), float("-inf"), tl.float32)
     row_sum = tl.full((block_m,), 0.0, tl.float32)

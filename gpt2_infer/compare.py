@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,6 +211,8 @@ class Recorder:
             on_rejected=reject,
             what=", ".join(f"{key} {value}" for key, value in labels.items()),
         )
+        for contender in cell.values():
+            contender.sample = None  # its graph's memory is free for what follows
         for name, contender in cell.items():
             if contender.recheck and contender.series.samples:
                 try:
@@ -294,7 +297,8 @@ def _kernel_contenders(
             _check(series, spec, [cell.case], device)
             if series.status == "ok":
                 inputs = dense() if spec.needs_contiguous else views
-                series.facts["workspace_bytes"] = _workspace(spec, inputs[0])
+                workspace = _workspace(spec, inputs[0], is_causal=cell.is_causal)
+                series.facts["workspace_bytes"] = workspace
                 contender.sample = kernel_sampler(spec, inputs, is_causal=cell.is_causal)
                 contender.recheck = functools.partial(_recheck, spec, cell.case, device)
         except KERNEL_ERRORS as error:
@@ -350,15 +354,15 @@ def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
         raise bench.Rejected(f"after its samples its output is wrong: error {verdict.error:.2e}")
 
 
-def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...]) -> int | None:
+def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...], *, is_causal: bool) -> int | None:
     """The most device memory that a call takes beyond its inputs and output; None on the CPU."""
     if qkv[0].device.type != "cuda":
         return None
-    spec.attention(*qkv)
+    spec.attention(*qkv, is_causal=is_causal)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    o = spec.attention(*qkv)
+    o = spec.attention(*qkv, is_causal=is_causal)
     return torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
 
 
@@ -450,9 +454,11 @@ def _generation_contenders(
         )
         try:
             if not is_free:
+                # Also between: what is tuned by size is tuned before memory and time are taken.
+                between = [n for n in (64, 128, 256, 512) if len(ids) < n < cell.max_tokens]
                 cases = [
                     Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
-                    for n in (len(ids), cell.max_tokens)
+                    for n in (len(ids), *between, cell.max_tokens)
                 ]
                 _check(series, spec, cases, device, decode=cell.mode == "kv-cache")
             if series.status == "ok":
@@ -606,7 +612,8 @@ def _check(
             series.reason = f"decode: error {verdict.error:.2e}, budget {verdict.budget:.2e}"
     if worst:
         facts = dataclasses.asdict(worst)
-        series.facts |= {key: float(f"{value:.4g}") for key, value in facts.items()}
+        for key, value in facts.items():  # JSON has no infinity
+            series.facts[key] = float(f"{value:.4g}") if math.isfinite(value) else None
     if emulated and series.status == "ok":
         series.status, series.reason = "emulated", EMULATED
 

@@ -64,7 +64,7 @@ class Results:
         value = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         _validate(value, path)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
         os.replace(temporary, path)
 
 

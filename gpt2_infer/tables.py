@@ -21,6 +21,7 @@ THROUGHPUTS = {
     "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
     "shared stores, GB/s at most": ("shared_store_wavefronts", 128),
     "global loads, GB/s": ("global_load_bytes", 1),
+    "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
     "global stores, GB/s": ("global_store_bytes", 1),
 }
 
@@ -128,7 +129,7 @@ def _kernel_comparison(path: Path, results: Results) -> str:
             f"{_how(path, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
             f"against float64 are at N={chosen}"
         )
-        naive = [s.facts["naive_error"] for s in at_chosen if "naive_error" in s.facts]
+        naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
         limits = results.provenance.get("limits", {})
         if f"matmul_{dtype}_tflops" in limits:
@@ -185,8 +186,9 @@ def _profile(path: Path, results: Results) -> str:
         rows.append(row)
     s = results.settings
     title = (
-        f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, causal, "
-        f"{where(results)}; one profiled launch each ([{path.name}](results/{path.name}))"
+        f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, "
+        f"{'full' if s['full'] else 'causal'}, {where(results)}; one profiled call each "
+        f"([{path.name}](results/{path.name}))"
     )
     head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
     return f"{title}:\n\n{_markdown(head, rows)}"

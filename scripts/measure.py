@@ -47,21 +47,25 @@ RUNS = {
     "kernel-ablation": f"{KERNEL} --families pytorch ablation --batch-sizes 4 --heads 4"
     " --backends attention_kernels/csrc/ablation/no_maximum/v09_no_maximum.cu"
     " --seqlens 1024 --full --rounds 5 --baseline ABLATION_STEP_2",
-    "profile-ablation": "profile_kernels.py --family ablation --heads 1 --seqlen 512",
+    "profile-ablation": "profile_kernels.py --family ablation --heads 1 --seqlen 512 --full",
     # Document 5: Triton, at its shape.
     "kernel-triton": f"{KERNEL} {TRITON_CASE}",
     "kernel-triton-full": f"{KERNEL} {TRITON_CASE} --full",
     # Half precision in one run, at GPT-2's shape.
-    "kernel-fp16": f"{KERNEL} {HALF} {LENGTHS} 4096 16384 --rounds 7",
+    "kernel-fp16": f"{KERNEL} {HALF} {LENGTHS} 4096 --rounds 7",
+    # Without the score matrices of NAIVE_PYTORCH and PYTORCH_SDPA_MATH, which are 13 GB and more.
+    "kernel-fp16-long": f"{KERNEL} --families triton --dtypes float16 --seqlens 16384 --rounds 7"
+    " --backends PYTORCH_SDPA_FLASH_ATTENTION PYTORCH_SDPA_CUDNN_ATTENTION"
+    f" WMMA_FLASH_ATTENTION_2_VERSION_3 {EFFICIENT}",
     "generation-fp16": f"{GENERATION} {HALF} --max-tokens 128 512 --rounds 3",
     # What the case study left open: other batch sizes, and a cache.
     "generation-batch": f"{GENERATION} --backends NAIVE_PYTORCH PYTORCH_SDPA_EFFICIENT_ATTENTION"
     " CUSTOM_CUDA_VERSION_12 --batch-sizes 4 16 --max-tokens 256 --rounds 3",
     "generation-kv": f"{GENERATION} --families pytorch --modes kv-cache --max-tokens 512"
     " --rounds 3",
-    "profile-wmma": "profile_kernels.py --family wmma-fa2 --heads 1 --seqlen 2048",
+    "profile-wmma": "profile_kernels.py --family wmma-fa2 --heads 1 --seqlen 2048 --full",
     "profile-fa1": "profile_kernels.py --family flash-attention-1 --batch 32 --heads 8"
-    " --head-dim 32",
+    " --head-dim 32 --full",
 }
 
 

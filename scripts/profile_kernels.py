@@ -33,8 +33,10 @@ METRICS = {
     "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "issue_active_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "fma_pipe_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
-    "tensor_pipe_percent": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "global_load_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
+    # What cp.async loads is counted apart.
+    "global_async_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
     "global_store_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     "registers_per_thread": "launch__registers_per_thread",
     "duration_us": "gpu__time_duration.sum",
@@ -54,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -64,11 +67,12 @@ def main() -> None:
     if arguments.worker:
         launch_each(arguments)
         return
-    shape = ("batch", "heads", "seqlen", "head_dim")
+    shape = ("batch", "heads", "seqlen", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in shape} | {"measures": "profile"}
+    counters, settings["not_on_this_gpu"] = known_counters()
     results = Results(arguments.name, bench.provenance(), settings, [])
     launch_each(arguments)  # builds what is not built, outside the profiler
-    rows = profile()
+    rows = profile(counters)
     ops = {ladder.versions()[name].op: name for name in names_of(arguments.family)}
     if missing := ops.keys() - rows.keys():
         sys.exit(f"ncu reported nothing for {', '.join(sorted(missing))}")
@@ -102,15 +106,34 @@ def launch_each(arguments: argparse.Namespace) -> None:
             num_heads=arguments.heads,
             dtype=getattr(torch, dtype),
         )
-        get_backend(name).attention(*case.inputs("cuda"))
+        get_backend(name).attention(*case.inputs("cuda"), is_causal=not arguments.full)
     torch.cuda.synchronize()
 
 
-def profile() -> dict[str, list[dict[str, float]]]:
+def known_counters() -> tuple[list[str], list[str]]:
+    """The counters of METRICS that ncu has for this GPU, and the metrics that it has not.
+
+    Asking it for one that it does not know would end the profile.
+    """
+    done = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
+    listed = {line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line.strip()}
+    if done.returncode or not listed:
+        sys.exit(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    known = {
+        name: counter
+        for name, counter in METRICS.items()
+        if counter.startswith("launch__") or counter.split(".", maxsplit=1)[0] in listed
+    }
+    if missing := [name for name in METRICS if name not in known]:
+        print(f"not on this GPU: {', '.join(missing)}", file=sys.stderr)
+    return list(known.values()), missing
+
+
+def profile(counters: list[str]) -> dict[str, list[dict[str, float]]]:
     """Metrics of each launch by op ("v01"), from ncu's CSV."""
     command = ["ncu", "--clock-control", "none", "--csv", "--print-units", "base"]
     command += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
-    command += ["--kernel-name-base", "mangled", "--metrics", ",".join(METRICS.values())]
+    command += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
     command += [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--worker"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]

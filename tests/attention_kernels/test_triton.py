@@ -250,20 +250,23 @@ def test_torch_knows_the_kernels_of_an_op(name, module):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_it_compiles(arch, dtype, compiled):
+@pytest.mark.parametrize(
+    ("dtype", "q_sign"), [("fp16", {"q_sign": 1}), ("fp32", {"q_sign": 1}), ("bf16", {})]
+)
+def test_it_compiles(arch, dtype, q_sign, compiled):
+    """q_sign is known for a positive scale; for others it is an argument, and an integer."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     usable(NAMES[0], "cpu").attention(*Case(3, 32).inputs("cpu"))  # the interpreter leaves no trace
-    config = (compiled._half if dtype == "fp16" else compiled._float32).configs[-1]
+    config = (compiled._float32 if dtype == "fp32" else compiled._half).configs[-1]
     constants = {
         "head_dim": 64,
         "is_causal": True,
         "transposed_k": False,
         "interpreted": False,
-        "q_sign": 1,
+        **q_sign,
         **config.kwargs,
     }
     names = compiled._compiled.arg_names
@@ -293,7 +296,8 @@ def test_it_compiles(arch, dtype, compiled):
     else:
         assert products
         assert all(("wgmma" in product) == (arch == 90) for product in products)
-        assert all(re.search(r"f32\.f16\.f16", product) for product in products)
+        operands = dtype.replace("fp", "f")
+        assert all(f"f32.{operands}.{operands}" in product for product in products)
 
 
 # Refusals

@@ -42,16 +42,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+def environment(site: Path) -> dict[str, str]:
+    """Where the packages of `site` are installed beside what is importable here."""
+    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    # The source's path is temporary, and so is the cache.
+    cache = {"ATTENTION_KERNELS_CACHE": str(site.parent / "cache")}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **cache}
+
+
 def gpt2_infer(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the program where the packages of `site` are installed."""
     return subprocess.run(
         [sys.executable, "-m", "gpt2_infer", *arguments],
         cwd=site,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
-            "ATTENTION_KERNELS_CACHE": str(site.parent / "cache"),  # the source's path is temporary
-        },
+        env=environment(site),
         capture_output=True,
         text=True,
         check=False,
@@ -148,7 +152,7 @@ def test_it_is_compared(site, tmp_path):
             *("--backends", *NAMES, "NAIVE_PYTORCH", "--max-tokens", "16", "--rounds", "2"),
             *("--out", tmp_path / "r.json"),
         ],
-        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
+        env=environment(site),
         capture_output=True,
         text=True,
         check=False,

@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_infer import bench
 from gpt2_infer.results import Results, Series
-from scripts import update_readme
+from scripts import profile_kernels, update_readme
 from scripts.profile_kernels import METRICS, combined, op_of, parse_csv
 
 HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -62,7 +62,14 @@ def test_a_profile_becomes_a_table_with_throughputs(tmp_path):
         for metric, value in found.items()
     ]
     series[3].samples = [2e6]
-    settings = {"measures": "profile", "batch": 1, "heads": 12, "seqlen": 1024, "head_dim": 64}
+    settings = {
+        "measures": "profile",
+        "batch": 1,
+        "heads": 12,
+        "seqlen": 1024,
+        "head_dim": 64,
+        "full": False,
+    }
     results = Results("profile-test", bench.provenance(), settings, series)
     results.write(tmp_path / "2026-01-01_x_profile-test.json")
     marked = (
@@ -71,5 +78,16 @@ def test_a_profile_becomes_a_table_with_throughputs(tmp_path):
     )
     text = update_readme.render(marked, tmp_path)
     # 1e6 wavefronts of 128 bytes in 100 us are 1.28 TB/s.
-    assert "| `CUSTOM_CUDA_VERSION_1` | 1e+06 | 4e+06 | 100 | 1.28e+03 |  | 40 |  |" in text
+    assert "| `CUSTOM_CUDA_VERSION_1` | 1e+06 | 4e+06 | 100 | 1.28e+03 |  | 40 |  |  |" in text
     assert "**Measured:** 2,000,000 wavefronts of shared loads (1,000,000 before)." in text
+
+
+def test_a_counter_that_the_gpu_has_not_is_not_asked_for(monkeypatch, capsys):
+    listed = "\n".join(f"{c.split('.')[0]}  Counter  what it is" for c in METRICS.values())
+    listed = "Device NVIDIA\n" + listed.replace("sm__pipe_tensor_cycles_active", "sm__other")
+    done = type("Done", (), {"returncode": 0, "stdout": listed, "stderr": ""})
+    monkeypatch.setattr(profile_kernels.subprocess, "run", lambda *_, **__: done)
+    counters, missing = profile_kernels.known_counters()
+    assert missing == ["tensor_pipe_percent"]
+    assert {*counters} == {*METRICS.values()} - {METRICS["tensor_pipe_percent"]}
+    assert "not on this GPU: tensor_pipe_percent" in capsys.readouterr().err
