@@ -376,7 +376,7 @@ def _quantiles(samples: Sequence[float]) -> str:
 
 
 def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _count(series: Series | None) -> str:

@@ -34,6 +34,7 @@ RUNS = {
     "generation-fp32": f"{GENERATION} --families pytorch custom-cuda --rounds 3",
     "profile-fp32": "profile_kernels.py --family custom-cuda",
     "generation-cuda": "bench_generation.py cuda --rounds 4",
+    "generation-cpu": "bench_generation.py cpu --rounds 7",
     "build": "bench_build.py",
     # Document 1: tensor cores through WMMA, at its shape, against the same precision.
     "kernel-wmma": f"{KERNEL} --families pytorch wmma-fa2 --dtypes float16 --heads 1 --full"
@@ -43,6 +44,8 @@ RUNS = {
     f" {FA1_CASE} --rounds 7 --baseline FLASH_ATTENTION_1_BASELINE",
     "kernel-fa1-cpu": f"{KERNEL} --device cpu {FA1_CASE} --rounds 3"
     " --backends FLASH_ATTENTION_1_CPU NAIVE_PYTORCH PYTORCH_SDPA_FLASH_ATTENTION",
+    "kernel-cpu": f"{KERNEL} --device cpu --families pytorch numpy --backends FLASH_ATTENTION_1_CPU"
+    " --heads 8 --head-dims 32 --full --seqlens 64 128 256 512 --rounds 7",
     # Document 3: the ablation.
     "kernel-ablation": f"{KERNEL} --families pytorch ablation --batch-sizes 4 --heads 4"
     " --backends attention_kernels/csrc/ablation/no_maximum/v09_no_maximum.cu"

@@ -121,7 +121,7 @@ def kernel_time(results: Results) -> Figure | None:
         return cell.flops / series.median / 1e6
 
     figure: Figure
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     _draw_lines(left, lines, group, legend=False)
     _draw_lines(right, _lines(group, "seqlen", tflops), group)
     seqlens = sorted({series.labels["seqlen"] for series in group})
@@ -150,7 +150,7 @@ def kernel_bars(results: Results) -> Figure | None:
     chosen = 1024 if 1024 in seqlens else max(seqlens)
     at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
     title = f"Attention alone, {_shape(group[0])}, N={chosen}: microseconds"
-    return _bars(at, results, title, "microseconds", "{:.1f}")
+    return _bars(at, results, title, "microseconds", "{:,.1f}")
 
 
 def error_and_speed(results: Results) -> Figure | None:
@@ -184,11 +184,14 @@ def error_and_speed(results: Results) -> Figure | None:
     _finish(axes, f"Error and time, {_shape(group[0])}, N={chosen}", results)
     axes.set(xlabel="microseconds", xscale="log", yscale="log")
     axes.set_ylabel("largest error against float64")
-    for axis, form in ((axes.xaxis, "{:g}"), (axes.yaxis, "{:.0e}")):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    times = [series.median for series in at]
+    wide = max(times) > 300 * min(times)
+    for axis, form in ((axes.xaxis, "{:,.10g}"), (axes.yaxis, "{:.0e}")):
+        subs = (1,) if wide and axis is axes.xaxis else (1, 2, 5)
+        axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
         axis.set_minor_locator(NullLocator())
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.legend(loc="outside right upper")
     return figure
 
 
@@ -307,11 +310,8 @@ def _draw_lines(
         handles, labels = axes.get_legend_handles_labels()
         ends = [points[-1][1] for points in lines.values()]
         order = sorted(range(len(labels)), key=lambda i: -ends[i])
-        axes.legend(
-            [handles[i] for i in order],
-            [labels[i] for i in order],
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1),
+        axes.figure.legend(
+            [handles[i] for i in order], [labels[i] for i in order], loc="outside right upper"
         )
 
 
@@ -343,6 +343,7 @@ def _bars(at: list[Series], results: Results, title: str, unit: str, form: str) 
         text = f"{form.format(series.median)}  {change}"
         axes.text(series.spread[1] + 0.01 * wide, place, text, va="center", fontsize=7.5)
     axes.set_xlim(0, 1.75 * wide)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(visible=False, axis="y")
     _finish(axes, title, results)
     axes.set_xlabel(f"{unit}: median, least to most")
@@ -358,7 +359,7 @@ def _finish(axes: Axes, title: str, results: Results) -> None:
 def _plain_ticks(axes: Axes, values: list[int]) -> None:
     axes.set_xticks(values, [str(value) for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 if __name__ == "__main__":

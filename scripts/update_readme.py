@@ -4,7 +4,7 @@
 
 `<!-- table TASK -->` ... `<!-- end -->` holds the table of the newest results file of that task;
 `<!-- ladder FAMILY TASK ... -->` a section for each version of a ladder, from its header and these
-tasks; `<!-- versions FAMILY -->` a table of its versions.
+tasks; `<!-- versions FAMILY -->` a table of its versions; `<!-- plot TASK PLOT -->` a picture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpt2_infer.results import ResultsError, newest
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(
-    r"(<!-- (table|ladder|versions) ([a-z0-9 -]+) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (table|ladder|versions|plot) ([a-z0-9 -]+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
@@ -31,6 +31,10 @@ def render(text: str, folder: Path) -> str:
         first, *tasks = match[3].split()
         if match[2] == "ladder":
             body = tables.ladder_sections(first, [results[t][1] for t in tasks if t in results])
+        elif match[2] == "plot":
+            picture = f"results/plots/{first}_{tasks[0]}.png"
+            drawn = (folder / "plots" / f"{first}_{tasks[0]}.png").exists()
+            body = f"![{first}, {tasks[0]}]({picture})\n" if drawn else "Not drawn yet.\n"
         elif match[2] == "versions":
             body = tables.versions_table(first)
         else:

@@ -6,6 +6,7 @@ import pytest
 
 from attention_kernels import backends, ladder
 from scripts import compare_backends, measure
+from scripts.plot_results import PLOTS
 
 
 @pytest.mark.parametrize("name", measure.RUNS)
@@ -65,8 +66,10 @@ def test_ctrl_c_waits_for_the_run_to_save_what_it_has(capsys, monkeypatch, tmp_p
 
 def test_every_table_of_the_readme_has_a_command_behind_it():
     text = (measure.SCRIPTS.parent / "README.md").read_text("utf-8")
-    tasks = re.findall(r"<!-- table ([a-z0-9-]+) -->", text)
+    tasks = re.findall(r"<!-- (?:table|plot) ([a-z0-9-]+)", text)
+    plots = {plot for plots in PLOTS.values() for plot in plots}
+    assert {*re.findall(r"<!-- plot [a-z0-9-]+ (\w+) -->", text)} <= plots
     for family, *others in (m.split() for m in re.findall(r"<!-- ladder ([a-z0-9 -]+) -->", text)):
         assert family in {spec.family for spec in backends()}
         tasks += others
-    assert {*tasks} <= {*measure.RUNS, "generation-cpu", "case-study"}
+    assert {*tasks} <= {*measure.RUNS, "case-study"}

@@ -18,3 +18,13 @@ def test_rendering_twice_is_rendering_once_and_touches_only_what_is_marked(tmp_p
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert render(once, tmp_path) == once
+
+
+def test_a_picture_is_shown_once_it_is_drawn(tmp_path: Path):
+    text = "<!-- plot kernel-cpu time -->\n<!-- end -->\n"
+    assert "Not drawn yet." in render(text, tmp_path)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "kernel-cpu_time.png").write_bytes(b"")
+    shown = render(text, tmp_path)
+    assert "![kernel-cpu, time](results/plots/kernel-cpu_time.png)" in shown
+    assert "Not drawn yet." not in shown
