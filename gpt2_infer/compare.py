@@ -174,7 +174,11 @@ class Recorder:
     def measure(self, labels: Mapping[str, Any], contenders: Iterator[Contender]) -> None:
         """Time the contenders of one cell, unless an earlier run has."""
         old = {s.name: s for s in self.results.series if labels.items() <= s.labels.items()}
-        if old and all(s.status != "ok" or len(s.samples) >= self.rounds for s in old.values()):
+        if old and all(
+            s.status != "ok"
+            or (len(s.samples) >= self.rounds and s.facts.get("checked_again", True))
+            for s in old.values()
+        ):
             return
         cell = {contender.series.name: contender for contender in contenders}
         for name, contender in cell.items():
@@ -217,8 +221,10 @@ class Recorder:
             if contender.recheck and contender.series.samples:
                 try:
                     contender.recheck()
+                    contender.series.facts["checked_again"] = True
                 except bench.Rejected as error:
                     reject(name, error)
+        self._save()
 
     def finish(self) -> Results:
         """Write the output, which is whole now."""
@@ -301,6 +307,7 @@ def _kernel_contenders(
                 series.facts["workspace_bytes"] = workspace
                 contender.sample = kernel_sampler(spec, inputs, is_causal=cell.is_causal)
                 contender.recheck = functools.partial(_recheck, spec, cell.case, device)
+                series.facts["checked_again"] = False
         except KERNEL_ERRORS as error:
             _fail(series, error, device)
         yield contender
@@ -386,9 +393,8 @@ def compare_generation(
     load: the model in a dtype, called once for each. name: what it is called in the results. The
     greedy tokens of each backend, in every call that is timed, are compared with the baseline's,
     which is measured even where specs lack it; where they part, diverge() says whether that is a
-    tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what
-    any kernel can save. Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told
-    apart in the facts.
+    tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what any kernel can save.
+    Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told apart in the facts.
     """
     cells = sorted(cells, key=lambda cell: cell.dtype)
     if "float64" in {cell.dtype for cell in cells}:
