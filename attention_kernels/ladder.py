@@ -59,7 +59,8 @@ def register_ladder(
 def unregistered(file: Path) -> BackendSpec:
     """A backend of a version file that is in no ladder, under the file's own name.
 
-    Raises HeaderError where the file cannot be read as one.
+    A second file of one name gets a suffix from its path. Raises HeaderError where the file cannot
+    be read as a version.
     """
     if not file.is_file():
         raise HeaderError(f"there is no file {file}")
@@ -67,7 +68,7 @@ def unregistered(file: Path) -> BackendSpec:
     version = build.parse_header(file, f"file_{place}_")
     name = version.path.stem.upper()
     if name in _versions and _versions[name].path != version.path:
-        raise HeaderError(f"{version.path} and {_versions[name].path} have one name: rename one")
+        name = f"{name}_{place.upper()}"
     _versions[name] = version
     return BackendSpec(loader=lambda: kernels(name, version), **_fields(name, "file", version))
 
