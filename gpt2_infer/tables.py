@@ -230,12 +230,17 @@ def versions_table(family: str) -> str:
 def ladder_sections(family: str, measured: Sequence[Results]) -> str:
     """A section for each version of a ladder: its header's own words, then what was measured.
 
-    measured: results of the kernel, of generation and of the profiler, as far as there are any.
+    measured: results of the kernel, of generation and of the profiler, as far as there are any. A
+    version is compared with the one before it, or with the one that its header starts from:
+    `Change: (from v01) ...`.
     """
     backends()  # registers the ladders
     sections = []
-    before: str | None = None
+    last: str | None = None
+    names = {version.name: name for name, version in ladder.versions(family).items()}
     for name, version in ladder.versions(family).items():
+        start = re.match(r"\(from (v\d+)\)", version.change)
+        before = names.get(start[1]) if start else last
         title, change, *rest = map(
             _prose, (version.title, version.change, version.why, version.cost, version.expect)
         )
@@ -247,7 +252,7 @@ def ladder_sections(family: str, measured: Sequence[Results]) -> str:
         facts = [fact for r in measured for fact in _FACTS[_kind(r)](r, name, before)]
         words.append(f"**Measured:** {'; '.join(facts)}." if facts else "Not measured yet.")
         sections.append("\n\n".join(words))
-        before = name
+        last = name
     return "\n\n".join(sections) + "\n"
 
 
@@ -281,12 +286,12 @@ def _chosen(results: Results, name: str, key: str, wanted: int | None = None) ->
 
 
 def _compared(group: Sequence[Series], before: str | None, form: str) -> str:
-    """A median with its spread, and how many times as fast as the version before that is."""
+    """A median with its spread, and how many times as fast as another version that is."""
     series = group[0]
     low, high = (form.format(value) for value in series.spread)
     text = f"{form.format(series.median)} {series.unit} ({low} .. {high})"
     times = ratio(series, group[1:], before or "")
-    return text if times is None else f"{text}, {times:.2f} times as fast as the version before"
+    return text if times is None else f"{text}, {times:.2f} times as fast as `{before}`"
 
 
 def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
@@ -319,7 +324,7 @@ def _profile_facts(results: Results, name: str, before: str | None) -> list[str]
             return []
         text = f"{form.format(found[name, metric])} {words}"
         if before and (before, metric) in found:
-            text += f" ({form.format(found[before, metric])} before)"
+            text += f" (`{before}`: {form.format(found[before, metric])})"
         return [text]
 
     return [

@@ -123,8 +123,9 @@ def test_the_readme_gets_tables_and_a_section_for_each_version(tmp_path):
     first, second = text.split("#### `CUSTOM_CUDA_VERSION_")[1:3]
     assert first.startswith("1`: Naive Flash Attention V1\n")
     assert "the kernel alone at N=1024 takes 308.2 us (307.2 .. 309.2);" in first
-    assert "the kernel alone at N=1024 takes 410.6 us (409.6 .. 411.6), 0.75 times" in second
-    assert "128 tokens take 6.410 s (6.400 .. 6.420), 0.80 times as fast as the" in second
+    faster = "as fast as `CUSTOM_CUDA_VERSION_1`"
+    assert f"at N=1024 takes 410.6 us (409.6 .. 411.6), 0.75 times {faster}" in second
+    assert f"128 tokens take 6.410 s (6.400 .. 6.420), 0.80 times {faster}" in second
     assert "attention is 80% of that." in second
     assert "Not measured yet." in text.split("#### `CUSTOM_CUDA_VERSION_3`")[1]
 
@@ -165,3 +166,17 @@ def test_a_version_that_was_not_timed_says_why(tmp_path):
     marked = "<!-- ladder custom-cuda kernel-test -->\n<!-- end -->\n"
     text = update_readme.render(marked, tmp_path)
     assert "**Measured:** the kernel alone at N=1024: failed, it was wrong." in text
+
+
+def test_a_version_is_compared_with_the_one_that_it_starts_from(tmp_path):
+    results = kernels()
+    names = ("BASELINE", "REGISTER_TILED", "WARP_REDUCTION", "TENSOR_CORE")
+    for place, name in enumerate(names):
+        for series in results.series[place::4]:
+            series.name = f"FLASH_ATTENTION_1_{name}"
+            series.labels["precision"] = "fp16"
+    results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    marked = "<!-- ladder flash-attention-1 kernel-test -->\n<!-- end -->\n"
+    text = update_readme.render(marked, tmp_path)
+    assert text.count("times as fast as `FLASH_ATTENTION_1_BASELINE`") == 3
+    assert text.count("times as fast as `") == 3
