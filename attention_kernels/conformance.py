@@ -86,15 +86,9 @@ def cases(
 
 
 def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdict:
-    """Run one case.
-
-    NaN of the output's size is freed first: an allocator that gives it back, as CUDA's does, makes
-    what a kernel does not write show. The CPU emulator fills every output with NaN itself.
-    """
+    """Run one case."""
     q, k, v = case.inputs(device)
-    block = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    poison = [block.clone() for _ in range(6)]  # as many as copies of inputs may take, too
-    del block, poison
+    poison_freed_memory(q)
     o = spec.attention(q, k, v, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
     return judge(
         o,
@@ -106,6 +100,17 @@ def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdi
         precision=spec.precisions[dtype_name(case.dtype)],
         naive_floor=naive_floor(case, str(device)),
     )
+
+
+def poison_freed_memory(like: Tensor) -> None:
+    """Free NaN of an output's size, in as many pieces as copies of inputs may take, too.
+
+    An allocator that gives it back, as CUDA's does, makes what a kernel does not write show. The
+    CPU emulator fills every output with NaN itself.
+    """
+    block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
+    poison = [block.clone() for _ in range(6)]
+    del block, poison
 
 
 @functools.cache

@@ -22,10 +22,9 @@ from attention_kernels import build, contract
 from attention_kernels.build import BuildError, HeaderError, Target, VersionHeader
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
-from attention_kernels.registry import BackendSpec, get_backend, register
+from attention_kernels.registry import PLAIN_PRECISIONS, BackendSpec, get_backend, register
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
-PRECISIONS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 # A launch that failed with one of these has run nothing, and can never succeed on this device.
 _REFUSALS = (
@@ -126,7 +125,7 @@ def load_op(name: str, device_type: str) -> None:
         if key in _loaded:
             return
         version = _versions[name]
-        _define(version.op)
+        define_op(version.op)
         try:
             arch = architectures() if device_type == "cuda" else ""
             library = build.build(version, TARGETS[device_type], arch, label=name)
@@ -148,7 +147,7 @@ _load_op._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _define(op: str) -> None:
+def define_op(op: str) -> None:
     """The op's schema and its fake kernel: what torch must know without any library."""
     name = f"attention_kernels::{op}"
     torch.library.define(name, SCHEMA, tags=(torch.Tag.needs_exact_strides,))
@@ -160,7 +159,7 @@ def _define(op: str) -> None:
 def kernels(name: str, version: VersionHeader) -> Kernels:
     """What the backend `name` of a version file loads; nothing is compiled yet."""
     _versions[name] = version
-    _define(version.op)
+    define_op(version.op)
     op = getattr(torch.ops.attention_kernels, version.op).default
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
@@ -231,7 +230,7 @@ def _register(
         version = _versions[name] = build.parse_header(files[0], op_prefix)
     except HeaderError as error:
         reason = str(error)
-        summary, takes = f"{files[0].stem}.", {"float32": PRECISIONS["float32"]}
+        summary, takes = f"{files[0].stem}.", {"float32": PLAIN_PRECISIONS["float32"]}
         decorate = register(
             name=name,
             family=family,
@@ -260,7 +259,7 @@ def _fields(name: str, family: str, version: VersionHeader) -> dict[str, Any]:
         "name": name,
         "family": family,
         "summary": f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
-        "precisions": {version.dtype: PRECISIONS[version.dtype]},
+        "precisions": {version.dtype: PLAIN_PRECISIONS[version.dtype]},
         "head_dims": version.head_dims,
         "device_types": _device_types(version),
         "probe": probe,

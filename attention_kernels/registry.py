@@ -35,6 +35,13 @@ from attention_kernels.errors import (
 ENTRY_POINT_GROUP = "attention_kernels.backends"
 LISTED_FIRST = ("pytorch", "custom_cuda")  # modules of attention_kernels.backends
 PRECISIONS = ("ieee-fp32", "3xtf32", "tf32", "fp16", "bf16", "fp64")
+# The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
+PLAIN_PRECISIONS = {
+    "float32": "ieee-fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+}
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 

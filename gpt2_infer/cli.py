@@ -566,12 +566,13 @@ def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -
     head_dim = 64 if 64 in (spec.head_dims or (64,)) else spec.head_dims[0]
     specs = [*compare.select([compare.BASELINE], device)]
     specs += [spec] if spec not in specs else []
+    seqlen = 1024 if device == "cuda" else 256
+    cells = [compare.KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
+    found = compare.compare_kernels(specs, cells, device=device, rounds=5).series
     for dtype in dtypes:
-        cell = compare.KernelCell(1024 if device == "cuda" else 256, 1, 12, head_dim, dtype)
-        found = compare.compare_kernels(specs, [cell], device=device, rounds=5).series
-        print(f"  time of the kernel alone, N={cell.seqlen} H=12 head_dim={head_dim}, {dtype}:")
+        print(f"  time of the kernel alone, N={seqlen} H=12 head_dim={head_dim}, {dtype}:")
         for series in found:
-            if series.samples:
+            if series.samples and series.labels["dtype"] == dtype:
                 low, high = series.spread
                 print(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
 

@@ -35,10 +35,11 @@ from attention_kernels.conformance import (
 )
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import check_precision
+from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer import bench
 from gpt2_infer.diverge import diverge
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Generation, Mode, generate
+from gpt2_infer.generation import Generation, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2
 from gpt2_infer.results import Results, ResultsError, Series, read
 
@@ -89,6 +90,9 @@ class KernelCell:
         """q, k and v read once and o written once."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return 4 * self.batch * self.num_heads * self.seqlen * self.head_dim * itemsize
+
+
+KERNEL_SHAPE = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
 
 
 @dataclass
@@ -273,7 +277,7 @@ def compare_kernels(
     settings = {"measures": "kernel", "device": device, "baseline": baseline}
     settings |= _plan(specs, cells)
     recorder = Recorder(task, settings, out, rounds=rounds)
-    if device == "cuda":
+    if device == "cuda" and out:
         dtypes = sorted({cell.dtype for cell in cells})
         recorder.results.provenance["limits"] = bench.gpu_limits(dtypes)
     for cell in cells:
@@ -408,7 +412,8 @@ def compare_generation(
         model = load(getattr(torch, dtype))
         if recorder is None:
             build_ladders(specs, model.device.type)
-            ids = _prompt_ids(model, prompt)
+            texts = [prompt] if isinstance(prompt, str) else [[*prompt]]
+            (ids,) = encode_prompts(model.tokenizer, texts)
             settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
             settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": dtype}
             for tokens in (cell.max_tokens for cell in cells):
@@ -424,14 +429,6 @@ def compare_generation(
     if recorder is None:
         raise RequestError("there is nothing to compare")
     return recorder.finish()
-
-
-def _prompt_ids(model: GPT2, prompt: str | Sequence[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if model.tokenizer is None:
-        raise RequestError("this model has no tokenizer: give the prompt as token ids")
-    return model.tokenizer.encode(prompt)
 
 
 def _generation_contenders(
@@ -451,7 +448,7 @@ def _generation_contenders(
         is_free = spec.name == FREE_ATTENTION
         decoder = spec if cell.mode == "kv-cache" else None
         call = functools.partial(
-            _generate,
+            _generate_whole,
             model.with_attention(spec, decoder),
             prompts,
             max_new_tokens=new_tokens,
@@ -491,12 +488,8 @@ def _generation_contenders(
         yield contender
 
 
-def _generate(model: GPT2, prompts: list[list[int]], **options: Any) -> Generation:
-    """generate(), which ends with what there is when interrupted: here, that is not enough."""
-    done = generate(model, prompts, **options)
-    if "interrupted" in done.finish_reasons:
-        raise KeyboardInterrupt
-    return done
+def _generate_whole(model: GPT2, prompts: list[list[int]], **options: Any) -> Generation:
+    return generate(model, prompts, **options).whole()
 
 
 def _generation_sample(
@@ -550,7 +543,7 @@ def _free_attention() -> BackendSpec:
         family="bound",
         summary="No attention at all: the time of everything else.",
         loader=lambda: Kernels(attention, decode),
-        precisions={"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"},
+        precisions=PLAIN_PRECISIONS,
     )
 
 

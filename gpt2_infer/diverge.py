@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec, get_backend
+from attention_kernels.conformance import poison_freed_memory
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.reference import (
     error_budget,
@@ -37,6 +38,7 @@ from attention_kernels.reference import (
     naive_attention,
     reference_attention,
 )
+from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import CPU_LENGTH_STEP, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2, check_backend
@@ -289,9 +291,7 @@ def _write(
             ignore_eos=True,
             progress=progress,
             cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
-        )
-        if "interrupted" in run.finish_reasons:
-            raise KeyboardInterrupt
+        ).whole()
         texts.append(run.tokens[0])
     return texts, run.length_step if mode == "recompute" else CPU_LENGTH_STEP
 
@@ -320,11 +320,7 @@ class _Layers:
         layer = len(self.apart)
         outputs = []
         for spec in self.specs:
-            # As in conformance.run_case: what a kernel does not write must not look right because
-            # the right answer lay there.
-            nan = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-            poison = [nan.clone() for _ in range(6)]
-            del nan, poison
+            poison_freed_memory(q)  # the right answer may lie there
             outputs.append(
                 spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
             )
@@ -369,5 +365,5 @@ def _unregistered(kernel: AttentionFunction) -> BackendSpec:
         family="none",
         summary="A kernel that only this module runs.",
         loader=lambda: Kernels(kernel),
-        precisions={"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"},
+        precisions=PLAIN_PRECISIONS,
     )

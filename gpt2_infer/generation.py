@@ -61,6 +61,12 @@ class Generation:
     generation_s: float
     texts: list[str] = field(default_factory=list)
 
+    def whole(self) -> Generation:
+        """Itself, for callers that what there is so far does not serve; else KeyboardInterrupt."""
+        if "interrupted" in self.finish_reasons:
+            raise KeyboardInterrupt
+        return self
+
     @property
     def new_tokens(self) -> int:
         """How many tokens were generated, over all rows."""

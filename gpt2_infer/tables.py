@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from attention_kernels import backends, ladder
-from gpt2_infer.compare import FREE_ATTENTION, KernelCell
+from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, Series
 
 Cell = tuple[Any, ...]
@@ -53,6 +53,11 @@ def spread_percent(samples: Sequence[float]) -> float:
     return 100 * (max(samples) - min(samples)) / statistics.median(samples)
 
 
+def detail_seqlen(seqlens: Collection[int]) -> int:
+    """The length that a kernel is told by: the bars' one, and the others' beside its times."""
+    return 1024 if 1024 in seqlens else max(seqlens)
+
+
 def _generation_comparison(path: Path, results: Results) -> str:
     """End to end: a block per batch, dtype and mode; a column per number of tokens."""
     settings = results.settings
@@ -89,12 +94,11 @@ def _kernel_comparison(path: Path, results: Results) -> str:
     """The kernel alone: times by seqlen, then more about one of them."""
     settings = results.settings
     blocks = []
-    shape = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
-    for (batch, heads, head_dim, dtype, is_causal), group in _groups(results, *shape).items():
+    for shape, group in _groups(results, *KERNEL_SHAPE).items():
+        batch, heads, head_dim, dtype, is_causal = shape
         lengths = sorted({series.labels["seqlen"] for series in group})
-        chosen = 1024 if 1024 in lengths else lengths[-1]
-        fields = dict(zip(shape, (batch, heads, head_dim, dtype, is_causal), strict=True))
-        cell = KernelCell(chosen, **fields)
+        chosen = detail_seqlen(lengths)
+        cell = KernelCell(chosen, **dict(zip(KERNEL_SHAPE, shape, strict=True)))
         names = dict.fromkeys(series.name for series in group if series.samples)
         has_workspace = any(s.facts.get("workspace_bytes") is not None for s in group)
         one = len(lengths) == 1
@@ -270,16 +274,19 @@ def _kind(results: Results) -> str:
     return str(results.settings.get("measures", results.task))
 
 
-def _chosen(results: Results, name: str, key: str, wanted: int | None = None) -> list[Series]:
-    """The cell that a backend is told by: the first shape it was tried in, and there the wanted,
-    else the largest, value of a label. All its series, the backend's own first.
+def _chosen(
+    results: Results, name: str, key: str, choose: Callable[[Collection[int]], int]
+) -> list[Series]:
+    """The cell that a backend is told by: the first shape it was tried in, with the chosen length.
+
+    All its series, the backend's own first.
     """
     for first in results.settings["cells"]:
         shape = {k: v for k, v in first.items() if k != key}
         group = [s for s in results.series if shape.items() <= s.labels.items()]
         values = {s.labels[key] for s in group if s.name == name}
         if values:
-            at = wanted if wanted in values else max(values)
+            at = choose(values)
             group = [s for s in group if s.labels[key] == at]
             return sorted(group, key=lambda series: series.name != name)
     return []
@@ -295,7 +302,7 @@ def _compared(group: Sequence[Series], before: str | None, form: str) -> str:
 
 
 def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
-    group = _chosen(results, name, "seqlen", 1024)
+    group = _chosen(results, name, "seqlen", detail_seqlen)
     if not group:
         return []
     what = f"the kernel alone at N={group[0].labels['seqlen']}"
@@ -305,7 +312,7 @@ def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
 
 
 def _generation_facts(results: Results, name: str, before: str | None) -> list[str]:
-    group = _chosen(results, name, "max_tokens")
+    group = _chosen(results, name, "max_tokens", max)
     if not group:
         return []
     what = f"{group[0].labels['max_tokens']} tokens"

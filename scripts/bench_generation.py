@@ -54,8 +54,7 @@ def ours(model: GPT2, prompt: list[list[int]], new_tokens: int, mode: Mode) -> C
 
     def run() -> tuple[list[list[int]], dict[str, float]]:
         done = generate(model, prompt, max_new_tokens=new_tokens, mode=mode, ignore_eos=True)
-        if "interrupted" in done.finish_reasons:
-            raise KeyboardInterrupt
+        done.whole()
         split = {
             "warm_up_s": done.warm_up_s,
             "prefill_s": done.prefill_s,
@@ -138,9 +137,8 @@ def cuda_contenders() -> tuple[list[Contender], dict[str, Any]]:
         if spec.unavailable_reason("cuda"):
             continue
         try:
-            model = GPT2.from_pretrained(
-                "gpt2", random_weights=True, device="cuda", attention=spec.name
-            )
+            model = first.with_attention(spec)
+            model.check_backends()
         except AttentionError as error:
             print(f"{spec.name} left out: {error}")
             continue

@@ -24,12 +24,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gpt2_infer.compare import FREE_ATTENTION, KernelCell
+from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, ResultsError, Series, newest
-from gpt2_infer.tables import where
+from gpt2_infer.tables import detail_seqlen, where
 
 ROOT = Path(__file__).parents[1]
-# Okabe and Ito's colours, which the colour-blind can tell apart; a family has one each, and the
+# Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no step; the
 # steps of a ladder are shades of viridis, which they can, too.
 COLOURS = {
     "NAIVE_PYTORCH": "#000000",
@@ -110,14 +110,13 @@ def peak_memory(results: Results) -> Figure | None:
 
 def kernel_time(results: Results) -> Figure | None:
     """The kernel alone: microseconds, and TFLOP/s against the card's limit, by seqlen."""
-    shape = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
-    group = _first_group(results, *shape)
+    group = _first_group(results, *KERNEL_SHAPE)
     lines = _lines(group, "seqlen", lambda series: series.median)
     if len({x for points in lines.values() for x, _ in points}) < 2:
         return None
 
     def tflops(series: Series) -> float:
-        cell = KernelCell(**{key: series.labels[key] for key in ("seqlen", *shape)})
+        cell = KernelCell(**{key: series.labels[key] for key in ("seqlen", *KERNEL_SHAPE)})
         return cell.flops / series.median / 1e6
 
     figure: Figure
@@ -145,20 +144,14 @@ def kernel_time(results: Results) -> Figure | None:
 
 def kernel_bars(results: Results) -> Figure | None:
     """One seqlen, 1,024 or the longest, of each backend, with what changed in each version."""
-    group = _first_group(results, "batch", "num_heads", "head_dim", "dtype", "is_causal")
-    seqlens = {series.labels["seqlen"] for series in group}
-    chosen = 1024 if 1024 in seqlens else max(seqlens)
-    at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
-    title = f"Attention alone, {_shape(group[0])}, N={chosen}: microseconds"
+    shape, at = _at_one_seqlen(results)
+    title = f"Attention alone, {shape}: microseconds"
     return _bars(at, results, title, "microseconds", "{:,.1f}")
 
 
 def error_and_speed(results: Results) -> Figure | None:
     """The largest error against float64, against the time."""
-    group = _first_group(results, "batch", "num_heads", "head_dim", "dtype", "is_causal")
-    seqlens = {series.labels["seqlen"] for series in group}
-    chosen = 1024 if 1024 in seqlens else max(seqlens)
-    at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
+    shape, at = _at_one_seqlen(results)
     if len(at) < 2:
         return None
     figure, axes = _figure()
@@ -181,7 +174,7 @@ def error_and_speed(results: Results) -> Figure | None:
         va="bottom",
         fontsize=8,
     )
-    _finish(axes, f"Error and time, {_shape(group[0])}, N={chosen}", results)
+    _finish(axes, f"Error and time, {shape}", results)
     axes.set(xlabel="microseconds", xscale="log", yscale="log")
     axes.set_ylabel("largest error against float64")
     times = [series.median for series in at]
@@ -246,6 +239,14 @@ def _first_group(results: Results, *keys: str) -> list[Series]:
     """The series of the first cell's shape, dtype and mode: a plot shows one."""
     first = results.series[0].labels
     return [s for s in results.series if all(s.labels[key] == first[key] for key in keys)]
+
+
+def _at_one_seqlen(results: Results) -> tuple[str, list[Series]]:
+    """The timed series of the length that is told in detail, and their shape in words."""
+    group = _first_group(results, *KERNEL_SHAPE)
+    chosen = detail_seqlen({series.labels["seqlen"] for series in group})
+    at = [s for s in group if s.samples and s.labels["seqlen"] == chosen]
+    return f"{_shape(group[0])}, N={chosen}", at
 
 
 def _lines(

@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothin
 import torch
 from safetensors.torch import save_file
 
+from attention_kernels import BackendSpec, get_backend
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -27,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def usable(name: str, device: str) -> BackendSpec:
+    """The backend; skips the test where it cannot run."""
+    spec = get_backend(name)
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    return spec
 
 
 @pytest.fixture(scope="session")

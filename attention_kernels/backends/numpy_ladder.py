@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.contract import AttentionFunction, Kernels
-from attention_kernels.ladder import SCHEMA
+from attention_kernels.ladder import define_op
 from attention_kernels.registry import register
 
 
@@ -38,12 +38,8 @@ def _op(program: str) -> AttentionFunction:
             return torch.from_numpy(run(*arrays, softmax_scale, is_causal))
 
     name = f"numpy_{program}"
-    torch.library.define(f"attention_kernels::{name}", SCHEMA)
+    define_op(name)
     torch.library.impl(f"attention_kernels::{name}", "cpu", attention)
-    torch.library.register_fake(
-        f"attention_kernels::{name}",
-        lambda q, k, v, softmax_scale, is_causal: q.new_empty(q.shape),
-    )
     op: AttentionFunction = getattr(torch.ops.attention_kernels, name).default
     return op
 

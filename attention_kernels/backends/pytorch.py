@@ -12,9 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.registry import register
-
-_FLOATS = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+from attention_kernels.registry import PLAIN_PRECISIONS, register
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
@@ -58,7 +56,7 @@ def _naive_decode(
     name="NAIVE_PYTORCH",
     family="pytorch",
     summary="Matmul, mask, softmax, matmul: the whole score matrix goes through global memory.",
-    precisions=_FLOATS,
+    precisions=PLAIN_PRECISIONS,
 )
 def load_naive() -> Kernels:
     """The case study's baseline."""
@@ -134,7 +132,7 @@ def _sentence(message: str) -> str:
     name="PYTORCH_SDPA_MATH",
     family="pytorch",
     summary="PyTorch's SDPA composed of matmuls and a softmax, pinned.",
-    precisions=_FLOATS,
+    precisions=PLAIN_PRECISIONS,
 )
 def load_math() -> Kernels:
     """SDPBackend.MATH and no other."""
@@ -151,7 +149,7 @@ def _flash_probe(device_type: str) -> str | None:
     name="PYTORCH_SDPA_FLASH_ATTENTION",
     family="pytorch",
     summary="FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
-    precisions=_FLOATS,
+    precisions=PLAIN_PRECISIONS,
     probe=_flash_probe,
 )
 def load_flash() -> Kernels:

@@ -13,7 +13,7 @@ import torch
 from attention_kernels import BackendSpec, backends, get_backend, ladder
 from attention_kernels.conformance import Case
 from attention_kernels.reference import naive_attention, reference_attention
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, usable
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -31,13 +31,6 @@ PRECISIONS = {"float16": "fp16", "float32": "ieee-fp32", "float64": "fp64"}
 HALF = [name for name, (dtype, _) in LADDER.items() if dtype == "float16"]
 # A product of matrix fragments takes all of a tile's V, times zero where it is masked.
 SKIPS_MASKED_V = [name for name in LADDER if name != "FLASH_ATTENTION_1_TENSOR_CORE"]
-
-
-def usable(name: str, device: str) -> BackendSpec:
-    spec = get_backend(name)
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    return spec
 
 
 def dtype_of(spec: BackendSpec) -> torch.dtype:

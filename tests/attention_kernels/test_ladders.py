@@ -21,8 +21,9 @@ from attention_kernels import (
 )
 from attention_kernels.build import HeaderError
 from attention_kernels.conformance import Case, cases, future_leaks, run_case
+from attention_kernels.registry import PLAIN_PRECISIONS
 from attention_kernels.sanitize import sanitize
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, usable
 
 NAMES = [spec.name for spec in backends() if spec.name in ladder.versions()]
 FP32 = [spec.name for spec in backends() if spec.family == "custom-cuda"]
@@ -33,13 +34,6 @@ FOLDER = build.CSRC / "fp32"
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_version = pytest.mark.parametrize("name", NAMES)
-
-
-def usable(name: str, device: str) -> BackendSpec:
-    spec = get_backend(name)
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    return spec
 
 
 def ready_op(name: str, device: str):
@@ -69,7 +63,7 @@ def spec_of(version: build.VersionHeader) -> BackendSpec:
         family="test",
         summary="A version file of a test.",
         loader=lambda: ladder.kernels(name, version),
-        precisions={version.dtype: ladder.PRECISIONS[version.dtype]},
+        precisions={version.dtype: PLAIN_PRECISIONS[version.dtype]},
         head_dims=version.head_dims,
         needs_contiguous=version.layout == "contiguous",
     )

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnsupportedError, get_backend
+from attention_kernels import UnsupportedError, get_backend
 from attention_kernels.conformance import Case, cases, future_leaks, run_case
 from attention_kernels.reference import judge
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, usable
 
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -28,13 +28,6 @@ INF, NAN = torch.inf, torch.nan
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_name = pytest.mark.parametrize("name", NAMES)
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def usable(name: str, device: str) -> BackendSpec:
-    spec = get_backend(name)
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    return spec
 
 
 def op_of(name: str):

@@ -15,7 +15,7 @@ from attention_kernels import BackendSpec, backends, build, get_backend
 from attention_kernels.conformance import Case, run_case
 from attention_kernels.reference import judge, reference_attention
 from tests.attention_kernels.test_ladders import spec_of
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, usable
 
 FOLDER = build.CSRC / "wmma_fa2"
 NAMES = [spec.name for spec in backends() if spec.family == "wmma-fa2"]
@@ -180,13 +180,6 @@ def test_a_wrong_copy_is_reported(probe, fault, words, marker):
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_version = pytest.mark.parametrize("name", NAMES)
-
-
-def usable(name: str, device: str) -> BackendSpec:
-    spec = get_backend(name)
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    return spec
 
 
 def variant(tmp_path: Path, file: Path, **replacements: tuple[str, str]) -> BackendSpec:

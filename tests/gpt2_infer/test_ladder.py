@@ -7,11 +7,11 @@ import functools
 import pytest
 import torch
 
-from attention_kernels import backends, get_backend
+from attention_kernels import backends
 from gpt2_infer import GPT2, generate
 from gpt2_infer.cli import DTYPES
 from gpt2_infer.diverge import diverge
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, usable
 
 HEAD_DIM = 64  # the bundled model's
 NAMES = [
@@ -34,9 +34,7 @@ def load(device: str, dtype: torch.dtype = torch.float32) -> GPT2:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_plain_pytorchs(name, device):
     """Equal token by token, or parted where rounding explains both tokens: see diverge()."""
-    spec = get_backend(name)
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
+    spec = usable(name, device)
     # Interpreted, each dtype takes long; two are enough.
     for dtype in [dtype for dtype in DTYPES if dtype in spec.dtypes][
         : 3 if device == "cuda" else 2
@@ -48,8 +46,7 @@ def test_greedy_text_is_plain_pytorchs(name, device):
 
 @pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_12"])
 def test_a_batch_and_a_cache_through_the_ladder(name):
-    if reason := get_backend(name).unavailable_reason("cpu"):
-        pytest.skip(reason)
+    usable(name, "cpu")
     plain = load("cpu")
     prompts = [PROMPT, "The", '"Come here," said the old man']
     for mode in ("recompute", "kv-cache"):
