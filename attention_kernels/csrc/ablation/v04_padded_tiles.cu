@@ -10,7 +10,8 @@
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: conflicts of shared-memory loads fall from 32-way to none.
+// Expect: conflicts of shared-memory loads fall to none. A padded row is not aligned to 16 bytes:
+//         what nvcc read by four floats, 8-way, it reads one by one now, in a quarter of the time.
 
 #include "common.cuh"
 

@@ -5,10 +5,9 @@
 // Why:    a launch costs microseconds, and each one ends with all of its blocks waiting for the
 //         last. S, P, O and the statistics stay in shared memory from stage to stage and from tile
 //         to tile, and Q is loaded once.
-// Cost:   the shared memory of all stages at once, 42 KB for head_dim 64, and their registers:
-// where
-//         a multiprocessor has threads for two blocks, more than 32 registers a thread leave one.
-//         That is the document's occupancy of 0.4999 and, for head_dim 64, ours.
+// Cost:   the shared memory of all stages at once, 42 KB for head_dim 64, and their
+//         registers: where a multiprocessor has threads for two blocks, more than 32 registers a
+//         thread leave one. That is the document's occupancy of 0.4999 and, for head_dim 64, ours.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64

@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kThreads)
       const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
       Accumulator new_max = row_max[m];
       for (int n = 0; n < kBlockN; ++n) {
-        new_max = fmaxf(new_max, n < visible ? sS[m * kBlockN + n] : -INFINITY);
+        const Accumulator s = sS[m * kBlockN + n];  // read always: four at once
+        new_max = fmaxf(new_max, n < visible ? s : -INFINITY);
       }
       alpha[m] = expf(row_max[m] - new_max);
       row_max[m] = new_max;

@@ -14,7 +14,7 @@
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: a third of v01's shared-memory traffic or less, where the guard does not act; no
+// Expect: little more than a third of v01's shared-memory traffic, where the guard does not act; no
 //         uncoalesced accesses. Still 8-way bank conflicts where fragments of K and V are loaded,
 //         and one warp that waits for each step in turn.
 
