@@ -473,6 +473,14 @@ def execute(command: Sequence[str], folder: str | None = None) -> tuple[int, str
     return done.returncode, done.stdout.decode(errors="replace")
 
 
+def output_of(command: Sequence[str]) -> str:
+    """The output of a command; raises BuildError with the first error line where it fails."""
+    status, output = execute(command)
+    if status != 0:
+        raise BuildError(first_error(output) or f"{command[0]}: exit status {status}")
+    return output
+
+
 def first_error(output: str) -> str | None:
     """The line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]

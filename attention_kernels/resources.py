@@ -187,8 +187,9 @@ def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]
         program = f"{folder}/recorder"
         recorder = build.csrc_of(version) / "launch_recorder.cpp"
         source = f'-DATTENTION_SOURCE="{version.path}"'
-        _run([*flags, "-O0", "-rdynamic", source, str(recorder), "-o", program, "-pthread", "-ldl"])
-        output = _run([program, *map(str, head_dims)])
+        link = ["-rdynamic", "-o", program, "-pthread", "-ldl"]
+        build.output_of([*flags, "-O0", source, str(recorder), *link])
+        output = build.output_of([program, *map(str, head_dims)])
     launches = []
     for line in output.splitlines():
         head_dim, threads, smem, symbol, words = line.split("\t")
@@ -203,7 +204,7 @@ def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
     """What ptxas reports of every kernel of a version, by mangled name."""
     flags = build.compile_flags(version, "cuda", arch)
     command = [*flags, "-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", os.devnull]
-    return parse_ptxas(_run(command))
+    return parse_ptxas(build.output_of(command))
 
 
 def parse_ptxas(output: str) -> dict[str, _Compiled]:
@@ -219,13 +220,6 @@ def parse_ptxas(output: str) -> dict[str, _Compiled]:
         static = int(shared[1]) if shared else 0
         kernels[symbol] = _Compiled(int(registers), int(stores), int(loads), static)
     return kernels
-
-
-def _run(command: Sequence[str]) -> str:
-    status, output = build.execute(command)
-    if status != 0:
-        raise BuildError(build.first_error(output) or f"{command[0]}: exit status {status}")
-    return output
 
 
 COLUMNS = (
@@ -255,6 +249,11 @@ def format_table(rows: Iterable[Resources]) -> str:
                 r.limited_by,
             )
         )
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(

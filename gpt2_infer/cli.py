@@ -226,6 +226,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="the ladder, as `gpt2-infer backends` names it, or all (default: %(default)s)",
     )
     kernels.set_defaults(run=_kernels)
+    accesses = commands.add_parser(
+        "accesses",
+        parents=[debug, listing],
+        help="bank conflicts and memory sectors of each source line of a kernel; no GPU needed",
+    )
+    accesses.add_argument("name", metavar="BACKEND", help="or a version file, *.cu")
+    accesses.add_argument("--seqlen", type=int, default=128, help="default: %(default)s")
+    accesses.add_argument("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
+    accesses.add_argument("--batch", type=int, default=1, help="default: %(default)s")
+    accesses.add_argument("--heads", type=int, default=1, help="default: %(default)s")
+    accesses.add_argument("--full", action="store_true", help="without the causal mask")
+    accesses.set_defaults(run=_accesses)
     return parser
 
 
@@ -646,6 +658,34 @@ def _kernels(arguments: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     else:
         print(resources.format_table(rows))
+    return 0
+
+
+def _accesses(arguments: argparse.Namespace) -> int:
+    import dataclasses
+
+    from attention_kernels import UnsupportedError, accesses, ladder
+
+    spec = ladder.resolve(arguments.name)
+    if (version := ladder.versions().get(spec.name)) is None:
+        raise UnsupportedError(spec.name, ["it has no version file whose accesses can be counted"])
+    head_dim = arguments.head_dim or (64 if 64 in version.head_dims else version.head_dims[0])
+    found = accesses.count_accesses(
+        version,
+        seqlen=arguments.seqlen,
+        head_dim=head_dim,
+        batch=arguments.batch,
+        num_heads=arguments.heads,
+        is_causal=not arguments.full,
+    )
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(access) for access in found], indent=2))
+        return 0
+    print(
+        f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "
+        f"N={arguments.seqlen} head_dim={head_dim} {'full' if arguments.full else 'causal'}\n"
+    )
+    print(accesses.format_table(found))
     return 0
 
 

@@ -1,0 +1,333 @@
+// Counts what one launch() of a version asks of shared and global memory: requests, bank conflicts,
+// sectors. It runs in the emulator, so it needs no GPU.
+//
+// The version file is compiled with -fsanitize=thread and -fsanitize-coverage=trace-pc, which put a
+// call before every load and store and into every basic block; the functions called are here, in
+// place of the sanitizers'. This file itself is compiled without. The threads of a warp run one
+// after the other; what they did between two barriers is then replayed side by side. The lanes that
+// are at the lowest address go on first, so that those which leave a loop wait for the others
+// behind it, as on hardware. What several lanes do at once at one place is one request.
+//
+// Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
+// for each place, separated by tabs: "shared" or "global", "load" or "store", bytes per lane,
+// requests, bank conflicts, the most lanes of a phase in one bank, sectors, the fewest sectors that
+// hold the same bytes, and the return addresses that lead to it, outermost first.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "common.cuh"
+
+namespace attention {
+
+namespace ATTENTION_VERSION {
+int64_t scratch_floats(const Params& params);
+cudaError_t launch(const Params& params, cudaStream_t stream);
+}  // namespace ATTENTION_VERSION
+
+namespace {
+
+using namespace emulator;
+
+constexpr unsigned kBanks = 32;  // of 4 bytes
+constexpr uintptr_t kSectorBytes = 32;
+constexpr unsigned kPhaseBytes = 128;  // that shared memory delivers at once
+
+struct Range {
+  uintptr_t begin;
+  size_t size;
+  bool has(uintptr_t address) const { return address - begin < size; }
+};
+
+// Where a thread has been, reached by one chain of calls: an access, or with size 0 a basic block.
+struct Place {
+  std::vector<uintptr_t> chain;
+  unsigned size = 0;
+  bool is_shared = false, is_store = false;
+  uint64_t requests = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
+
+  // The accesses of some lanes at once. 8 bytes per lane are delivered to half a warp at a time, 16
+  // to a quarter; within such a phase lanes conflict that want different words of one bank.
+  void count(const uintptr_t (&address)[kWarpSize], uint32_t lanes) {
+    ++requests;
+    const unsigned phase = size <= 4 ? kWarpSize : std::max(1u, kPhaseBytes / size);
+    for (unsigned first = 0; is_shared && first < kWarpSize; first += phase) {
+      const uint32_t in_phase = lanes >> first & ~uint32_t{0} >> (kWarpSize - phase);
+      unsigned in_bank[kBanks] = {};
+      for (const uintptr_t word : units(address + first, in_phase, 4)) ++in_bank[word % kBanks];
+      const uint64_t most = *std::max_element(std::begin(in_bank), std::end(in_bank));
+      conflicts += most > 1 ? most - 1 : 0;
+      ways = std::max(ways, most);
+    }
+    if (!is_shared) {
+      sectors += units(address, lanes, kSectorBytes).size();
+      fewest_sectors += (units(address, lanes, 1).size() + kSectorBytes - 1) / kSectorBytes;
+    }
+  }
+
+  // The different units of so many bytes that the lanes touch.
+  std::vector<uintptr_t> units(const uintptr_t* address, uint32_t lanes, uintptr_t bytes) const {
+    std::vector<uintptr_t> found;
+    for (; lanes != 0; lanes >>= 1, ++address) {
+      if ((lanes & 1) == 0) continue;
+      for (uintptr_t unit = *address / bytes; unit <= (*address + size - 1) / bytes; ++unit)
+        found.push_back(unit);
+    }
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
+  }
+};
+
+struct Step {
+  unsigned place;
+  uintptr_t address;
+};
+
+// A function that a thread is in: its frame on the stack, and the return address of its call. That
+// it has been left shows by a visit from a frame further up.
+struct Call {
+  const void* frame;
+  uintptr_t from;
+};
+
+struct Recorder {
+  std::vector<Range> tensors;
+  Range static_shared{};
+  std::vector<Place> places;
+  std::unordered_map<uint64_t, unsigned> index;  // by a digest of chain, size and kind
+  std::vector<unsigned> order, rank;             // of the places, by their addresses
+  std::vector<Call> calls[kMaxThreads];          // that each thread is in
+  std::vector<Step> steps[kMaxThreads];          // since the last barrier
+  bool is_idle = true;                           // there are no steps
+  uint64_t block = 0;
+  unsigned interval = 0;
+
+  // The calling CUDA thread, or null outside of kernels: between two launches.
+  Fiber* thread() {
+    const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+    if (Runners::instance().of(stack_pointer) == nullptr) {
+      replay();
+      return nullptr;
+    }
+    Fiber& fiber = this_fiber();
+    if (fiber.runner->block != block || fiber.runner->interval != interval) replay();
+    block = fiber.runner->block;
+    interval = fiber.runner->interval;
+    return &fiber;
+  }
+
+  void enter(const void* frame, uintptr_t from) {
+    const Fiber* const fiber = thread();
+    if (fiber == nullptr) return;
+    auto& chain = calls[fiber->thread];
+    while (!chain.empty() && chain.back().frame <= frame) chain.pop_back();
+    chain.push_back({frame, from});
+  }
+
+  void visit(const void* frame, uintptr_t at, const void* pointer = nullptr, size_t size = 0,
+             bool is_store = false) {
+    const Fiber* const fiber = thread();
+    if (fiber == nullptr) return;
+    auto& chain = calls[fiber->thread];
+    while (!chain.empty() && chain.back().frame < frame) chain.pop_back();
+    // A function that touches no memory does not announce itself: its blocks have no place in
+    // order.
+    if (size == 0 && (chain.empty() || chain.back().frame != frame)) return;
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    const BlockRunner& runner = *fiber->runner;
+    const Range dynamic_shared{reinterpret_cast<uintptr_t>(runner.dynamic_shared()),
+                               runner.launch->dynamic_shared};
+    const bool is_shared = dynamic_shared.has(address) || static_shared.has(address);
+    const bool is_global = std::any_of(tensors.begin(), tensors.end(),
+                                       [&](const Range& tensor) { return tensor.has(address); });
+    if (size != 0 && !is_shared && !is_global) return;  // a thread's own: registers, on a GPU
+    uint64_t key = (size << 2) + 2 * is_store + is_shared;
+    for (const Call& call : chain) key = (key ^ call.from) * 0x9e3779b97f4a7c15u;
+    key = (key ^ at) * 0x9e3779b97f4a7c15u;
+    const auto [found, is_new] = index.try_emplace(key, places.size());
+    if (is_new) {
+      places.push_back({{}, static_cast<unsigned>(size), is_shared, is_store});
+      for (const Call& call : chain) places.back().chain.push_back(call.from);
+      places.back().chain.push_back(at);
+    }
+    steps[fiber->thread].push_back({found->second, address});
+    is_idle = false;
+  }
+
+  void replay() {
+    if (std::exchange(is_idle, true)) return;
+    if (order.size() < places.size()) {
+      order.resize(places.size());
+      rank.resize(places.size());
+      std::iota(order.begin(), order.end(), 0);
+      std::sort(order.begin(), order.end(),
+                [&](unsigned a, unsigned b) { return places[a].chain < places[b].chain; });
+      for (unsigned i = 0; i < order.size(); ++i) rank[order[i]] = i;
+    }
+    for (unsigned warp = 0; warp < kMaxThreads; warp += kWarpSize) replay_warp(steps + warp);
+    for (auto& of_thread : steps) of_thread.clear();
+  }
+
+  void replay_warp(const std::vector<Step>* lanes) {
+    size_t done[kWarpSize] = {};
+    for (;;) {
+      unsigned lowest = ~0u;
+      for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+        if (done[lane] < lanes[lane].size())
+          lowest = std::min(lowest, rank[lanes[lane][done[lane]].place]);
+      }
+      if (lowest == ~0u) return;
+      Place& place = places[order[lowest]];
+      uint32_t together = 0;
+      uintptr_t address[kWarpSize];
+      for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+        if (done[lane] == lanes[lane].size()) continue;
+        const Step& step = lanes[lane][done[lane]];
+        if (step.place != order[lowest]) continue;
+        address[lane] = step.address;
+        together |= 1u << lane;
+        ++done[lane];
+      }
+      if (place.size != 0) place.count(address, together);
+    }
+  }
+
+  void print() const {
+    for (const Place& place : places) {
+      if (place.size == 0) continue;
+      std::printf("%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t", place.is_shared ? "shared" : "global",
+                  place.is_store ? "store" : "load", place.size, place.requests, place.conflicts,
+                  place.ways, place.sectors, place.fewest_sectors);
+      for (const uintptr_t address : place.chain) std::printf("%lx ", address);
+      std::printf("\n");
+    }
+  }
+};
+
+Recorder recorder;
+
+// `__shared__` arrays are this program's thread-local storage; there is one OS thread.
+Range program_tls() {
+  Range found{};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* data) {  // the program comes first
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
+          size_t index[] = {info->dlpi_tls_modid, 0};
+          *static_cast<Range*>(data) = {reinterpret_cast<uintptr_t>(__tls_get_addr(index)),
+                                        info->dlpi_phdr[i].p_memsz};
+        }
+        return 1;
+      },
+      &found);
+  return found;
+}
+
+void* tensor(size_t bytes) {
+  void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  std::memset(memory, 0, bytes);
+  recorder.tensors.push_back({reinterpret_cast<uintptr_t>(memory), bytes});
+  return memory;
+}
+
+}  // namespace
+}  // namespace attention
+
+// The caller's frame, and where in it.
+#define HERE __builtin_frame_address(1), reinterpret_cast<uintptr_t>(__builtin_return_address(0))
+#define RECORD(bytes)                                                                       \
+  void __tsan_read##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, false); }    \
+  void __tsan_write##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, true); }    \
+  void __tsan_unaligned_read##bytes(void* p) { attention::recorder.visit(HERE, p, bytes); } \
+  void __tsan_unaligned_write##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, true); }
+// What the emulator itself, compiled along, does with atomics.
+#define ATOMIC(bits)                                                                               \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                        \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \
+  }                                                                                                \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int) {                     \
+    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                      \
+  }                                                                                                \
+  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t x, int) {       \
+    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                             \
+  }                                                                                                \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int) {        \
+    return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected,  \
+                                                     uint##bits##_t x, int, int) {                 \
+    return __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+  }
+
+extern "C" {
+RECORD(1)
+RECORD(2)
+RECORD(4)
+RECORD(8)
+RECORD(16)
+void __tsan_read_range(void* p, size_t size) { attention::recorder.visit(HERE, p, size, false); }
+void __tsan_write_range(void* p, size_t size) { attention::recorder.visit(HERE, p, size, true); }
+void __sanitizer_cov_trace_pc() { attention::recorder.visit(HERE); }
+void __tsan_func_entry(void* from) {
+  attention::recorder.enter(__builtin_frame_address(1), reinterpret_cast<uintptr_t>(from));
+}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+void __tsan_vptr_update(void**, void*) {}
+ATOMIC(8)
+ATOMIC(16)
+ATOMIC(32)
+ATOMIC(64)
+void __tsan_atomic_thread_fence(int) {}
+}
+
+int main(int, char** arguments) {
+  using namespace attention;
+  setenv("ATTENTION_EMULATOR_THREADS", "1", 1);
+  Params params{};
+  params.batch = std::atoi(arguments[1]);
+  params.seqlen = std::atoi(arguments[2]);
+  params.num_heads = std::atoi(arguments[3]);
+  params.head_dim = std::atoi(arguments[4]);
+  const size_t element = std::strtoul(arguments[5], nullptr, 10);
+  params.is_causal = std::atoi(arguments[6]) != 0;
+  params.softmax_scale = 1.0;
+  recorder.static_shared = program_tls();
+
+  // Zeros, in views of one fused qkv where the version reads strided inputs.
+  const int64_t row = int64_t{params.num_heads} * params.head_dim;
+  const auto strides = [&](int64_t to_next) {
+    return Strides{params.seqlen * to_next, to_next, params.head_dim};
+  };
+  const size_t bytes = params.batch * params.seqlen * row * element;
+#ifdef ATTENTION_CONTIGUOUS
+  params.q = tensor(bytes);
+  params.k = tensor(bytes);
+  params.v = tensor(bytes);
+  params.q_strides = params.k_strides = params.v_strides = strides(row);
+#else
+  const auto* const qkv = static_cast<const unsigned char*>(tensor(3 * bytes));
+  params.q = qkv;
+  params.k = qkv + row * element;
+  params.v = qkv + 2 * row * element;
+  params.q_strides = params.k_strides = params.v_strides = strides(3 * row);
+#endif
+  params.o = tensor(bytes);
+  params.o_strides = strides(row);
+  params.scratch = static_cast<float*>(
+      tensor(sizeof(float) * std::max<int64_t>(1, ATTENTION_VERSION::scratch_floats(params))));
+
+  const cudaError_t error = ATTENTION_VERSION::launch(params, nullptr);
+  if (error != cudaSuccess) {
+    std::printf("error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
+    return 1;
+  }
+  recorder.replay();
+  recorder.print();
+}
