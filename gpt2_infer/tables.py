@@ -16,6 +16,9 @@ from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, Series
 
 Cell = tuple[Any, ...]
+KINDS = ("load", "store")
+SHARED = ("requests", "conflicts", "ways")
+SECTORS = ("sectors", "fewest_sectors")
 # What the profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
 THROUGHPUTS = {
     "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
@@ -188,14 +191,40 @@ def _profile(path: Path, results: Results) -> str:
             gbps = amount.median * size / time.median / 1e3 if amount and time else None
             row.append("" if gbps is None else f"{gbps:,.3g}")
         rows.append(row)
-    s = results.settings
     title = (
-        f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, "
-        f"{'full' if s['full'] else 'causal'}, {where(results)}; one profiled call each "
+        f"{profiled_shape(results)}, {where(results)}; one profiled call each "
         f"([{path.name}](results/{path.name}))"
     )
     head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
     return f"{title}:\n\n{_markdown(head, rows)}"
+
+
+def _accesses(path: Path, results: Results) -> str:
+    """What the source of each version asks of memory; a refused version is named below."""
+    cells = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
+    head = ["backend", "shared loads", "bank conflicts", "shared stores", "bank conflicts"]
+    head += ["sectors loaded", "sectors stored"]
+    rows = []
+    for name in dict.fromkeys(series.name for series in results.series if series.samples):
+        row = [f"`{name}`"]
+        for kind in KINDS:
+            requests, conflicts, ways = (cells[name, f"shared_{kind}_{n}"] for n in SHARED)
+            row.append(f"{requests:,.0f}")
+            row.append(f"{conflicts:,.0f}" + (f" ({ways:.0f}-way)" if conflicts else ""))
+        for kind in KINDS:
+            sectors, fewest = (cells[name, f"global_{kind}_{n}"] for n in SECTORS)
+            row.append(f"{sectors:,.0f}" + (f" ({fewest:,.0f} would do)" * (fewest < sectors)))
+        rows.append(row)
+    how = f"counted in the source ([{path.name}](results/{path.name}))"
+    title = f"{profiled_shape(results)}; {how}"
+    return f"{title}:\n\n{_markdown(head, rows)}{_untimed(results.series)}"
+
+
+def profiled_shape(results: Results) -> str:
+    """The one shape in which versions were profiled, or their accesses counted."""
+    s = results.settings
+    kind = "full" if s["full"] else "causal"
+    return f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, {kind}"
 
 
 def _case_study(path: Path, results: Results) -> str:
@@ -216,6 +245,7 @@ _TABLES: dict[str, Callable[[Path, Results], str]] = {
     "generation-cpu": _beside_transformers,
     "generation-cuda": _beside_transformers,
     "profile": _profile,
+    "accesses": _accesses,
     "case-study": _case_study,
 }
 
@@ -343,10 +373,33 @@ def _profile_facts(results: Results, name: str, before: str | None) -> list[str]
     ]
 
 
+def _access_facts(results: Results, name: str, before: str | None) -> list[str]:
+    """All counts of a first version; of another what changed."""
+    found = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
+    names = {
+        "shared_load_requests": "shared loads",
+        "shared_load_conflicts": "bank conflicts on shared loads",
+        "shared_store_requests": "shared stores",
+        "shared_store_conflicts": "bank conflicts on shared stores",
+        "global_load_sectors": "sectors loaded",
+        "global_store_sectors": "sectors stored",
+    }
+    words = []
+    for metric, what in names.items():
+        now, then = found.get((name, metric)), found.get((before or "", metric))
+        if now is not None and now != then:
+            words.append(f"{what} {now:,.0f}" + (f" after {then:,.0f}" if then is not None else ""))
+    if not words and (name, "shared_load_requests") not in found:
+        return []
+    shape = f"in the source, at N={results.settings['seqlen']}"
+    return [f"{shape}: {', '.join(words) or f'no other access than in `{before}`'}"]
+
+
 _FACTS: dict[str, Callable[[Results, str, str | None], list[str]]] = {
     "kernel": _kernel_facts,
     "generation": _generation_facts,
     "profile": _profile_facts,
+    "accesses": _access_facts,
 }
 
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, ResultsError, Series, newest
-from gpt2_infer.tables import detail_seqlen, where
+from gpt2_infer.tables import detail_seqlen, profiled_shape, where
 
 ROOT = Path(__file__).parents[1]
 # Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no step; the
@@ -188,9 +188,37 @@ def error_and_speed(results: Results) -> Figure | None:
     return figure
 
 
+def access_bars(results: Results) -> Figure | None:
+    """Shared loads of each version and the bank conflicts on them, with what changed."""
+    counts = {(s.name, s.labels.get("metric")): s for s in results.series if s.samples}
+    loads = [s for (_, metric), s in counts.items() if metric == "shared_load_requests"]
+    if len(loads) < 2:
+        return None
+    figure, axes = _figure(1.4 + 0.34 * len(loads))
+    places = range(len(loads))
+    requests = [series.median for series in loads]
+    conflicts = [counts[series.name, "shared_load_conflicts"].median for series in loads]
+    axes.barh(places, requests, color="#0072B2", label="loads of a warp")
+    axes.barh(places, conflicts, left=requests, color="#D55E00", label="bank conflicts on them")
+    axes.set_yticks(places, [series.name for series in loads], fontsize=8)
+    axes.invert_yaxis()
+    widest = max(map(sum, zip(requests, conflicts, strict=True)))
+    for place, series, load, conflict in zip(places, loads, requests, conflicts, strict=True):
+        text = f"{load:,.0f}" + (f" + {conflict:,.0f}" * bool(conflict))
+        end = load + conflict + 0.01 * widest
+        axes.text(end, place, f"{text}  {series.labels['change']}", va="center", fontsize=7.5)
+    axes.set_xlim(0, 1.75 * widest)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.grid(visible=False, axis="y")
+    _title(axes, "Shared memory: loads in the source", profiled_shape(results))
+    axes.legend(loc="lower right")
+    return figure
+
+
 PLOTS: dict[str, dict[str, Plot]] = {
     "generation": {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
     "kernel": {"time": kernel_time, "bars": kernel_bars, "error": error_and_speed},
+    "accesses": {"bars": access_bars},
 }
 
 
@@ -352,8 +380,12 @@ def _bars(at: list[Series], results: Results, title: str, unit: str, form: str) 
 
 
 def _finish(axes: Axes, title: str, results: Results) -> None:
+    rounds = results.settings["rounds"]
+    _title(axes, title, f"{where(results)}; medians of {rounds} interleaved rounds")
+
+
+def _title(axes: Axes, title: str, facts: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
-    facts = f"{where(results)}; medians of {results.settings['rounds']} interleaved rounds"
     axes.text(0, 1.015, facts, transform=axes.transAxes, fontsize=8, color="#555555")
 
 
