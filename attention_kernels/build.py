@@ -390,7 +390,7 @@ def build(
 
 
 def build_many(
-    wanted: Iterable[VersionHeader], target: Target, arch: str = "", *, jobs: int | None = None
+    wanted: Iterable[VersionHeader], target: Target, arch: str = ""
 ) -> dict[str, Path | BuildError]:
     """Build several versions at once, under one progress bar; by op, the library or the error."""
     from tqdm import tqdm
@@ -408,7 +408,7 @@ def build_many(
         _writable(cache)  # here once, so that the threads below share what stands in for it
     with (
         tqdm(total=len(plans), desc="building kernels", unit="", disable=missing == 0) as bar,
-        ThreadPoolExecutor(jobs or os.cpu_count()) as pool,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
 
         def run(item: tuple[str, Plan]) -> None:

@@ -148,8 +148,6 @@ class Report:
     nearest to its budget, or farthest over it.
     """
 
-    backend: str
-    device: str
     cases: int = 0
     failures: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
@@ -177,7 +175,7 @@ def verify(
     check_precision()
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
-    report = Report(spec.name, device)
+    report = Report()
     head_dims = spec.head_dims or (32, 64, 128)
     wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
     suite = [case for dtype in wanted for case in cases(head_dims, dtype, seed=seed)]

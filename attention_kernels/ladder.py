@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,14 @@ from attention_kernels import build, contract
 from attention_kernels.build import BuildError, HeaderError, Target, VersionHeader
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
-from attention_kernels.registry import PLAIN_PRECISIONS, BackendSpec, get_backend, register
+from attention_kernels.registry import (
+    PLAIN_PRECISIONS,
+    BackendSpec,
+    backends,
+    get_backend,
+    register,
+    register_broken,
+)
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
@@ -37,7 +44,6 @@ _REFUSALS = (
 
 _lock = threading.RLock()
 _versions: dict[str, VersionHeader] = {}  # by backend
-_families: dict[str, str] = {}  # by backend
 _loaded: set[tuple[str, str]] = set()  # backend and device type
 _failed: dict[tuple[str, str], str] = {}  # why its last build failed
 
@@ -81,8 +87,9 @@ def resolve(what: str) -> BackendSpec:
 
 
 def versions(family: str | None = None) -> dict[str, VersionHeader]:
-    """The headers of the registered version files, of one family or of all, by backend name."""
-    return {n: v for n, v in _versions.items() if family in (None, _families.get(n))}
+    """The headers of the version files, of one registered family or of all, by backend name."""
+    registered = {spec.name: spec.family for spec in backends()}
+    return {n: v for n, v in _versions.items() if family in (None, registered.get(n))}
 
 
 def architectures() -> str:
@@ -99,20 +106,21 @@ def architectures() -> str:
 
 def families() -> list[str]:
     """The families that have version files, in the order of registration."""
-    return list(dict.fromkeys(_families.values()))
+    return list(dict.fromkeys(spec.family for spec in backends() if spec.name in _versions))
 
 
-def build_all(
-    device_type: str, names: Collection[str] | None = None, jobs: int | None = None
-) -> dict[str, Path | BuildError]:
-    """Build versions, those of the named backends or all, at once; by op, library or error."""
+def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
+    """Build the versions among the backends at once, on every core, and not one by one on use.
+
+    What does not build is told by its first use.
+    """
     arch = architectures() if device_type == "cuda" else ""
     wanted = [
-        version
-        for name, version in _versions.items()
-        if (names is None or name in names) and device_type in _device_types(version)
+        _versions[spec.name]
+        for spec in specs
+        if spec.name in _versions and device_type in spec.device_types
     ]
-    return build.build_many(wanted, TARGETS[device_type], arch, jobs=jobs)
+    build.build_many(wanted, TARGETS[device_type], arch)
 
 
 def load_op(name: str, device_type: str) -> None:
@@ -222,30 +230,15 @@ def _register(
     number: int, files: list[Path], family: str, namer: Callable[[Path], str], op_prefix: str
 ) -> None:
     name = namer(files[0])
-    _families[name] = family
     try:
         if len(files) > 1:
             names = ", ".join(path.name for path in files)
             raise HeaderError(f"several files have the number {number}: {names}")
         version = _versions[name] = build.parse_header(files[0], op_prefix)
     except HeaderError as error:
-        reason = str(error)
-        summary, takes = f"{files[0].stem}.", {"float32": PLAIN_PRECISIONS["float32"]}
-        decorate = register(
-            name=name,
-            family=family,
-            summary=summary,
-            precisions=takes,
-            probe=lambda _: reason,
-            emulated_on=("cpu",),
-        )
-        decorate(_unreachable)
+        register_broken(name, family, f"{files[0].stem}.", ("cuda", "cpu"), str(error))
         return
     register(**_fields(name, family, version))(lambda: kernels(name, version))
-
-
-def _unreachable() -> Kernels:
-    raise HeaderError("a version file whose header cannot be read has no kernel")
 
 
 def _fields(name: str, family: str, version: VersionHeader) -> dict[str, Any]:

@@ -294,6 +294,23 @@ def register(
     return decorate
 
 
+def register_broken(
+    name: str, family: str, summary: str, device_types: tuple[str, ...], reason: str
+) -> None:
+    """Register a backend that is unavailable for that reason and breaks no other."""
+
+    @register(
+        name=name,
+        family=family,
+        summary=summary,
+        precisions={"float32": PLAIN_PRECISIONS["float32"]},
+        device_types=device_types,
+        probe=lambda _: reason,
+    )
+    def load() -> Kernels:
+        raise RuntimeError(reason)
+
+
 def backends() -> list[BackendSpec]:
     """Every registered backend, in the order of registration."""
     _discover()
@@ -371,27 +388,20 @@ def _discover() -> None:
             try:
                 entry_point.load()
             except Exception as error:  # a broken plug-in is listed and breaks no other
-                reason = f"its plug-in failed to load: {type(error).__name__}: {error}"
-                _register_broken(entry_point.name, reason)
+                register_broken(
+                    _plugin_name(entry_point.name),
+                    "plug-in",
+                    "A plug-in that could not be loaded.",
+                    ("cpu",),  # one device, so that the reason is told once
+                    f"its plug-in failed to load: {type(error).__name__}: {error}",
+                )
         _discovered = True
 
 
-def _register_broken(entry_point: str, reason: str) -> None:
+def _plugin_name(entry_point: str) -> str:
     name = re.sub(r"[^A-Z0-9]+", "_", entry_point.upper()).strip("_") or "PLUGIN"
     name = name if name[0].isalpha() else f"PLUGIN_{name}"
-    if name in _specs:
-        name += "_PLUGIN"
-
-    @register(
-        name=name,
-        family="plug-in",
-        summary="A plug-in that could not be loaded.",
-        precisions={"float32": "ieee-fp32"},
-        device_types=("cpu",),  # one device, so that the reason is told once
-        probe=lambda _: reason,
-    )
-    def load() -> Kernels:
-        raise RuntimeError(reason)
+    return f"{name}_PLUGIN" if name in _specs else name
 
 
 def _is_installed(module: str) -> bool:

@@ -102,8 +102,6 @@ def resource_table(
     versions: Sequence[VersionHeader],
     archs: Sequence[str] = ARCHS,
     head_dims: Iterable[int] = (32, 64, 128),
-    *,
-    jobs: int | None = None,
 ) -> list[Resources]:
     """The resources of every kernel of the versions, one row per head_dim and architecture.
 
@@ -114,7 +112,7 @@ def resource_table(
             f"no limits known for {', '.join(sorted(unknown))}: there are {', '.join(LIMITS)}"
         )
     head_dims = list(head_dims)
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         launches = {
             v.op: pool.submit(_launches, v, [d for d in head_dims if d in v.head_dims])
             for v in versions

@@ -641,10 +641,9 @@ def _diverge(arguments: argparse.Namespace) -> int:
 def _kernels(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import backends, ladder, resources
+    from attention_kernels import ladder, resources
     from gpt2_infer.errors import RequestError
 
-    backends()  # registers them
     versions = ladder.versions(None if arguments.family == "all" else arguments.family)
     if not versions:
         families = ", ".join(ladder.families())

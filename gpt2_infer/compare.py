@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,12 +137,6 @@ def select(
         if reason := spec.unavailable_reason(device_type):
             raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
     return list({spec.name: spec for spec in specs}.values())
-
-
-def build_ladders(specs: Iterable[BackendSpec], device_type: str) -> None:
-    """Build at once, on every core, what the backends would build one by one on first use."""
-    # What fails to build fails its check, with the reason.
-    ladder.build_all(device_type, {spec.name for spec in specs})
 
 
 class Recorder:
@@ -273,10 +267,10 @@ def compare_kernels(
     """
     if baseline not in {spec.name for spec in specs}:
         specs = [get_backend(baseline), *specs]
-    build_ladders(specs, device)
     settings = {"measures": "kernel", "device": device, "baseline": baseline}
     settings |= _plan(specs, cells)
     recorder = Recorder(task, settings, out, rounds=rounds)
+    ladder.build_all(device, specs)
     if device == "cuda" and out:
         dtypes = sorted({cell.dtype for cell in cells})
         recorder.results.provenance["limits"] = bench.gpu_limits(dtypes)
@@ -411,7 +405,6 @@ def compare_generation(
     for dtype, group in itertools.groupby(cells, key=lambda cell: cell.dtype):
         model = load(getattr(torch, dtype))
         if recorder is None:
-            build_ladders(specs, model.device.type)
             texts = [prompt] if isinstance(prompt, str) else [[*prompt]]
             (ids,) = encode_prompts(model.tokenizer, texts)
             settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
@@ -423,6 +416,7 @@ def compare_generation(
                         f"{model.config.n_positions} positions"
                     )
             recorder = Recorder(task, settings, out, rounds=rounds)
+            ladder.build_all(model.device.type, specs)
         for cell in group:
             contenders = _generation_contenders(model, specs, cell, ids, baseline)
             recorder.measure(dataclasses.asdict(cell), contenders)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_kernels import backends, ladder
+from attention_kernels import ladder
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, Series
 
@@ -252,7 +252,6 @@ _TABLES: dict[str, Callable[[Path, Results], str]] = {
 
 def versions_table(family: str) -> str:
     """A ladder's versions, from their headers: what changed, the tile and what it takes."""
-    backends()  # registers the ladders
     rows = []
     for name, version in ladder.versions(family).items():
         flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
@@ -268,7 +267,6 @@ def ladder_sections(family: str, measured: Sequence[Results]) -> str:
     version is compared with the one before it, or with the one that its header starts from:
     `Change: (from v01) ...`.
     """
-    backends()  # registers the ladders
     sections = []
     last: str | None = None
     names = {version.name: name for name, version in ladder.versions(family).items()}

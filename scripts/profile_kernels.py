@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from attention_kernels import backends, get_backend, ladder
+from attention_kernels import BackendSpec, backends, ladder
 from attention_kernels.conformance import Case
 from gpt2_infer import bench, tables
 from gpt2_infer.results import Results, Series, output_file
@@ -73,7 +73,7 @@ def main() -> None:
     results = Results(arguments.name, bench.provenance(), settings, [])
     launch_each(arguments)  # builds what is not built, outside the profiler
     rows = profile(counters)
-    ops = {ladder.versions()[name].op: name for name in names_of(arguments.family)}
+    ops = {ladder.versions()[spec.name].op: spec.name for spec in specs_of(arguments.family)}
     if missing := ops.keys() - rows.keys():
         sys.exit(f"ncu reported nothing for {', '.join(sorted(missing))}")
     for op, name in ops.items():
@@ -85,20 +85,19 @@ def main() -> None:
     print(tables.render(arguments.out, results))
 
 
-def names_of(family: str) -> list[str]:
+def specs_of(family: str) -> list[BackendSpec]:
     """The backends of a ladder that run on a GPU."""
-    known = [spec for spec in backends() if spec.family == family and "cuda" in spec.device_types]
-    if not known:
+    if family not in ladder.families():
         sys.exit(f"no ladder is of the family {family}: there are {', '.join(ladder.families())}")
-    return [spec.name for spec in known]
+    return [spec for spec in backends() if spec.family == family and "cuda" in spec.device_types]
 
 
 def launch_each(arguments: argparse.Namespace) -> None:
     """One call of every version."""
-    names = names_of(arguments.family)
-    ladder.build_all("cuda", names)
-    for name in names:
-        (dtype,) = get_backend(name).dtypes
+    specs = specs_of(arguments.family)
+    ladder.build_all("cuda", specs)
+    for spec in specs:
+        (dtype,) = spec.dtypes
         case = Case(
             arguments.seqlen,
             arguments.head_dim,
@@ -106,7 +105,7 @@ def launch_each(arguments: argparse.Namespace) -> None:
             num_heads=arguments.heads,
             dtype=getattr(torch, dtype),
         )
-        get_backend(name).attention(*case.inputs("cuda"), is_causal=not arguments.full)
+        spec.attention(*case.inputs("cuda"), is_causal=not arguments.full)
     torch.cuda.synchronize()
 
 

@@ -92,3 +92,12 @@ def test_a_counter_that_the_gpu_has_not_is_not_asked_for(monkeypatch, capsys):
     assert missing == ["tensor_pipe_percent"]
     assert {*counters} == {*METRICS.values()} - {METRICS["tensor_pipe_percent"]}
     assert "not on this GPU: tensor_pipe_percent" in capsys.readouterr().err
+
+
+def test_only_ladders_are_profiled():
+    assert [spec.name for spec in profile_kernels.specs_of("wmma-fa2")][-1].endswith("VERSION_3")
+    assert "FLASH_ATTENTION_1_CPU" not in {
+        spec.name for spec in profile_kernels.specs_of("flash-attention-1")
+    }
+    with pytest.raises(SystemExit, match="no ladder is of the family pytorch: there are custom-cu"):
+        profile_kernels.specs_of("pytorch")
