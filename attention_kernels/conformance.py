@@ -194,8 +194,8 @@ def verify(
             continue
         report.cases += 1
         if not verdict.passed:
-            report.failures.append(f"{case}: {_describe(verdict)}")
-        if report.worst is None or _nearness(verdict) > _nearness(report.worst[1]):
+            report.failures.append(f"{case}: {verdict}")
+        if report.worst is None or verdict.nearness > report.worst[1].nearness:
             report.worst = case, verdict
     more = [
         failure
@@ -225,7 +225,7 @@ def _more_failures(
         try:
             verdict = decode_verdict(spec, device, head_dim, dtype, seed)
             if not verdict.passed:
-                found.append(f"{what}: {_describe(verdict)}")
+                found.append(f"{what}: {verdict}")
         except KERNEL_ERRORS as error:
             found.append(f"{what}: {describe_error(error)}")
     return found
@@ -235,14 +235,6 @@ def describe_error(error: Exception) -> str:
     """An exception of a kernel's in one line."""
     kind = "" if isinstance(error, AttentionError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).splitlines()[:1])
-
-
-def _describe(verdict: Verdict) -> str:
-    return f"error {verdict.error:.2e}, budget {verdict.budget:.2e}"
-
-
-def _nearness(verdict: Verdict) -> float:
-    return verdict.error / verdict.budget if verdict.budget > 0 else float(verdict.error > 0)
 
 
 def decode_verdict(
@@ -266,4 +258,4 @@ def decode_verdict(
         last = one[0][:, -1:]
         verdict = judge(o[row : row + 1], last, one[1], one[2], is_causal=False)
         verdicts.append(Verdict(verdict.error, full.budget, full.naive_error))
-    return max(verdicts, key=lambda verdict: verdict.error / verdict.budget)
+    return max(verdicts, key=lambda verdict: verdict.nearness)

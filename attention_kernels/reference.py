@@ -56,6 +56,16 @@ class Verdict:
         """NaN-strict: a NaN error is a failure."""
         return self.error <= self.budget
 
+    @property
+    def nearness(self) -> float:
+        """The error over the budget; infinite where that is no number above 1 and it failed."""
+        ratio = self.error / self.budget if self.budget > 0 else 0.0
+        return ratio if self.passed or ratio > 1 else math.inf
+
+    def __str__(self) -> str:
+        """Error and budget."""
+        return f"error {self.error:.2e}, budget {self.budget:.2e}"
+
 
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True

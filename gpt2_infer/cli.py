@@ -560,10 +560,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if report.worst:
         case, verdict = report.worst
         print(f"  worst: {case}")
-        print(
-            f"         error {verdict.error:.2e}, budget {verdict.budget:.2e}, "
-            f"plain PyTorch's error {verdict.naive_error:.2e}"
-        )
+        print(f"         {verdict}, plain PyTorch's error {verdict.naive_error:.2e}")
     if device in spec.emulated_on:
         print("  no timing: its source runs emulated, which says nothing about its speed")
     elif report.passed and not arguments.no_timing:

@@ -587,8 +587,7 @@ def _check(
             series.status, series.reason = "refused", "; ".join(reasons)
             return
         verdict = run_case(spec, case, device)
-        if worst is None or not verdict.error / verdict.budget <= worst.error / worst.budget:
-            worst = verdict
+        worst = max(worst or verdict, verdict, key=lambda verdict: verdict.nearness)
         if not verdict.passed:
             series.status = "failed"
             series.reason = (
@@ -602,7 +601,7 @@ def _check(
         verdict = decode_verdict(spec, device, cases[0].head_dim, cases[0].dtype)
         if not verdict.passed:
             series.status = "failed"
-            series.reason = f"decode: error {verdict.error:.2e}, budget {verdict.budget:.2e}"
+            series.reason = f"decode: {verdict}"
     if worst:
         facts = dataclasses.asdict(worst)
         for key, value in facts.items():  # JSON has no infinity

@@ -74,3 +74,18 @@ def test_an_overflow_of_plain_pytorch_leaves_no_budget():
 
 def test_nan_never_passes():
     assert not Verdict(math.nan, math.inf, 0.0).passed
+
+
+@pytest.mark.parametrize(
+    ("error", "budget", "nearness"),
+    [
+        (1.0, 2.0, 0.5),
+        (4.0, 2.0, 2.0),
+        (0.0, 0.0, 0.0),
+        (1.0, 0.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (math.nan, 1.0, math.inf),
+    ],
+)
+def test_what_has_no_budget_is_farthest_over_it(error, budget, nearness):
+    assert Verdict(error, budget, 0.0).nearness == nearness
