@@ -116,6 +116,16 @@ def gpu_facts() -> dict[str, Any] | None:
     return facts
 
 
+def device_seconds(work: Callable[[], Any]) -> float:
+    """How long the GPU takes for what work() launches, between two events of its stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
 def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
     """What the GPU reaches now, medians of 5: matmul_<dtype>_tflops, of 8192^3, and copy_gbps.
 
@@ -123,15 +133,7 @@ def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
     """
 
     def seconds(work: Callable[[], Any]) -> float:
-        samples = []
-        for _ in range(6):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            samples.append(float(start.elapsed_time(end)) / 1e3)
-        return statistics.median(samples[1:])
+        return statistics.median([device_seconds(work) for _ in range(6)][1:])
 
     source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
     limits = {"copy_gbps": 2 * 2**30 / seconds(lambda: target.copy_(source)) / 1e9}

@@ -338,15 +338,7 @@ def kernel_sampler(
             run()
         work = graph.replay
 
-    def on_device() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / len(calls)
-
-    return on_device
+    return lambda: bench.device_seconds(work) * 1e6 / len(calls)
 
 
 def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
