@@ -39,23 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
         description="Generate text with GPT-2, its attention computed by the backend you name.",
         epilog=f"Without --prompt or --prompt-file, the case study's: {DEFAULT_PROMPT!r}.",
     )
-    parser.set_defaults(run=_generate)
+    parser.set_defaults(run=_generate, model="openai-community/gpt2", dtype="float32")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        default="openai-community/gpt2",
-        metavar="NAME",
-        help='hub id, local folder, or "demo" for the bundled model (default: %(default)s)',
-    )
-    model.add_argument("--revision", help="branch, tag or commit of a hub id")
-    model.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
-        "distilgpt2, demo or a folder's) from --seed, without a download: for timing, as the "
-        "text means nothing",
-    )
+    _add_model_options(model)
     model.add_argument(
         "--backend",
         metavar="NAME",
@@ -69,10 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="attention backend for decoding with --kv-cache (default: a named --backend where it "
         "has a decode kernel, else NAIVE_PYTORCH on cuda and PYTORCH_SDPA_FLASH_ATTENTION on cpu)",
     )
-    model.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
-    )
-    model.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     text = parser.add_argument_group("text")
     text.add_argument(
         "--prompt",
@@ -119,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--seed",
         type=int,
-        help="prompt i is sampled from SEED + i (default: 0)",
+        help="of random weights; prompt i is sampled from SEED + i (default: 0)",
     )
     work = parser.add_argument_group("how")
     work.add_argument(
@@ -175,7 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
         "compute-sanitizer",
     )
     verify.add_argument("--no-timing", action="store_true", help="only check")
-    verify.set_defaults(run=_verify, shared=("device", "seed"))
+    verify.set_defaults(run=_verify)
     diverge = commands.add_parser(
         "diverge",
         parents=[debug],
@@ -185,32 +168,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     diverge.add_argument("a", metavar="A", help="attention backend, or a version file, *.cu")
     diverge.add_argument("b", metavar="B", help="attention backend, or the same again")
-    diverge.add_argument("--model", metavar="NAME", help="as for generating text")
-    diverge.add_argument("--revision", help="branch, tag or commit of a hub id")
-    diverge.add_argument(
-        "--random-weights", action="store_true", help="of the size that --model names, seed 0"
-    )
-    diverge.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
-    )
-    diverge.add_argument("--dtype", choices=DTYPES, help="default: float32")
+    _add_model_options(diverge)
     diverge.add_argument("--prompt", action="append", metavar="TEXT", help="one only")
     diverge.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 64")
     diverge.add_argument("--kv-cache", action="store_true", help="compare texts with a cache")
     diverge.add_argument("--json", action="store_true", help="one JSON object")
-    diverge.set_defaults(
-        run=_diverge,
-        shared=(
-            "model",
-            "revision",
-            "random_weights",
-            "device",
-            "dtype",
-            "prompt",
-            "max_new_tokens",
-            "kv_cache",
-        ),
-    )
+    diverge.set_defaults(run=_diverge)
     kernels = commands.add_parser(
         "kernels",
         parents=[debug, listing],
@@ -238,7 +201,31 @@ def build_parser() -> argparse.ArgumentParser:
     accesses.add_argument("--heads", type=int, default=1, help="default: %(default)s")
     accesses.add_argument("--full", action="store_true", help="without the causal mask")
     accesses.set_defaults(run=_accesses)
+    for command in commands.choices.values():
+        command.set_defaults(own={action.dest for action in command._actions})
     return parser
+
+
+def _add_model_options(to: argparse._ActionsContainer) -> None:
+    """The options without defaults of their own: those of a program are not a subcommand's."""
+    to.add_argument(
+        "--model",
+        metavar="NAME",
+        help='hub id, local folder, or "demo" for the bundled model '
+        "(default: openai-community/gpt2)",
+    )
+    to.add_argument("--revision", help="branch, tag or commit of a hub id")
+    to.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+        "distilgpt2, demo or a folder's) from a seed, without a download: for timing, as the "
+        "text means nothing",
+    )
+    to.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
+    )
+    to.add_argument("--dtype", choices=DTYPES, help="default: float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,9 +267,8 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 
     if arguments.command is None:
         return
-    shared = ("command", "debug", "json", *getattr(arguments, "shared", ()))
-    options = [action for action in parser._actions if action.dest not in shared]
-    for action in options:
+    own = {"command", *arguments.own}
+    for action in (action for action in parser._actions if action.dest not in own):
         if getattr(arguments, action.dest, action.default) != action.default:
             name = action.option_strings[0]
             raise RequestError(f"{name} is for generating text, not for {arguments.command}")
@@ -313,33 +299,19 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.decode_backend and not arguments.kv_cache:
         raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
 
-    import torch
-
     from attention_kernels import get_backend
-    from gpt2_infer import weights
-    from gpt2_infer.generation import check_request, encode_prompts, generate
-    from gpt2_infer.tokenizer import Tokenizer
+    from gpt2_infer.generation import generate
 
-    device = weights.resolve_device(arguments.device)
     for name in (arguments.backend, arguments.decode_backend):
         if name is not None:
             get_backend(name)
     started = time.perf_counter()
-    source = weights.find(
-        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
-    )
-    config = weights.read_config(source, random_weights=arguments.random_weights)
-    tokenizer = Tokenizer.load(source.folder)
-    rows = encode_prompts(tokenizer, prompts)
-    check_request(config, rows, arguments.max_new_tokens, arguments.stop)
-    model = weights.load_model(
-        source,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=getattr(torch, arguments.dtype),
+    model, rows = _load(
+        arguments,
+        prompts,
+        arguments.stop,
         attention=arguments.backend,
         decode_attention=arguments.decode_backend,
-        random_weights=arguments.random_weights,
         seed=sampling.seed,
     )
     load_s = time.perf_counter() - started
@@ -380,6 +352,38 @@ def _generate(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         print(format_report(report), file=sys.stderr)
     return EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
+
+
+def _load(
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    stop: Sequence[str] = (),
+    specs: Sequence[BackendSpec] = (),
+    **options: Any,
+) -> tuple[GPT2, list[list[int]]]:
+    """The model and the prompts' ids; what its configuration refuses, before any weight is read.
+
+    specs: backends that must take it. options: further ones of load_model().
+    """
+    import torch
+
+    from gpt2_infer import weights
+    from gpt2_infer.generation import check_request, encode_prompts
+    from gpt2_infer.model import check_backend
+    from gpt2_infer.tokenizer import Tokenizer
+
+    device, dtype = weights.resolve_device(arguments.device), getattr(torch, arguments.dtype)
+    random_weights = arguments.random_weights
+    source = weights.find(
+        arguments.model, revision=arguments.revision, random_weights=random_weights
+    )
+    config, tokenizer = source.config(), Tokenizer.load(source.folder)
+    rows = encode_prompts(tokenizer, prompts)
+    check_request(config, rows, arguments.max_new_tokens, stop)
+    for spec in specs:
+        check_backend(spec, config, dtype, device.type)
+    options |= {"device": device, "dtype": dtype, "random_weights": random_weights}
+    return weights.load_model(source, tokenizer=tokenizer, **options), rows
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -465,41 +469,32 @@ def format_report(report: dict[str, Any]) -> str:
         how += ", CUDA graphs"
     if report["length_step"] > 1:
         how += f", lengths rounded up to multiples of {report['length_step']}"
-    lines = [
-        ("model", report["model"]),
-        (
-            "attention",
-            report["attention"] + (" (emulated on the CPU)" if report["emulated"] else ""),
-        ),
-        *([("decode attention", decode)] if decode is not None else []),
-        ("device", report["device"]),
-        ("dtype", report["dtype"]),
-        ("mode", how),
-        ("prompt tokens", counts(report["prompt_tokens"])),
-        (
-            "new tokens",
-            f"{counts(report['new_tokens'])}, ended by "
-            f"{', '.join(dict.fromkeys(report['finish_reasons']))}",
-        ),
-        ("load", f"{report['load_s']:.2f} s"),
-    ]
-    if report["emulated"]:
-        lines.append(
-            (
-                "timing",
-                "none: the kernel's source runs in the CPU emulator, which says nothing about "
-                "its speed",
-            )
+    emulated = " (emulated on the CPU)" if report["emulated"] else ""
+    ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
+    lines = {"model": report["model"], "attention": report["attention"] + emulated}
+    if decode is not None:
+        lines["decode attention"] = decode
+    lines |= {
+        "device": report["device"],
+        "dtype": report["dtype"],
+        "mode": how,
+        "prompt tokens": counts(report["prompt_tokens"]),
+        "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
+        "load": f"{report['load_s']:.2f} s",
+    }
+    if emulated:
+        lines["timing"] = (
+            "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
         )
     else:
-        lines += [
-            ("warm-up", f"{report['warm_up_s']:.3f} s"),
-            ("prefill", f"{report['prefill_s']:.3f} s to the first token"),
-            ("generation", f"{report['generation_s']:.3f} s, prefill included"),
-            ("speed", f"{report['tokens_per_second']:.1f} tokens/s"),
-        ]
-    lines.append(("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"))
-    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines)
+        lines |= {
+            "warm-up": f"{report['warm_up_s']:.3f} s",
+            "prefill": f"{report['prefill_s']:.3f} s to the first token",
+            "generation": f"{report['generation_s']:.3f} s, prefill included",
+            "speed": f"{report['tokens_per_second']:.1f} tokens/s",
+        }
+    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
+    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
 
 
 def _backends(arguments: argparse.Namespace) -> int:
@@ -593,41 +588,19 @@ def _diverge(arguments: argparse.Namespace) -> int:
     if len(prompts) > 1:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
-    import torch
-
     from attention_kernels import ladder
-    from gpt2_infer import weights
     from gpt2_infer.diverge import diverge
-    from gpt2_infer.generation import check_request, encode_prompts
-    from gpt2_infer.model import check_backend
-    from gpt2_infer.tokenizer import Tokenizer
 
-    new_tokens = 64 if arguments.max_new_tokens is None else arguments.max_new_tokens
-    device = weights.resolve_device(arguments.device)
-    dtype = getattr(torch, arguments.dtype)
-    specs = [ladder.resolve(name) for name in (arguments.a, arguments.b)]
-    source = weights.find(
-        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
-    )
-    config = weights.read_config(source, random_weights=arguments.random_weights)
-    tokenizer = Tokenizer.load(source.folder)
-    (row,) = encode_prompts(tokenizer, prompts)
-    check_request(config, [row], new_tokens, ())
-    for spec in specs:
-        check_backend(spec, config, dtype, device.type)
-    model = weights.load_model(
-        source,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        random_weights=arguments.random_weights,
-    )
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = 64
+    a, b = ladder.resolve(arguments.a), ladder.resolve(arguments.b)
+    model, (row,) = _load(arguments, prompts, specs=(a, b))
     result = diverge(
         model,
-        specs[0],
-        specs[1],
+        a,
+        b,
         row,
-        max_new_tokens=new_tokens,
+        max_new_tokens=arguments.max_new_tokens,
         mode="kv-cache" if arguments.kv_cache else "recompute",
         progress=sys.stderr.isatty(),
     )

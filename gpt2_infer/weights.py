@@ -34,15 +34,21 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Source:
-    """A model's origin: what the user named, the folder of its small files, its hub id if any."""
+    """A model's origin: what the user named, the folder of its small files, its hub id if any.
+
+    size: the configuration of a published size that is built without its files.
+    """
 
     name: str
     folder: Path
     hub_id: str | None = None
     revision: str | None = None
+    size: GPT2Config | None = None
 
     def config(self) -> GPT2Config:
         """Read config.json, and generation_config.json's end-of-text ids where there are any."""
+        if self.size is not None:
+            return self.size
         raw = _read_json(self.folder / "config.json")
         generation = self.folder / "generation_config.json"
         if generation.is_file():
@@ -84,8 +90,8 @@ def find(model: str, *, revision: str | None = None, random_weights: bool = Fals
                 f"--revision {revision} is for models on the hub, and {model} is a local folder"
             )
         return Source(model, folder)
-    if random_weights and named_config(model) is not None and revision is None:
-        return Source(model, _PACKAGE / "gpt2_tokenizer")
+    if random_weights and revision is None and (size := named_config(model)) is not None:
+        return Source(model, _PACKAGE / "gpt2_tokenizer", size=size)
     if (
         model == DEMO_MODEL
         or model.startswith((".", "/", "~"))
@@ -125,7 +131,7 @@ def load_model(
         source = model
     else:
         source = find(model, revision=revision, random_weights=random_weights)
-    config = read_config(source, random_weights=random_weights)
+    config = source.config()
     check_backend(spec, config, dtype, target.type)
     if decode_spec is not None:
         check_backend(decode_spec, config, dtype, target.type, decode=True)
@@ -137,14 +143,6 @@ def load_model(
         _load(network, source.weights_folder(), target, dtype)
     network.tokenizer = tokenizer or Tokenizer.load(source.folder)
     return network.requires_grad_(False).eval()
-
-
-def read_config(source: Source, *, random_weights: bool = False) -> GPT2Config:
-    """The source's configuration; for random weights of a published size, that size's."""
-    named = named_config(source.name) if random_weights else None
-    if named is not None and source.folder == _PACKAGE / "gpt2_tokenizer":
-        return named
-    return source.config()
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -225,6 +225,12 @@ def test_options_shared_with_a_subcommand_may_stand_before_it(capsys):
     assert json.loads(out)
 
 
+def test_an_option_that_a_subcommand_does_not_look_at_is_refused(capsys):
+    status, _, err = run(capsys, "--json", "verify", "NAIVE_PYTORCH")
+    assert status == 2
+    assert "--json is for generating text, not for verify" in err
+
+
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     program = f"{sys.executable} -m gpt2_infer --model demo --device cpu --max-new-tokens 4"
     return subprocess.run(
