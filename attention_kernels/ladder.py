@@ -222,10 +222,6 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     ]
 
 
-def _device_types(version: VersionHeader) -> tuple[str, ...]:
-    return ("cpu",) if version.is_host else ("cuda", "cpu")
-
-
 def _register(
     number: int, files: list[Path], family: str, namer: Callable[[Path], str], op_prefix: str
 ) -> None:
@@ -254,7 +250,7 @@ def _fields(name: str, family: str, version: VersionHeader) -> dict[str, Any]:
         "summary": f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
         "precisions": {version.dtype: PLAIN_PRECISIONS[version.dtype]},
         "head_dims": version.head_dims,
-        "device_types": _device_types(version),
+        "device_types": ("cpu",) if version.is_host else ("cuda", "cpu"),
         "probe": probe,
         "emulated_on": () if version.is_host else ("cpu",),
         "needs_contiguous": version.layout == "contiguous",

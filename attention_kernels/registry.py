@@ -126,9 +126,8 @@ class BackendSpec:
         if device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device_type}"
         if device_type == "cuda":
-            if (
-                torch.cuda.device_count() == 0
-            ):  # asks the driver through NVML where it can: no context
+            # Asked through NVML where that can be, so that no context is made.
+            if torch.cuda.device_count() == 0:
                 return "needs a CUDA device, and there is none"
             if self.min_compute_capability is not None:
                 capability = torch.cuda.get_device_capability()

@@ -434,7 +434,7 @@ def _generation_contenders(
         is_free = spec.name == FREE_ATTENTION
         decoder = spec if cell.mode == "kv-cache" else None
         call = functools.partial(
-            _generate_whole,
+            generate,
             model.with_attention(spec, decoder),
             prompts,
             max_new_tokens=new_tokens,
@@ -474,15 +474,11 @@ def _generation_contenders(
         yield contender
 
 
-def _generate_whole(model: GPT2, prompts: list[list[int]], **options: Any) -> Generation:
-    return generate(model, prompts, **options).whole()
-
-
 def _generation_sample(
     call: Callable[[], Generation], contender: Contender, expected: list[list[int]] | None
 ) -> float:
     started = time.perf_counter()
-    done = call()
+    done = call().whole()
     contender.last = {
         "call_s": time.perf_counter() - started,
         "warm_up_s": done.warm_up_s,
@@ -498,11 +494,11 @@ def _tokens_and_peak(
 ) -> tuple[list[list[int]], int | None]:
     """The tokens, and the most memory allocated on the device meanwhile, weights included."""
     if model.device.type != "cuda":
-        return call().tokens, None
+        return call().whole().tokens, None
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
-    tokens = call().tokens
+    tokens = call().whole().tokens
     return tokens, torch.cuda.max_memory_allocated(model.device)
 
 

@@ -49,11 +49,6 @@ class KVCache:
         shape = (config.n_layer, 2, batch, config.n_head, max_seqlen, config.head_dim)
         return cls(like.new_zeros(shape), torch.zeros(batch, dtype=torch.int32, device=like.device))
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """k_cache and v_cache of a layer, (batch, max_seqlen, num_heads, head_dim) views."""
-        k_cache, v_cache = self.kv[index].transpose(2, 3).unbind(0)
-        return k_cache, v_cache
-
 
 class Linear(nn.Module):
     """y = x W + b with W stored (in, out), as in GPT-2's checkpoints.
@@ -154,7 +149,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         cache.kv[self.layer].permute(1, 3, 0, 2, 4)[rows, position] = qkv[:, 0, 1:]
         q = qkv[:, :, 0]
-        k_cache, v_cache = cache.layer(self.layer)
+        k_cache, v_cache = cache.kv[self.layer].transpose(2, 3).unbind(0)
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
         o = backend.decode(q, k_cache, v_cache, cache.seqlens, softmax_scale=self.softmax_scale)

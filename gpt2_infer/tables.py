@@ -320,11 +320,13 @@ def _chosen(
     return []
 
 
-def _compared(group: Sequence[Series], before: str | None, form: str) -> str:
+def _compared(group: Sequence[Series], before: str | None, what: str, verb: str, form: str) -> str:
     """A median with its spread, and how many times as fast as another version that is."""
     series = group[0]
-    low, high = (form.format(value) for value in series.spread)
-    text = f"{form.format(series.median)} {series.unit} ({low} .. {high})"
+    if not series.samples:
+        return f"{what}: {series.status}, {series.reason}"
+    middle, low, high = (form.format(value) for value in (series.median, *series.spread))
+    text = f"{what} {verb} {middle} {series.unit} ({low} .. {high})"
     times = ratio(series, group[1:], before or "")
     return text if times is None else f"{text}, {times:.2f} times as fast as `{before}`"
 
@@ -334,9 +336,7 @@ def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
     if not group:
         return []
     what = f"the kernel alone at N={group[0].labels['seqlen']}"
-    if not group[0].samples:
-        return [f"{what}: {group[0].status}, {group[0].reason}"]
-    return [f"{what} takes {_compared(group, before, '{:.1f}')}"]
+    return [_compared(group, before, what, "takes", "{:.1f}")]
 
 
 def _generation_facts(results: Results, name: str, before: str | None) -> list[str]:
@@ -344,11 +344,8 @@ def _generation_facts(results: Results, name: str, before: str | None) -> list[s
     if not group:
         return []
     what = f"{group[0].labels['max_tokens']} tokens"
-    if not group[0].samples:
-        return [f"{what}: {group[0].status}, {group[0].reason}"]
-    share = attention_share(group[0], group)
-    text = f"{what} take {_compared(group, before, '{:.3f}')}"
-    return [text + ("" if share is None else f"; attention is {share:.0%} of that")]
+    text, share = _compared(group, before, what, "take", "{:.3f}"), attention_share(group[0], group)
+    return [text if share is None else f"{text}; attention is {share:.0%} of that"]
 
 
 def _profile_facts(results: Results, name: str, before: str | None) -> list[str]:

@@ -27,9 +27,8 @@ class Tokenizer:
             raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
             return cls(AutoTokenizer.from_pretrained(str(folder)))
-        except (
-            Exception
-        ) as error:  # transformers and tokenizers raise many kinds, bare Exception among them
+        # transformers and tokenizers raise many kinds, bare Exception among them.
+        except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise WeightsError(f"{folder} holds no tokenizer that can be read: {reason}") from error
 
