@@ -107,9 +107,10 @@ def generate(
     stop = [stop] if isinstance(stop, str) else stop
     if mode not in MODES:
         raise RequestError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    rows = encode_prompts(model.tokenizer, [prompts] if isinstance(prompts, str) else prompts)
+    tokenizer, wants_text = model.tokenizer, bool(stop or on_text)
+    rows = encode_prompts(tokenizer, [prompts] if isinstance(prompts, str) else prompts)
     check_request(model.config, rows, max_new_tokens, stop)
-    if (stop or on_text) and model.tokenizer is None:
+    if wants_text and tokenizer is None:
         raise RequestError("stop strings and streamed text need a model with a tokenizer")
     model.check_backends(decode=mode == "kv-cache")
     backends = [model.attention] + ([model.decode_attention] if mode == "kv-cache" else [])
@@ -121,15 +122,8 @@ def generate(
         model, rows, max_new_tokens, sampling, use_graphs
     )
     eos = () if ignore_eos else model.config.eos_token_id
-    wants_text = bool(stop or on_text)
     watchers = [
-        _Watcher(
-            eos,
-            stop,
-            model.tokenizer.stream() if wants_text and model.tokenizer else None,
-            on_text,
-            i,
-        )
+        _Watcher(i, eos, stop, tokenizer.stream() if tokenizer and wants_text else None, on_text)
         for i in range(len(rows))
     ]
     watch = wants_text or bool(eos) or progress
@@ -156,8 +150,8 @@ def generate(
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     texts = (
-        [w.text if wants_text else model.tokenizer.decode(w.tokens) for w in watchers]
-        if model.tokenizer
+        [w.text if wants_text else tokenizer.decode(w.tokens) for w in watchers]
+        if tokenizer
         else []
     )
     prefill_s, generation_s = marks.elapsed()
@@ -406,53 +400,44 @@ class _Reader:
         return ids
 
 
+@dataclass
 class _Watcher:
     """One row as the host sees it: its tokens, its text, and why it ended."""
 
-    def __init__(
-        self,
-        eos: Sequence[int],
-        stop: Sequence[str],
-        stream: TextStream | None,
-        on_text: Callable[[int, str], None] | None,
-        row: int,
-    ) -> None:
-        self._eos, self._stop, self._stream, self._on_text, self._row = (
-            frozenset(eos),
-            stop,
-            stream,
-            on_text,
-            row,
-        )
-        self.tokens: list[int] = []
-        self.text = ""
-        self._sent = 0
-        self.finish: FinishReason | None = None
+    row: int
+    eos: Sequence[int]
+    stop: Sequence[str]
+    stream: TextStream | None
+    on_text: Callable[[int, str], None] | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    sent: int = 0  # how much of the text on_text has
+    finish: FinishReason | None = None
 
     def see(self, token: int) -> None:
         """Take the row's next token; ignored once the row has finished."""
         if self.finish:
             return
-        if token in self._eos:
+        if token in self.eos:
             self.end("end-of-text")
             return
         self.tokens.append(token)
-        if self._stream:
-            self._add(self._stream.feed(token))
+        if self.stream:
+            self._add(self.stream.feed(token))
 
     def end(self, reason: FinishReason) -> None:
         """Finish the row, unless it has."""
         if self.finish:
             return
-        if self._stream:
-            self._add(self._stream.finish())
+        if self.stream:
+            self._add(self.stream.finish())
         self.finish = self.finish or reason
         self._send(len(self.text))
 
     def _add(self, piece: str) -> None:
-        searched = max(0, len(self.text) - max(map(len, self._stop), default=0))
+        searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
         self.text += piece
-        found = [at for text in self._stop if (at := self.text.find(text, searched)) >= 0]
+        found = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.finish = "stop"
@@ -460,17 +445,14 @@ class _Watcher:
         else:
             # What may be the beginning of a stop string is held back.
             held = (
-                n
-                for text in self._stop
-                for n in range(1, len(text))
-                if self.text.endswith(text[:n])
+                n for text in self.stop for n in range(1, len(text)) if self.text.endswith(text[:n])
             )
             self._send(len(self.text) - max(held, default=0))
 
     def _send(self, upto: int) -> None:
-        if self._on_text and upto > self._sent:
-            self._on_text(self._row, self.text[self._sent : upto])
-            self._sent = upto
+        if self.on_text and upto > self.sent:
+            self.on_text(self.row, self.text[self.sent : upto])
+            self.sent = upto
 
 
 class _Marks:
