@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from attention_kernels import build, ladder
 from attention_kernels.conformance import Case
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
@@ -103,8 +105,6 @@ def _last_line(text: str) -> str:
 
 def _run(spec: BackendSpec, device: str) -> None:
     """Every shape once; in the emulator in every order."""
-    import torch
-
     for seqlen, head_dim, batch, num_heads in SHAPES:
         if spec.head_dims and head_dim not in spec.head_dims:
             continue

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import time
@@ -386,6 +385,8 @@ def compare_generation(
     tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what any kernel can save.
     Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told apart in the facts.
     """
+    if not cells:
+        raise RequestError("there is nothing to compare")
     cells = sorted(cells, key=lambda cell: cell.dtype)
     if "float64" in {cell.dtype for cell in cells}:
         raise RequestError("text is generated in float32, float16 and bfloat16, not in float64")
@@ -393,27 +394,23 @@ def compare_generation(
         specs = [get_backend(baseline), *specs]
     settings: dict[str, Any] = {"measures": "generation", "model": name, "baseline": baseline}
     settings |= _plan(specs, cells)
-    recorder: Recorder | None = None
-    for dtype, group in itertools.groupby(cells, key=lambda cell: cell.dtype):
-        model = load(getattr(torch, dtype))
-        if recorder is None:
-            texts = [prompt] if isinstance(prompt, str) else [[*prompt]]
-            (ids,) = encode_prompts(model.tokenizer, texts)
-            settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
-            settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": dtype}
-            for tokens in (cell.max_tokens for cell in cells):
-                if not len(ids) < tokens <= model.config.n_positions:
-                    raise RequestError(
-                        f"{tokens} tokens in all: the prompt has {len(ids)}, and the model "
-                        f"{model.config.n_positions} positions"
-                    )
-            recorder = Recorder(task, settings, out, rounds=rounds)
-            ladder.build_all(model.device.type, specs)
-        for cell in group:
-            contenders = _generation_contenders(model, specs, cell, ids, baseline)
-            recorder.measure(dataclasses.asdict(cell), contenders)
-    if recorder is None:
-        raise RequestError("there is nothing to compare")
+    model = load(getattr(torch, cells[0].dtype))
+    (ids,) = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
+    for cell in cells:
+        if not len(ids) < cell.max_tokens <= model.config.n_positions:
+            raise RequestError(
+                f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
+                f"{model.config.n_positions} positions"
+            )
+    settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
+    settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": cells[0].dtype}
+    recorder = Recorder(task, settings, out, rounds=rounds)
+    ladder.build_all(model.device.type, specs)
+    for cell in cells:
+        if model.dtype != getattr(torch, cell.dtype):
+            model = load(getattr(torch, cell.dtype))
+        contenders = _generation_contenders(model, specs, cell, ids, baseline)
+        recorder.measure(dataclasses.asdict(cell), contenders)
     return recorder.finish()
 
 

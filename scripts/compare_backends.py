@@ -115,10 +115,9 @@ def run(arguments: argparse.Namespace) -> Results:
         return compare.compare_kernels(specs, kernel_cells, device=device, task=task, **options)
 
     def load(dtype: torch.dtype) -> GPT2:
-        random = arguments.random_weights
         return GPT2.from_pretrained(
             arguments.model,
-            random_weights=random,
+            random_weights=arguments.random_weights,
             device=device,
             dtype=dtype,
             attention=arguments.baseline,
@@ -149,7 +148,7 @@ def main() -> int:
         kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         return 130
-    print(tables.render(Path(arguments.out), results))
+    print(tables.render(arguments.out, results))
     return 0
 
 

@@ -290,14 +290,10 @@ def _lines(
 def _looks(group: list[Series]) -> list[tuple[str, str]]:
     """Colour and marker of each series: by name, by place in its ladder, or the next free ones."""
     names = list(dict.fromkeys(series.name for series in group))
-    ladders: dict[str, list[str]] = {}
-    for series in group:
-        if re.search(r"_\d+$", series.name) and series.name not in ladders.get(
-            series.labels["family"], []
-        ):
-            ladders.setdefault(series.labels["family"], []).append(series.name)
+    families = {series.name: series.labels["family"] for series in group}
     shades: dict[str, str] = {}
-    for steps in ladders.values():
+    for family in dict.fromkeys(families.values()):
+        steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
         for index, name in enumerate(steps):
             shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
             shades[name] = mpl.colors.to_hex(shade)
