@@ -97,17 +97,17 @@ def check_decode(
         wrong.append(f"k_cache {tuple(k_cache.shape)} does not fit q {tuple(q.shape)}")
     if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q.device:
         wrong.append(
-            f"seqlens must be int32 ({batch},) on {q.device}, not {_dtype_name(seqlens)} "
-            f"{tuple(seqlens.shape)} "
-            f"on {seqlens.device}"
+            f"seqlens must be int32 ({batch},) on {q.device}, not {dtype_name(seqlens.dtype)} "
+            f"{tuple(seqlens.shape)} on {seqlens.device}"
         )
-    if (
-        not q.dtype == k_cache.dtype == v_cache.dtype
-        or not q.device == k_cache.device == v_cache.device
+    if not (
+        q.dtype == k_cache.dtype == v_cache.dtype
+        and q.device == k_cache.device == v_cache.device
+        and (head_dim == 1 or q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1)
+        and q.numel() > 0
+        and k_cache.numel() > 0
     ):
         wrong += _complaints(tensors, same_shape=False)
-    if head_dim > 1 and not q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1:
-        wrong.append("the last stride of q, k_cache and v_cache must be 1")
     if wrong:
         raise ArgumentError("; ".join(wrong))
     return check_scale(softmax_scale, head_dim)
@@ -141,7 +141,8 @@ def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[
         )
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         wrong.append(
-            f"{names} must have one dtype, not {', '.join(map(_dtype_name, tensors.values()))}"
+            f"{names} must have one dtype, not "
+            f"{', '.join(dtype_name(t.dtype) for t in tensors.values())}"
         )
     if len({tensor.device for tensor in tensors.values()}) > 1:
         wrong.append(
@@ -164,7 +165,3 @@ def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[
 def dtype_name(dtype: torch.dtype) -> str:
     """Its name as backends list it: "float32"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return dtype_name(tensor.dtype)

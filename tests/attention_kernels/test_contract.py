@@ -50,6 +50,8 @@ def test_default_scale_is_one_over_root_head_dim():
         ({"q": torch.randn(2, 1, 4, 8)}, "does not fit q"),
         ({"k_cache": GOOD.double()}, "must have one dtype"),
         ({"q": torch.randn(2, 3, 8)}, "q must be (batch"),
+        ({"v_cache": GOOD.mT.contiguous().mT}, "the last stride of v_cache must be 1, not 3"),
+        ({"q": torch.randn(0, 1, 3, 8)}, "q is empty"),
     ],
 )
 def test_broken_decode_arguments_are_named(change, words):
