@@ -33,7 +33,6 @@ class AttentionFunction(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
     ) -> Tensor:
         """Shapes as in the module's docstring."""
-        ...
 
 
 class DecodeFunction(Protocol):
@@ -43,7 +42,6 @@ class DecodeFunction(Protocol):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         """Shapes as in the module's docstring."""
-        ...
 
 
 @dataclass(frozen=True)
