@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
+    ArgumentError,
     AttentionError,
     UnavailableBackendError,
     UnsupportedError,
@@ -170,9 +171,12 @@ def verify(
     """Run the whole suite on one backend: every case, the future against the past, decoding.
 
     dtypes: names out of spec.dtypes, none for all. A case that the backend refuses is told as such;
-    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run.
+    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run,
+    and ArgumentError for a seed that is none.
     """
     check_precision()
+    if not 0 <= seed < 2**63:
+        raise ArgumentError(f"the seed must be between 0 and 2^63 - 1, not {seed}")
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     report = Report()

@@ -182,7 +182,9 @@ def build_parser() -> argparse.ArgumentParser:
     kernels.add_argument(
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
     )
-    kernels.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128], metavar="D")
+    kernels.add_argument(
+        "--head-dim", nargs="+", type=int, metavar="D", help="default: all that a version takes"
+    )
     kernels.add_argument(
         "--family",
         default="custom-cuda",
@@ -616,10 +618,15 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if not versions:
         families = ", ".join(ladder.families())
         raise RequestError(f"there is no ladder {arguments.family}: there are {families}")
+    taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
+    if unknown := {*(arguments.head_dim or ())} - taken:
+        raise RequestError(
+            f"no version of {arguments.family} takes head_dim {', '.join(map(str, unknown))}"
+        )
     rows = resources.resource_table(
         [version for version in versions.values() if not version.is_host],
         arguments.arch or resources.ARCHS,
-        arguments.head_dim,
+        arguments.head_dim or sorted(taken),
     )
     if arguments.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))

@@ -117,6 +117,7 @@ def test_the_command_line(capsys):
     assert "seed 5" in out
     assert out.endswith("PASSED\n")
     assert main(["verify", "naive"]) == 2
+    assert main([*arguments[:-1], str(2**64)]) == 2
     assert main(["verify", "naive-pytorch", "--dtypes", "float64", "--device", "cuda"]) == 2 or (
         torch.cuda.is_available()
     )

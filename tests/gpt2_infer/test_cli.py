@@ -314,6 +314,8 @@ def test_kernels_shows_one_ladder_or_all(capsys):
     }
     assert main(["kernels", "--family", "fp32"]) == 2
     assert "there is no ladder fp32: there are custom-cuda, ablation" in capsys.readouterr().err
+    assert main(["kernels", "--head-dim", "64", "7"]) == 2
+    assert "no version of custom-cuda takes head_dim 7" in capsys.readouterr().err
 
 
 def test_accesses_shows_what_each_source_line_asks_of_memory(capsys):
