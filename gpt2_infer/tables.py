@@ -199,29 +199,34 @@ def _profile(path: Path, results: Results) -> str:
     return f"{title}:\n\n{_markdown(head, rows)}"
 
 
-def _accesses(path: Path, results: Results) -> str:
-    """What the source of each version asks of memory; a refused version is named below."""
+def _inspection(path: Path, results: Results) -> str:
+    """What the compiler and the source say of each version; blank where it cannot be counted."""
     cells = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
-    head = ["backend", "shared loads", "bank conflicts", "shared stores", "bank conflicts"]
-    head += ["sectors loaded", "sectors stored"]
+    head = ["backend", "registers", "spills, bytes", "shared memory, KiB", "warps/SM, occupancy"]
+    head += ["shared loads", "shared stores", "sectors loaded", "sectors stored"]
     rows = []
     for name in dict.fromkeys(series.name for series in results.series if series.samples):
-        row = [f"`{name}`"]
-        for kind in KINDS:
+        row = [f"`{name}`", *(f"{cells[name, n]:.0f}" for n in ("registers", "spill_bytes"))]
+        row += [f"{cells[name, 'shared_bytes'] / 1024:.3g}"]
+        row += [f"{cells[name, 'warps']:.0f}, {cells[name, 'occupancy_percent']:.0f} %"]
+        for kind in KINDS if (name, "shared_load_requests") in cells else ():
             requests, conflicts, ways = (cells[name, f"shared_{kind}_{n}"] for n in SHARED)
-            row.append(f"{requests:,.0f}")
-            row.append(f"{conflicts:,.0f}" + (f" ({ways:.0f}-way)" if conflicts else ""))
-        for kind in KINDS:
+            more = f" + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else ""
+            row.append(f"{requests:,.0f}{more}")
+        for kind in KINDS if (name, "shared_load_requests") in cells else ():
             sectors, fewest = (cells[name, f"global_{kind}_{n}"] for n in SECTORS)
             row.append(f"{sectors:,.0f}" + (f" ({fewest:,.0f} would do)" * (fewest < sectors)))
         rows.append(row)
-    how = f"counted in the source ([{path.name}](results/{path.name}))"
-    title = f"{profiled_shape(results)}; {how}"
+    s = results.settings
+    title = (
+        f"{profiled_shape(results)}; nvcc {s['nvcc']} for sm_{s['arch']}, accesses counted in the "
+        f"source ([{path.name}](results/{path.name})). After a + are bank conflicts"
+    )
     return f"{title}:\n\n{_markdown(head, rows)}{_untimed(results.series)}"
 
 
 def profiled_shape(results: Results) -> str:
-    """The one shape in which versions were profiled, or their accesses counted."""
+    """The one shape in which versions were profiled, or inspected."""
     s = results.settings
     kind = "full" if s["full"] else "causal"
     return f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, {kind}"
@@ -245,7 +250,7 @@ _TABLES: dict[str, Callable[[Path, Results], str]] = {
     "generation-cpu": _beside_transformers,
     "generation-cuda": _beside_transformers,
     "profile": _profile,
-    "accesses": _accesses,
+    "inspection": _inspection,
     "case-study": _case_study,
 }
 
@@ -368,10 +373,14 @@ def _profile_facts(results: Results, name: str, before: str | None) -> list[str]
     ]
 
 
-def _access_facts(results: Results, name: str, before: str | None) -> list[str]:
-    """All counts of a first version; of another what changed."""
+def _inspection_facts(results: Results, name: str, before: str | None) -> list[str]:
+    """All numbers of a first version; of another those that changed."""
     found = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
     names = {
+        "registers": "registers",
+        "spill_bytes": "bytes spilled",
+        "shared_bytes": "bytes of shared memory",
+        "warps": "resident warps",
         "shared_load_requests": "shared loads",
         "shared_load_conflicts": "bank conflicts on shared loads",
         "shared_store_requests": "shared stores",
@@ -384,17 +393,17 @@ def _access_facts(results: Results, name: str, before: str | None) -> list[str]:
         now, then = found.get((name, metric)), found.get((before or "", metric))
         if now is not None and now != then:
             words.append(f"{what} {now:,.0f}" + (f" after {then:,.0f}" if then is not None else ""))
-    if not words and (name, "shared_load_requests") not in found:
+    if not any((name, metric) in found for metric in names):
         return []
-    shape = f"in the source, at N={results.settings['seqlen']}"
-    return [f"{shape}: {', '.join(words) or f'no other access than in `{before}`'}"]
+    what = f"by inspection at N={results.settings['seqlen']}"
+    return [f"{what}, {', '.join(words) or f'nothing differs from `{before}`'}"]
 
 
 _FACTS: dict[str, Callable[[Results, str, str | None], list[str]]] = {
     "kernel": _kernel_facts,
     "generation": _generation_facts,
     "profile": _profile_facts,
-    "accesses": _access_facts,
+    "inspection": _inspection_facts,
 }
 
 

@@ -33,17 +33,18 @@ RUNS = {
     "kernel-fp32": f"{KERNEL} --families pytorch custom-cuda {LENGTHS} 4096 --rounds 7",
     "generation-fp32": f"{GENERATION} --families pytorch custom-cuda --rounds 3",
     "profile-fp32": "profile_kernels.py --family custom-cuda",
-    "accesses-fp32": "count_accesses.py --family custom-cuda",
+    "inspect-fp32": "inspect_kernels.py --family custom-cuda",
     "generation-cuda": "bench_generation.py cuda --rounds 4",
     "generation-cpu": "bench_generation.py cpu --rounds 7",
     "build": "bench_build.py",
     # Document 1: tensor cores through WMMA, at its shape, against the same precision.
     "kernel-wmma": f"{KERNEL} --families pytorch wmma-fa2 --dtypes float16 --heads 1 --full"
     f" {LENGTHS} --rounds 7 {EFFICIENT}",
+    "inspect-wmma": "inspect_kernels.py --family wmma-fa2 --full",
     # Document 2: FlashAttention-1, at its case.
     "kernel-fa1": f"{KERNEL} --families pytorch flash-attention-1 --dtypes float16 float64"
     f" {FA1_CASE} --rounds 7 --baseline FLASH_ATTENTION_1_BASELINE",
-    "accesses-fa1": "count_accesses.py --family flash-attention-1 --head-dim 32 --full",
+    "inspect-fa1": "inspect_kernels.py --family flash-attention-1 --head-dim 32 --full",
     "kernel-fa1-cpu": f"{KERNEL} --device cpu {FA1_CASE} --rounds 3"
     " --backends FLASH_ATTENTION_1_CPU NAIVE_PYTORCH PYTORCH_SDPA_FLASH_ATTENTION",
     "kernel-cpu": f"{KERNEL} --device cpu --families pytorch numpy --backends FLASH_ATTENTION_1_CPU"
@@ -52,7 +53,7 @@ RUNS = {
     "kernel-ablation": f"{KERNEL} --families pytorch ablation --batch-sizes 4 --heads 4"
     " --backends attention_kernels/csrc/ablation/no_maximum/v09_no_maximum.cu"
     " --seqlens 1024 --full --rounds 5 --baseline ABLATION_STEP_2",
-    "accesses-ablation": "count_accesses.py --family ablation --full",
+    "inspect-ablation": "inspect_kernels.py --family ablation --full",
     "profile-ablation": "profile_kernels.py --family ablation --heads 1 --seqlen 512 --full",
     # Document 5: Triton, at its shape.
     "kernel-triton": f"{KERNEL} {TRITON_CASE}",
@@ -78,7 +79,7 @@ RUNS = {
 def command(name: str, out: str) -> list[str]:
     """The whole command of a run."""
     script, *arguments = RUNS[name].split()
-    named = script in ("compare_backends.py", "profile_kernels.py", "count_accesses.py")
+    named = script in ("compare_backends.py", "profile_kernels.py", "inspect_kernels.py")
     arguments += ["--name", name] if named else []
     return ["python", f"scripts/{script}", *arguments, "--out", out]
 

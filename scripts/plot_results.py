@@ -188,7 +188,7 @@ def error_and_speed(results: Results) -> Figure | None:
     return figure
 
 
-def access_bars(results: Results) -> Figure | None:
+def shared_load_bars(results: Results) -> Figure | None:
     """Shared loads of each version and the bank conflicts on them, with what changed."""
     counts = {(s.name, s.labels.get("metric")): s for s in results.series if s.samples}
     loads = [s for (_, metric), s in counts.items() if metric == "shared_load_requests"]
@@ -218,7 +218,7 @@ def access_bars(results: Results) -> Figure | None:
 PLOTS: dict[str, dict[str, Plot]] = {
     "generation": {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
     "kernel": {"time": kernel_time, "bars": kernel_bars, "error": error_and_speed},
-    "accesses": {"bars": access_bars},
+    "inspection": {"bars": shared_load_bars},
 }
 
 

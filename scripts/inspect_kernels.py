@@ -1,0 +1,120 @@
+"""What the compiler and the source say of each version of a ladder; no GPU is needed.
+
+    python scripts/inspect_kernels.py --out results/<date>_cpu_inspect.json
+
+Registers, spills, shared memory and occupancy are ptxas's, for one architecture; requests, bank
+conflicts and sectors are counted in the emulator. A second run gives the same. A version whose
+accesses cannot be counted is recorded as refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tqdm import tqdm
+
+from attention_kernels import UnsupportedError, build, ladder
+from attention_kernels.accesses import Access, count_accesses
+from attention_kernels.build import VersionHeader
+from attention_kernels.resources import Resources, resource_table
+from gpt2_infer import bench, tables
+from gpt2_infer.results import Results, Series, output_file
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--name", default="inspect", help="the task's name in the results")
+    parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
+    parser.add_argument("--arch", default="90", help="compute capability (default: %(default)s)")
+    parser.add_argument("--seqlen", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Inspect, write, print."""
+    arguments = parse()
+    versions = ladder.versions(arguments.family)
+    if not versions:
+        sys.exit(f"no ladder is of the family {arguments.family}: {', '.join(ladder.families())}")
+    shape = ("seqlen", "batch", "heads", "head_dim", "full")
+    settings = {name: getattr(arguments, name) for name in (*shape, "arch")}
+    compiled = [version for version in versions.values() if not version.is_host]
+    rows = resource_table(compiled, [arguments.arch], [arguments.head_dim])
+    nvcc = build.output_of([str(build.find_nvcc()), "--version"])
+    release = re.search(r"release ([\d.]+)", nvcc)
+    settings |= {"measures": "inspection", "nvcc": release[1] if release else nvcc}
+
+    def count(version: VersionHeader) -> tuple[dict[str, float], str]:
+        try:
+            accesses = count_accesses(
+                version,
+                seqlen=arguments.seqlen,
+                head_dim=arguments.head_dim,
+                batch=arguments.batch,
+                num_heads=arguments.heads,
+                is_causal=not arguments.full,
+            )
+        except UnsupportedError as error:
+            return {}, "; ".join(error.reasons)
+        return totals(accesses), ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        work = pool.map(count, versions.values())
+        counted = list(tqdm(work, "counting accesses", len(versions), unit=""))
+    results = Results(arguments.name, bench.provenance(), settings, [])
+    for (name, version), (accesses, reason) in zip(versions.items(), counted, strict=True):
+        labels = {"change": version.title, "family": arguments.family}
+        taken = resources([row for row in rows if row.version == version.op])
+        for metric, value in {**taken, **accesses}.items():
+            results.series.append(Series(name, {**labels, "metric": metric}, "count", [value]))
+        if reason:
+            results.series.append(Series(name, labels, "count", [], "refused", reason))
+    results.write(arguments.out)
+    print(tables.render(arguments.out, results))
+
+
+def resources(rows: Sequence[Resources]) -> dict[str, float]:
+    """What a version's kernels take of a multiprocessor: of several, the worst."""
+    if not rows:
+        return {}
+    return {
+        "registers": max(row.registers for row in rows),
+        "spill_bytes": max(row.spill_stores + row.spill_loads for row in rows),
+        "shared_bytes": max(row.static_smem + row.dynamic_smem for row in rows),
+        "warps": min(row.warps for row in rows),
+        "occupancy_percent": 100 * min(row.occupancy for row in rows),
+    }
+
+
+def totals(accesses: list[Access]) -> dict[str, float]:
+    """The counts of a version: by memory and kind, sums, and of the ways the most."""
+    found: Counter[str] = Counter()
+    for memory, numbers in (
+        ("shared", ("requests", "conflicts", "ways")),
+        ("global", ("requests", "sectors", "fewest_sectors")),
+    ):
+        for kind in tables.KINDS:
+            mine = [a for a in accesses if a.memory == memory and a.is_store == (kind == "store")]
+            for number in numbers:
+                values = [getattr(access, number) for access in mine]
+                total = max(values, default=0) if number == "ways" else sum(values)
+                found[f"{memory}_{kind}_{number}"] = total
+    return dict(found)
+
+
+if __name__ == "__main__":
+    main()
