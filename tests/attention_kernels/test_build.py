@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -232,6 +233,41 @@ def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
     assert len(libraries) == 3
 
 
+def test_a_header_beside_the_version_is_part_of_it(csrc, first, calls):
+    before = build.build(first, "emulator")
+    (csrc / "fp32" / "tiles.cuh").write_text("// tiles\n")
+    assert build.build(first, "emulator") != before
+
+
+@pytest.fixture
+def fake_nvcc(calls, tmp_path, monkeypatch):
+    """A toolkit whose nvcc is the compiler of calls() under another name."""
+    toolkit = tmp_path / "toolkit"
+    for folder in ("bin", "lib64"):
+        (toolkit / folder).mkdir(parents=True)
+    (toolkit / "lib64" / "libcudart.so.13").write_text("")
+    shutil.copy(os.environ["CXX"], toolkit / "bin" / "nvcc")
+    monkeypatch.setenv("CUDACXX", str(toolkit / "bin" / "nvcc"))
+
+
+def test_nvcc_gets_the_versions_flags_and_every_architecture(first, calls, fake_nvcc):
+    build.build(first, "cuda", "80,90")
+    compiled = [call.split() for call in calls() if "-c" in call.split() and "-o" in call.split()]
+    assert len(compiled) == 2
+    for words in compiled:
+        assert {"-DTHIS", "--use_fast_math", "-DATTENTION_CONTIGUOUS"} <= {*words}
+        for arch in ("80", "90"):
+            assert f"-gencode=arch=compute_{arch},code=sm_{arch}" in words
+
+
+def test_another_host_compiler_of_nvcc_is_built_again(first, fake_nvcc):
+    before = build.build(first, "cuda", "90")
+    compiler = Path(os.environ["CXX"])
+    compiler.write_text(compiler.read_text().replace("fake", "faker"))
+    os.utime(compiler, (1, 1))
+    assert build.build(first, "cuda", "90") != before
+
+
 def start_build(csrc: Path, **environment: str) -> subprocess.Popen[str]:
     code = (
         "import sys; from pathlib import Path; from attention_kernels import build\n"
@@ -287,10 +323,12 @@ def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch
 
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
     lock = build.cache_dir() / f"{build.plan(first, 'emulator').stem}.lock"
-    lock.parent.mkdir()
+    running = lock.with_suffix(".tmp-1")  # the folder of the build that has the lock
+    running.mkdir(parents=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert build.build(first, "emulator").exists()
+    assert running.exists()
     assert "waiting for another process" in capsys.readouterr().err
 
 
@@ -479,10 +517,49 @@ def test_ptxas_is_read():
         ("75", 1024, 64, 64 * 1024, (1, "warps")),
         ("86", 128, 16, 49 * 1024, (2, "shared memory")),
         ("86", 128, 16, 50 * 1024, (1, "shared memory")),
+        ("80", 128, 16, 81 * 1024, (2, "shared memory")),
+        ("80", 128, 16, 82 * 1024, (1, "shared memory")),
+        ("89", 32, 32, 0, (24, "blocks")),
+        ("90", 128, 33, 0, (12, "registers")),  # as many as with 40
+        ("90", 32, 96, 0, (20, "registers")),  # 5 warps in each of four parts
+        ("120", 256, 32, 0, (6, "warps")),
+        ("120", 128, 16, 100 * 1024, (0, "shared memory")),
     ],
 )
 def test_occupancy(arch, threads, registers, shared, expected):
     assert resources.resident_blocks(arch, threads, registers, shared) == expected
+
+
+def test_each_number_is_in_its_column():
+    launch = resources._Launch(64, 80, 1024, "_Zone", "kernel<64>")
+    compiled = {"_Zone": resources._Compiled(40, 16, 24, 400)}
+    head, line = resources.format_table(
+        [resources._row("v01", "90", launch, compiled)]
+    ).splitlines()
+    assert dict(zip(re.split("  +", head), re.split("  +", line), strict=True)) == {
+        "version": "v01",
+        "arch": "sm_90",
+        "head_dim": "64",
+        "kernel": "kernel<64>",
+        "threads": "80",  # three warps, the last not full
+        "registers": "40",
+        "spills st/ld": "16/24",
+        "static smem": "400",
+        "dynamic smem": "1024",
+        "blocks/SM": "16",
+        "warps/SM": "48/64",
+        "occupancy": "75%",
+        "limited by": "registers",
+    }
+
+
+def test_shared_memory_of_both_kinds_limits_the_blocks():
+    launch = resources._Launch(64, 128, 40 * 1024, "_Zone", "kernel")
+    compiled = {"_Zone": resources._Compiled(32, 0, 0, 40 * 1024)}
+    row = resources._row("v01", "90", launch, compiled)
+    assert (row.blocks, row.limited_by) == (2, "shared memory")
+    with pytest.raises(BuildError, match="v01 launches kernel, which ptxas has not compiled"):
+        resources._row("v01", "90", launch, {})
 
 
 # A ladder that somebody edits

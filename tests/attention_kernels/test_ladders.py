@@ -19,6 +19,7 @@ from attention_kernels import (
     get_backend,
     ladder,
 )
+from attention_kernels import sanitize as sanitizers
 from attention_kernels.build import HeaderError
 from attention_kernels.conformance import Case, cases, future_leaks, run_case
 from attention_kernels.registry import PLAIN_PRECISIONS
@@ -113,6 +114,20 @@ def test_the_future_does_not_change_the_past(name, device):
 
 
 @on_every_device
+@pytest.mark.parametrize("name", FP32)  # tensor cores multiply V by a P of 0: 0 * NaN is not 0
+def test_a_future_that_is_not_finite_changes_nothing(name, device):
+    spec = usable(name, device)
+    q, k, v = Case(70, 32, num_heads=1).inputs(device)
+    before = spec.attention(q, k, v)
+    for cut in (41, 66):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, cut:] = torch.nan
+        v2[:, cut:, :, ::2] = torch.nan
+        v2[:, cut:, :, 1::2] = torch.inf
+        assert torch.equal(spec.attention(q, k2, v2)[:, :cut], before[:, :cut]), cut
+
+
+@on_every_device
 @for_every_version
 def test_other_seeds_and_shapes(name, device):
     spec = usable(name, device)
@@ -149,12 +164,14 @@ def test_strided_views_need_no_copy(name, device, monkeypatch):
     torch.manual_seed(0)
     d, like = spec.head_dims[0], {"device": device, "dtype": dtype_of(spec)}
     q = torch.randn(2, 3, 50, d, **like).transpose(1, 2)  # heads before positions
-    k = torch.randn(2, 1, 3, d, **like).expand(2, 50, 3, d)  # one key for all
+    one_key = torch.randn(2, 1, 3, d, **like).expand(2, 50, 3, d)  # whatever it is, O is the same
+    one_head = torch.randn(4, 50, 1, 2 * d, **like)[::2, ..., :d].expand(2, 50, 3, d)
     v = torch.randn(4, 60, 3, 4 * d, **like)[1:3, 7:57, :, d : 2 * d]
-    o = spec.attention(q, k, v)
-    expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
-    assert torch.equal(o, expected)
-    assert o.is_contiguous()
+    for k in (one_key, one_head):
+        o = spec.attention(q, k, v)
+        expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
+        assert torch.equal(o, expected)
+        assert o.is_contiguous()
 
 
 # Part of torch
@@ -262,6 +279,9 @@ def test_misaligned_inputs_are_a_reason():
     assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
     assert get_backend(FP32[0]).unsupported_reasons(BAD, k, BAD) == []
     get_backend(FP32[0]).attention(BAD, k, BAD)
+    k = torch.zeros(256).as_strided((1, 4, 2, 32), (33, 64, 32, 1))  # a batch of one has no stride
+    assert spec.unsupported_reasons(BAD, k, BAD) == []
+    spec.attention(BAD, k, BAD)
 
 
 @pytest.fixture
@@ -286,6 +306,26 @@ def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
     with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
         spec.attention(BAD, BAD, BAD)
     assert "v01_typo.cu:11:1: error: " in ladder._failed[spec.name, "cpu"]
+
+
+def test_an_architecture_that_nvcc_has_not_is_left_out(monkeypatch):
+    capabilities = [(9, 0), (6, 1), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    for known, expected in (({"75", "90"}, "90"), ({"61", "90"}, "61,90"), (set(), "61,90")):
+        monkeypatch.setattr(build, "nvcc_architectures", lambda known=known: known)
+        assert ladder.architectures() == expected
+
+
+def test_what_is_named_and_runs_there_is_built(monkeypatch):
+    monkeypatch.setattr(ladder, "architectures", lambda: "90")
+    monkeypatch.setattr(build, "build_many", lambda *a, **_: ([v.op for v in a[0]], *a[1:]))
+    named = [FP32[1], "FLASH_ATTENTION_1_CPU", "NAIVE_PYTORCH"]
+    assert ladder.build_all("cuda", named) == (["v02"], "cuda", "90")
+    ops, *target = ladder.build_all("cpu", named)
+    assert {*ops} == {"v02", ladder.versions()["FLASH_ATTENTION_1_CPU"].op}
+    assert target == ["emulator", ""]
+    assert {*ops} < {*ladder.build_all("cpu")[0]}
 
 
 # Negative controls: what the suite and the emulator are for
@@ -326,6 +366,34 @@ def test_a_broken_kernel_is_caught(stem, catchers, tmp_path):
     assert caught_by(spec_of(right)) == set()
 
 
+WRITES_NOTHING = """
+#include <cstring>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+// With a scale above 0 it is the scratch memory that nobody has written to.
+int64_t scratch_floats(const Params& params) { return params.softmax_scale > 0 ? 64 : 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t) {
+  if (params.scratch != nullptr) std::memcpy(params.o, params.scratch, 64 * sizeof(float));
+  return cudaSuccess;
+}
+
+}  // namespace attention::ATTENTION_VERSION
+"""
+
+
+def test_output_and_scratch_that_nobody_wrote_are_nan(tmp_path):
+    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_nothing.cu").write_text(header + WRITES_NOTHING)
+    spec = spec_of(build.parse_header(tmp_path / "v01_nothing.cu", "nothing_"))
+    q = torch.zeros(1, 2, 1, 32)
+    for softmax_scale in (1.0, -1.0):
+        assert spec.attention(q, q, q, softmax_scale=softmax_scale).isnan().all(), softmax_scale
+
+
 def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(tmp_path):
     """The mask hides what was read, unless it is NaN by chance."""
     file = NEGATIVE / "v03_out_of_bounds_read.cu"
@@ -338,6 +406,32 @@ def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(tmp_path):
 def test_a_dropped_barrier_shows_in_another_order_of_threads():
     (fault,) = sanitize([str(NEGATIVE / "v01_dropped_barrier.cu")], "cpu")
     assert "the order of its threads changes the output" in fault
+
+
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+READ = "Invalid __global__ read of size 4 bytes"
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "out", "fault"),
+    [
+        ("memcheck", 0, CLEAN["memcheck"], None),
+        ("racecheck", 0, CLEAN["racecheck"], None),
+        ("memcheck", 77, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 0, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 1, f"{CLEAN['memcheck']}\nit crashed", "it crashed"),
+        ("racecheck", 0, CLEAN["memcheck"], CLEAN["memcheck"]),  # it has seen no kernel
+        ("racecheck", 0, "", "it died without a word"),
+    ],
+)
+def test_compute_sanitizer_is_silent_or_read(tool, status, out, fault, monkeypatch):
+    done = subprocess.CompletedProcess([], status, out, "")
+    monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
+    expected = [] if fault is None else [f"{tool}: {fault}"]
+    assert sanitizers.compute_sanitizer(tool, FP32) == expected
 
 
 @pytest.mark.parametrize("start", range(4))

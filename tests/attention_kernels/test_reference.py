@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from attention_kernels.conformance import Case
-from attention_kernels.reference import Verdict, judge, naive_attention, reference_attention
+from attention_kernels.reference import (
+    Verdict,
+    error_budget,
+    judge,
+    naive_attention,
+    naive_error,
+    reference_attention,
+)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -36,6 +43,27 @@ def test_judge_passes_naive_and_fails_what_is_wrong():
     assert not judge(good + 1e-5, q, k, v).passed
 
 
+@pytest.mark.parametrize(
+    ("precision", "factor"), [("ieee-fp32", 2), ("fp16", 2), ("3xtf32", 8), ("fp64", 4)]
+)
+def test_the_budget_is_a_multiple_of_plain_pytorchs_error_and_four_ulps(precision, factor):
+    eps = torch.finfo(torch.float32).eps
+    assert error_budget(precision, torch.float32, 1e-6, 3.0) == factor * 1e-6 + 4 * eps * 3.0
+    q, k, v = Case(33, 32).inputs("cpu")
+    largest = reference_attention(q, k, v).abs().max().item()
+    found = judge(naive_attention(q, k, v), q, k, v, precision=precision)
+    assert found.budget == error_budget(precision, q.dtype, naive_error(q, k, v), largest)
+
+
+def test_double_precision_is_not_held_to_the_error_of_float32():
+    q, k, v = Case(65, 32, dtype=torch.float64).inputs("cpu")
+    good = naive_attention(q, k, v)
+    assert judge(good, q, k, v, precision="fp64").passed
+    assert not judge(good + 1e-12, q, k, v, precision="fp64").passed
+    in_float32 = naive_attention(q.float(), k.float(), v.float()).double()
+    assert not judge(in_float32, q, k, v, precision="fp64").passed
+
+
 def test_an_off_by_one_mask_is_caught():
     q, k, v = Case(33, 32).inputs("cpu")
     shifted = torch.cat([v[:, :1], naive_attention(q, k, v)[:, :-1]], 1)
@@ -52,8 +80,10 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     parts = judge(wrong, q, k, v)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
     assert parts.budget == pytest.approx(whole.budget, rel=0.2)  # batched products may round apart
-    wrong[0, 0, 0, 0] = torch.nan
-    assert judge(wrong, q, k, v).error == math.inf
+    for place in ((0, 0, 0, 0), (1, 64, 2, 31)):  # in the first part and in the last
+        nan = wrong.clone()
+        nan[place] = torch.nan
+        assert judge(nan, q, k, v).error == math.inf
 
 
 def test_the_relative_error_is_of_what_is_not_next_to_zero():

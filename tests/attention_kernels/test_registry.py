@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attention_kernels
-from attention_kernels import OutputError, UnknownBackendError, backends, get_backend, register
+from attention_kernels import (
+    OutputError,
+    UnknownBackendError,
+    UnsupportedError,
+    backends,
+    get_backend,
+    register,
+)
 from attention_kernels.contract import Kernels
 
 NAMES = [spec.name for spec in backends()]
@@ -108,6 +116,23 @@ def test_fields_that_are_off_are_refused(change):
         register(name="TEST_OFF", **(FIELDS | change))(lambda: Kernels(None))
 
 
+def test_every_field_is_kept(clean_registry):
+    fields = FIELDS | {
+        "head_dims": (8,),
+        "device_types": ("cuda",),
+        "min_compute_capability": (8, 0),
+        "modules": ("triton",),
+        "probe": lambda _: None,
+        "emulated_on": ("cpu",),
+        "needs_contiguous": True,
+        "cuda_graphs": False,
+    }
+    register(name="TEST_FIELDS", **fields)(Kernels)
+    spec = get_backend("TEST_FIELDS")
+    assert {name: getattr(spec, name) for name in fields} == fields
+    assert {*fields} | {"name", "loader", "_kernels"} == {f.name for f in dataclasses.fields(spec)}
+
+
 def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
     @register(name="TEST_BROKEN", **FIELDS)
     def load() -> Kernels:
@@ -125,6 +150,19 @@ def test_an_output_that_does_not_look_like_q_is_refused(wrong, clean_registry):
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(OutputError, match="TEST_LAYOUT returned"):
         get_backend("TEST_LAYOUT").attention(q, q, q)
+
+
+def test_decode_is_checked_as_attention_is(clean_registry):
+    register(name="TEST_DECODE", **FIELDS)(
+        lambda: Kernels(None, lambda q, k_cache, v_cache, seqlens, softmax_scale: q.mT)
+    )
+    q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
+    seqlens = torch.ones(1, dtype=torch.int32)
+    decode = get_backend("TEST_DECODE").decode
+    with pytest.raises(OutputError, match="TEST_DECODE returned"):
+        decode(q, cache, cache, seqlens)
+    with pytest.raises(UnsupportedError, match=r"dtype float64 \(it takes float32\)"):
+        decode(q.double(), cache.double(), cache.double(), seqlens)
 
 
 def test_needs_contiguous_is_met(clean_registry):
@@ -150,6 +188,21 @@ def test_missing_modules_and_devices_are_reasons(clean_registry):
     register(name="TEST_CPU", device_types=("cpu",), **FIELDS)(lambda: Kernels(None))
     assert get_backend("TEST_CPU").unavailable_reason("cpu") is None
     assert "runs on cpu only" in get_backend("TEST_CPU").unavailable_reason("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((7, 5), "needs compute capability 8.0 or higher, and this device has 7.5"),
+        ((8, 0), None),
+        ((12, 0), None),
+    ],
+)
+def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    register(name="TEST_OLD", min_compute_capability=(8, 0), **FIELDS)(Kernels)
+    assert get_backend("TEST_OLD").unavailable_reason("cuda") == reason
 
 
 def run_python(code: str, path: Path | None = None) -> str:

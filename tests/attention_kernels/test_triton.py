@@ -154,13 +154,15 @@ def test_strided_views_need_no_copy(name, device, monkeypatch):
     monkeypatch.setattr("attention_kernels.contract.contiguous", None)
     torch.manual_seed(0)
     q = torch.randn(2, 3, 150, 64, device=device).transpose(1, 2)  # heads before positions
-    k = torch.randn(2, 1, 3, 64, device=device).expand(2, 150, 3, 64)  # one key for all
+    one_key = torch.randn(2, 1, 3, 64, device=device).expand(2, 150, 3, 64)  # any gives the same O
+    one_head = torch.randn(4, 150, 1, 80, device=device)[::2, ..., 8:72].expand(2, 150, 3, 64)
     v = torch.randn(4, 160, 3, 4 * 64 + 1, device=device)[1:3, 7:157, :, 65:129]  # not aligned
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "contiguous", None)
-        o = spec.attention(q, k, v)
-    assert torch.equal(o, spec.attention(q.contiguous(), k.contiguous(), v.contiguous()))
-    assert o.is_contiguous()
+    for k in (one_key, one_head):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "contiguous", None)
+            o = spec.attention(q, k, v)
+        assert torch.equal(o, spec.attention(q.contiguous(), k.contiguous(), v.contiguous()))
+        assert o.is_contiguous()
 
 
 def test_two_threads():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnavailableBackendError, backends, build, get_backend
-from attention_kernels.conformance import verify
+from attention_kernels.conformance import _more_failures, verify
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer.cli import main
@@ -67,6 +69,21 @@ def crashes(q, k, v, softmax_scale, is_causal):
     return naive_attention(q, k, v, softmax_scale, is_causal)
 
 
+def reads_future_keys(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return o + 1e-7 * k.mean(1, keepdim=True)
+
+
+def without_a_maximum(q, k, v, softmax_scale, is_causal):
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+    weights = scores.exp().tril() if is_causal else scores.exp()
+    return torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
+
+
+def always_causal(q, k, v, softmax_scale, is_causal):
+    return naive_attention(q, k, v, softmax_scale, is_causal=True)
+
+
 def ignores_the_scale(q, k, v, softmax_scale, is_causal):
     return naive_attention(q, k, v, None, is_causal)
 
@@ -80,6 +97,9 @@ def ignores_the_scale(q, k, v, softmax_scale, is_causal):
             "seqlen 1024, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error",
         ),
         (reads_the_future, "keys and values from 41 on change earlier rows"),
+        (reads_future_keys, "keys and values from 41 on change earlier rows"),
+        (without_a_maximum, "2 heads, causal, scale 8.0, float32, seed 0: error inf"),
+        (always_causal, "2 heads, full, scale 1.0, float32, seed 0: error"),
         (
             sometimes_nan,
             "seqlen 33, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error i",
@@ -94,6 +114,26 @@ def test_what_is_wrong_is_told(kernel, words):
     report = verify(spec_of(kernel), "cpu")
     assert not report.passed
     assert any(words in failure for failure in report.failures), report.failures
+
+
+def test_the_worst_case_is_the_farthest_over_its_budget():
+    case, verdict = verify(spec_of(sometimes_nan), "cpu").worst
+    assert (case.seqlen, verdict.error) == (33, math.inf)
+
+
+def test_a_decode_kernel_that_ignores_the_lengths_is_told():
+    right = get_backend("NAIVE_PYTORCH").load().decode
+
+    def whole_cache(q, k_cache, v_cache, seqlens, softmax_scale):
+        return right(q, k_cache, v_cache, torch.full_like(seqlens, k_cache.shape[1]), softmax_scale)
+
+    for decode, passed in ((right, True), (whole_cache, False)):
+        spec = dataclasses.replace(
+            spec_of(naive_attention), loader=lambda kernel=decode: Kernels(naive_attention, kernel)
+        )
+        found = _more_failures(spec, "cpu", 32, torch.float32, seed=0)
+        assert not [text for text in found if not text.startswith("decode, head_dim 32, float32")]
+        assert (found == []) == passed
 
 
 def test_a_backend_that_takes_nothing_has_not_passed():

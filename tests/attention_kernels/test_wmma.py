@@ -146,6 +146,56 @@ def test_what_is_not_ordered_or_not_loaded_is_not_there(probe):
         assert (d.isnan().sum() > 0) == (missing > 0), fault
 
 
+# The emulated blocks
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "markers"),
+    [
+        (0, "", []),
+        (1, "is reached by only 63 of the 64 threads of the block: thread (40, 0, 0)", ["BARRIER"]),
+        (2, "divergence: this thread waits in __syncthreads()", ["ONE BARRIER", "BARRIER"]),
+        (3, "the mask does not name the caller", ["NOT NAMED"]),
+        (4, "divergence: this thread waits in __syncwarp()", ["MASKS"]),
+        (5, "a thread wrote to byte 256 of 256 bytes of dynamic shared memory", []),
+        (6, "a thread wrote to byte -4 of 256 bytes of dynamic shared memory", []),
+        (7, "cudaErrorIllegalAddress: illegal memory access (address 0x", []),
+        (8, "a thread's stack overflowed", []),
+    ],
+)
+@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1"])
+def test_a_wrong_block_is_reported(probe, fault, words, markers, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    d = torch.zeros(2, 64)
+    message = probe("run_reverse", fault, 256, d)
+    assert words in message
+    assert bool(message) == bool(words)
+    for marker in markers:
+        assert line_of(marker) in message
+    if not words:
+        assert torch.equal(d, torch.arange(63.0, -1, -1).expand(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("fault", "missing"),
+    [(9, [(1, 58)]), (10, [(1, 58)]), (11, [(block, i) for block in (0, 1) for i in range(16)])],
+)
+def test_what_nobody_wrote_or_sent_is_nan(probe, fault, missing):
+    """Of shared memory, in each block anew, and of lanes that take no part in a shuffle."""
+    d = torch.zeros(2, 64)
+    assert probe("run_reverse", fault, 256, d) == ""
+    assert [tuple(place) for place in d.isnan().nonzero().tolist()] == missing
+
+
+def test_shared_memory_of_both_kinds_counts(probe, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    d = torch.zeros(2, 64)
+    assert probe("run_reverse", 0, 65536 - 256, d) == ""
+    message = probe("run_reverse", 0, 65536 - 252, d)
+    assert "65284 bytes of dynamic and at least 256 of static shared memory are more" in message
+    assert "65540 bytes of dynamic shared memory are more" in probe("run_reverse", 0, 65540, d)
+
+
 # The emulated asynchronous copies
 
 

@@ -1,5 +1,5 @@
-// What test_wmma.py asks of emulated fragments and asynchronous copies, as C functions for ctypes.
-// Built by g++ alone.
+// What test_wmma.py asks of emulated blocks, fragments and asynchronous copies, as C functions for
+// ctypes. Built by g++ alone.
 
 #include <cuda_pipeline.h>
 #include <mma.h>
@@ -135,6 +135,50 @@ __global__ void copy(CopyFault fault, const float* from, float* to) {
   for (int j = 16; j < 32; ++j) to[16 + j] = s_data[j];
 }
 
+enum BlockFault {
+  kReversed,
+  kReturned,
+  kTwoBarriers,
+  kNotNamed,
+  kMasks,
+  kPastTheEnd,
+  kBeforeTheStart,
+  kWild,
+  kDeep,
+  kNotWritten,
+  kNotWrittenStatic,
+  kNoPart,
+};
+
+__attribute__((noinline)) void take_stack() {
+  volatile char frame[58 * 1024];  // of the 64 KB that a thread has
+  for (volatile char& byte : frame) byte = 1;
+}
+
+// Blocks of 64 threads, each of which reverses 64 numbers through shared memory.
+__global__ void reverse(BlockFault fault, float* d) {
+  ATTENTION_DYNAMIC_SHARED(float, smem);
+  __shared__ float s_static[64];
+  const int i = threadIdx.x;
+  if (fault != kNotWritten || blockIdx.x == 0 || i != 5) smem[i] = static_cast<float>(i);
+  if (fault != kNotWrittenStatic || blockIdx.x == 0 || i != 5) s_static[i] = 0.0f;
+  if (fault == kPastTheEnd && i == 3) smem[64] = 0.0f;
+  if (fault == kBeforeTheStart && i == 3) smem[-1] = 0.0f;
+  if (fault == kReturned && i == 40) return;
+  if (fault == kTwoBarriers && i < 32) {
+    __syncthreads();  // ONE BARRIER
+  } else {
+    __syncthreads();  // BARRIER
+  }
+  float x = smem[63 - i] + s_static[63 - i];
+  if (fault == kNotNamed && i == 1) __syncwarp(1);           // NOT NAMED
+  if (fault == kMasks && i < 3) __syncwarp(i == 0 ? 3 : 7);  // MASKS
+  if (fault == kNoPart && i < 16) x = __shfl_sync(0xffff, x, 20);
+  if (fault == kDeep) take_stack();
+  if (fault == kWild && i == 9) d -= int64_t{1} << 42;
+  d[64 * blockIdx.x + i] = x;
+}
+
 }  // namespace
 
 extern "C" {
@@ -170,6 +214,11 @@ const char* run_scale_rows(const float* rows, const float* scales, const float* 
 const char* run_compare_uses(const void* a, const float* c, float* same) {
   return outcome(attention::launch_kernel(compare_uses, 1, 32, 0, nullptr,
                                           static_cast<const half*>(a), c, same));
+}
+
+const char* run_reverse(int fault, int smem_bytes, float* d) {
+  return outcome(attention::launch_kernel(reverse, 2, 64, smem_bytes, nullptr,
+                                          static_cast<BlockFault>(fault), d));
 }
 
 const char* run_fail(int fault, int threads, void* a, float* d) {

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -182,17 +181,15 @@ def test_backends_lists_every_backend(capsys):
     assert "needs a CUDA device" in out or rows["NAIVE_PYTORCH"]["unavailable"]["cuda"] is None
 
 
-def test_help_needs_no_torch_and_answers_at_once():
+def test_help_needs_no_torch():
     code = (
         "import sys\n"
         "from gpt2_infer.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    status = end.code\n"
         "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False False"
-    assert time.perf_counter() - started < 10  # generous: what is asserted is that torch stays out
 
 
 def test_python_dash_m_is_the_same_program():

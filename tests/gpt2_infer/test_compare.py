@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from attention_kernels import (
     get_backend,
     register,
 )
+from attention_kernels.conformance import Case
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import naive_attention
+from attention_kernels.reference import Verdict, naive_attention
 from gpt2_infer import compare, tables
 from gpt2_infer.compare import FREE_ATTENTION, GenerationCell, KernelCell
 from gpt2_infer.errors import RequestError
@@ -185,7 +188,117 @@ def test_what_is_left_of_another_run_is_refused(monkeypatch, tmp_path):
         run(out)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cpu", "another"),
+        ("cpu_threads", 999),
+        ("gpu", {"name": "another"}),
+        ("packages", {}),
+        ("precision", {}),
+    ],
+)
+def test_samples_of_another_machine_are_not_gone_on_with(key, value, monkeypatch, tmp_path):
+    out = tmp_path / "r.json"
+    interrupted_after(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(out)
+    interrupted_after(monkeypatch, 1000)
+    facts = compare.bench.provenance()
+    monkeypatch.setattr(compare.bench, "provenance", lambda: facts | {key: value})
+    with pytest.raises(ResultsError, match=f"is of another run .*{key} differ"):
+        run(out)
+
+
+def test_an_interruption_does_not_save_the_second_check(monkeypatch, tmp_path):
+    out, checked = tmp_path / "r.json", []
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    interrupted_after(monkeypatch, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "_recheck", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(out)
+    assert all(len(series.samples) == 2 for series in read(tmp_path / "r.json.partial").series)
+    monkeypatch.setattr(compare, "_recheck", lambda spec, *_: checked.append(spec.name))
+    results = run(out)
+    assert checked == [*TWO, *TWO]  # both cells
+    assert all(series.facts["checked_again"] for series in results.series)
+
+
+def test_every_call_of_a_cell_is_of_its_shape(clean_registry, monkeypatch):
+    seen, timed, sampler = set(), [], compare.kernel_sampler
+
+    def watch(spec, inputs, **options):
+        timed.append((spec, inputs))
+        return sampler(spec, inputs, **options)
+
+    def spy(q, k, v, softmax_scale, is_causal):
+        seen.add((q.shape, q.dtype, softmax_scale, is_causal, q.is_contiguous()))
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    monkeypatch.setattr(compare, "kernel_sampler", watch)
+    precisions = {"float32": "ieee-fp32", "float16": "fp16"}
+    for needs in (True, False):
+        spec = add(f"TEST_SPY_{needs}".upper(), spy, precisions=precisions, needs_contiguous=needs)
+        cell = KernelCell(8, batch=2, num_heads=3, head_dim=16, dtype="float16", is_causal=False)
+        compare.compare_kernels([spec], [cell], device="cpu", rounds=2)
+        assert seen == {((2, 8, 3, 16), torch.float16, 0.25, False, needs)}
+        seen.clear()
+        (inputs,) = (inputs for timed_spec, inputs in timed if timed_spec is spec)
+        assert all(x.is_contiguous() == needs for qkv in inputs for x in qkv)  # no copy is timed
+        assert len({x.data_ptr() for qkv in inputs for x in qkv}) == 3 * len(inputs)
+
+
+def test_what_is_recorded_is_the_case_that_is_nearest_to_its_budget(monkeypatch):
+    verdicts = [Verdict(error, 1e-6, 2e-7) for error in (1e-7, 5e-7, 2e-7)]
+    monkeypatch.setattr(compare, "run_case", lambda *_: verdicts.pop(0))
+    found = Series("NAIVE_PYTORCH", {}, "us")
+    cases = [Case(n, 32) for n in (7, 8, 9)]
+    compare._check(found, get_backend("NAIVE_PYTORCH"), cases, "cpu")
+    assert (found.status, found.facts["error"]) == ("ok", 5e-7)
+
+
+def test_a_kernels_sample_is_the_time_of_one_call(monkeypatch):
+    moments = iter((1.0, 1.000006))
+    monkeypatch.setattr(compare, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
+    seen = []
+
+    def attention(*qkv, is_causal):
+        seen.append((qkv, is_causal))
+
+    inputs = [Case(4, 8, seed=seed).inputs("cpu") for seed in range(3)]
+    spec = types.SimpleNamespace(attention=attention)
+    sample = compare.kernel_sampler(spec, inputs, is_causal=False)
+    assert sample() == pytest.approx(2.0)  # microseconds: three calls took six
+    assert seen == [(qkv, False) for qkv in inputs]
+
+
 # Generation
+
+
+def test_a_sample_of_generation_is_the_cells_and_without_its_warm_up(demo, monkeypatch):
+    seen = set()
+
+    def told(model, prompts, **options):
+        done = generate(model, prompts, **options)
+        seen.add((done.attention, done.decode_attention, done.mode, len(prompts)))
+        assert {len(prompts[0]) + len(tokens) for tokens in done.tokens} == {10}
+        assert options["ignore_eos"]
+        done.warm_up_s, done.prefill_s, done.generation_s = 1.0, 2.0, 3.0
+        return done
+
+    monkeypatch.setattr(compare, "generate", told)
+    cell = GenerationCell(10, batch=2, mode="kv-cache")
+    results = compare.compare_generation(
+        lambda dtype: demo, specs_of(*TWO), [cell], PROMPT, name="demo", rounds=2
+    )
+    assert seen == {(name, name, "kv-cache", 2) for name in (*TWO, FREE_ATTENTION)}
+    for series in results.series:
+        assert series.samples == [3.0, 3.0]
+        assert (series.facts["warm_up_s"], series.facts["prefill_s"]) == ([1.0, 1.0], [2.0, 2.0])
 
 
 def test_generation_is_compared_with_the_baselines_text(demo, clean_registry):
@@ -385,6 +498,11 @@ def test_the_share_of_attention_is_what_a_free_one_saves():
     free = series(FREE_ATTENTION, "ieee-fp32", [3.0])
     assert tables.attention_share(series("A", "3xtf32", [4.0]), [free]) == 0.25
     assert tables.attention_share(series("A", "3xtf32", [4.0]), []) is None
+
+
+def test_a_kernel_is_told_by_the_length_of_the_bars():
+    assert tables.detail_seqlen([64, 1024, 4096]) == 1024
+    assert tables.detail_seqlen([64, 512]) == 512
 
 
 def test_every_results_table_is_a_table(demo, tmp_path):

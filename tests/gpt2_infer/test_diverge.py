@@ -221,6 +221,12 @@ def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
     assert result.a.allowed > result.b.allowed or precision == "ieee-fp32"
 
 
+def test_each_of_two_logits_may_be_its_whole_budget_off(demo, monkeypatch):
+    monkeypatch.setattr("gpt2_infer.diverge.error_budget", lambda *_: 0.25)
+    result = compare(demo, PLAIN, "PYTORCH_SDPA_MATH", max_new_tokens=1)
+    assert result.a.allowed == result.b.allowed == 0.5
+
+
 def test_two_logits_that_rounding_puts_in_either_order_are_a_tie(add, save_checkpoint):
     """A checkpoint in which two tokens lead by a distance that the two backends' rounding turns."""
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import types
+
 import pytest
 import torch
 
@@ -51,6 +54,32 @@ def test_a_batch_equals_its_members_alone(sampling, mode, device):
         assert together.tokens[row] == alone.tokens[0]
         assert together.texts[row] == alone.texts[0]
         assert together.finish_reasons[row] == alone.finish_reasons[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_has_a_random_number_of_its_own(mode, demo, monkeypatch):
+    sampling, seen = Sampling(1.0, seed=5), []
+    original = Sampling.choose
+
+    def spy(self, logits, uniform):
+        seen.append(uniform.clone())
+        return original(self, logits, uniform)
+
+    monkeypatch.setattr(Sampling, "choose", spy)
+    generate(demo, PROMPTS, max_new_tokens=4, mode=mode, sampling=sampling, ignore_eos=True)
+    expected = sampling.uniforms(len(PROMPTS), 4, torch.device("cpu"))
+    assert torch.equal(torch.stack(seen[-4:], 1), expected)  # the warm-up's are before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_parts_of_the_time_are_told_apart(mode, demo, monkeypatch):
+    """By a clock that moves by one whenever it is looked at."""
+    moments = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(moments)))
+    monkeypatch.setattr("gpt2_infer.generation.time", clock)
+    done = generate(demo, PROMPTS[:2], max_new_tokens=4, mode=mode, ignore_eos=True)
+    assert (done.warm_up_s, done.prefill_s, done.generation_s) == (1.0, 1.0, 2.0)
+    assert (done.new_tokens, done.tokens_per_second) == (8, 4.0)
 
 
 def test_both_modes_agree(demo):
@@ -236,5 +265,7 @@ def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
     model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
     result = generate(model, "The", max_new_tokens=3, mode="kv-cache")
     assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", DECODES)
+    with pytest.raises(UnsupportedError, match="no decode kernel on cpu"):  # before any work
+        model.with_attention(None, "TEST_PREFILL_ONLY").check_backends(decode=True)
     with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
         GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
 
+from attention_kernels import BackendSpec, UnsupportedError, get_backend, register
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, ConfigError, GPT2Config
-from gpt2_infer.model import KVCache
+from gpt2_infer.model import KVCache, Linear, check_backend
 
 ACTIVATIONS = (
     "gelu_new",
@@ -59,6 +63,24 @@ def test_logits_equal_transformers(seed, save_checkpoint):
     assert (torch.stack(logits, 1) - expected[:, 6:]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("threads", [1, 2])  # of these the product of one row depends on
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("in_features", [7, 12])
+def test_every_way_to_multiply_is_the_same_product(in_features, rows, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    layer = Linear(in_features, 5).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    x, residual = torch.randn(1, rows, in_features), torch.randn(1, rows, 5)
+    expected = x.double() @ layer.weight.double() + layer.bias.double()
+    activated = torch.nn.functional.gelu(expected, approximate="tanh")
+    added = residual.double() + expected
+    for got, right in ((layer(x), expected), (layer(x, gelu=True), activated)):
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=2e-6)
+    torch.testing.assert_close(layer.add_to(residual, x).double(), added, rtol=0, atol=2e-6)
+
+
 def test_every_random_field_takes_every_value():
     drawn = [random_fields(seed) for seed in range(40)]
     for name in drawn[0]:
@@ -106,9 +128,33 @@ def test_half_precision_stays_near_float32(dtype, upcast, save_checkpoint):
     assert error <= 2 * (half - expected).abs().max() + 1e-3
 
 
-def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
-    from attention_kernels import BackendSpec
+def test_a_model_that_upcasts_asks_its_backends_for_float32(
+    save_checkpoint, monkeypatch, clean_registry
+):
+    seen = set()
+    for method in ("attention", "decode"):
+        original = getattr(BackendSpec, method)
 
+        def spy(self, q, k, v, *rest, _method=method, _original=original, **options):
+            seen.add((_method, q.dtype, k.dtype, v.dtype))
+            return _original(self, q, k, v, *rest, **options)
+
+        monkeypatch.setattr(BackendSpec, method, spy)
+    folder, _ = save_checkpoint(vocab_size=50, reorder_and_upcast_attn=True)
+    model = GPT2.from_pretrained(str(folder), device="cpu", dtype=torch.bfloat16)
+    cache = KVCache.allocate(model, 1, 8)
+    model(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+    assert model.decode(torch.zeros(1, dtype=torch.long), cache).dtype == torch.bfloat16
+    assert seen == {(method, *[torch.float32] * 3) for method in ("attention", "decode")}
+    fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_FLOAT32", **fields)(lambda: Kernels(naive_attention))
+    check = functools.partial(check_backend, get_backend("TEST_FLOAT32"), device_type="cpu")
+    check(config=model.config, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="dtype bfloat16"):
+        check(config=GPT2Config(), dtype=torch.bfloat16)
+
+
+def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
     folder, _ = save_checkpoint(vocab_size=50)
     model = GPT2.from_pretrained(str(folder), device="cpu")
     seen = []

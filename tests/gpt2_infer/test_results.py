@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpt2_infer import bench
-from gpt2_infer.results import SCHEMA_FILE, Results, ResultsError, Series, read
+from gpt2_infer.results import SCHEMA_FILE, Results, ResultsError, Series, newest, read
 
 
 def example() -> Results:
@@ -66,6 +66,15 @@ def test_a_missing_file(tmp_path):
         read(tmp_path / "none.json")
 
 
+def test_the_newest_results_of_a_task_are_used(tmp_path):
+    for name, date in (("a", "2026-01-02"), ("b", "2026-01-03"), ("c", "2026-01-01")):
+        results = example()
+        results.provenance["date"] = f"{date}T00:00:00+00:00"
+        results.write(tmp_path / f"{name}.json")
+    found = newest(tmp_path)
+    assert {task: path.name for task, (path, _) in found.items()} == {"test-task": "b.json"}
+
+
 def test_committed_results_fit_the_schema():
     files = [path for path in SCHEMA_FILE.parent.glob("*.json") if path != SCHEMA_FILE]
     for file in files:
@@ -85,6 +94,59 @@ def test_rounds_are_interleaved():
     samples = bench.interleave({n: lambda n=n: run(n) for n in "abc"}, rounds=2, warm_up=1)
     assert "".join(order) == "abcabcabc"
     assert samples == {"a": [4.0, 7.0], "b": [5.0, 8.0], "c": [6.0, 9.0]}
+
+
+def test_what_is_rejected_has_no_sample_and_is_not_run_again():
+    calls: list[int] = []
+
+    def reject() -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            raise bench.Rejected("wrong")
+        return 1.0
+
+    rejected: list[str] = []
+    samples = bench.interleave(
+        {"a": reject, "b": lambda: 2.0},
+        rounds=3,
+        on_rejected=lambda name, error: rejected.append(f"{name}: {error}"),
+    )
+    assert samples == {"a": [], "b": [2.0, 2.0, 2.0]}
+    assert rejected == ["a: wrong"]
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["registry.py", "csrc/fp32/v01_a.cu", "csrc/common.cuh"])
+def test_any_changed_source_is_another_digest(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_ROOT", tmp_path)
+    file = tmp_path / "attention_kernels" / name
+    file.parent.mkdir(parents=True)
+    digests = set()
+    for text in ("one", "two"):
+        file.write_text(text)
+        digests.add(bench.source_digest())
+    file.rename(file.with_name(f"v02_b{file.suffix}"))
+    digests.add(bench.source_digest())
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(("status", "dirty"), [(" M x.py", True), ("", False), (None, None)])
+def test_a_changed_checkout_is_told(status, dirty, monkeypatch):
+    monkeypatch.setattr(bench, "_git", lambda *words: status if "status" in words else "abc")
+    facts = bench.provenance()
+    assert (facts["commit"], facts["dirty"]) == ("abc", dirty)
+
+
+def test_the_command_is_without_somebodys_folders(monkeypatch):
+    out = str(SCHEMA_FILE.parent / "r.json")
+    monkeypatch.setattr("sys.argv", ["/some/where/script.py", "--rounds", "3", "--out", out])
+    expected = "python script.py --rounds 3 --out results/r.json"
+    assert bench.provenance()["command"] == expected
+
+
+def test_any_changed_token_is_another_digest():
+    digests = {bench.token_digest(rows) for rows in ([[1], [2]], [[1], [3]], [[1, 2]], [[4], [2]])}
+    assert len(digests) == 4
 
 
 def test_provenance_names_the_source():

@@ -205,6 +205,11 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
 
 
+def test_a_tokenizer_of_ones_own_is_used(demo):
+    own = object()
+    assert GPT2.from_pretrained("demo", device="cpu", tokenizer=own).tokenizer is own
+
+
 def test_a_half_filled_cache_offline_is_a_hub_out_of_reach(save_checkpoint, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
@@ -275,6 +280,9 @@ def test_random_weights_of_a_named_size_need_no_download():
     assert torch.equal(first.wte.weight, again.wte.weight)
     assert not torch.equal(first.wte.weight, other.wte.weight)
     assert 0.019 < first.wte.weight.std() < 0.021
+    for name, parameter in first.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,14 @@ def test_every_run_is_a_command_that_its_script_takes(name, tmp_path):
         assert arguments[arguments.index("--family") + 1] in {s.family for s in backends()}
 
 
+@pytest.mark.parametrize(
+    "name", ["kernel-wmma", "kernel-fa1", "kernel-fa1-cpu", "kernel-ablation", "kernel-triton-full"]
+)
+def test_a_document_without_a_mask_is_measured_without_one(name, tmp_path):
+    _, _, *arguments = measure.command(name, str(tmp_path / "r.json"))
+    assert compare_backends.parse(arguments).full
+
+
 def test_the_list_runs_nothing(capsys, monkeypatch):
     monkeypatch.setattr(measure.subprocess, "Popen", None)
     monkeypatch.setattr("sys.argv", ["measure.py", "--list"])

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
+from matplotlib.container import BarContainer, ErrorbarContainer
+from matplotlib.lines import Line2D
 
 from gpt2_infer import bench
 from gpt2_infer.compare import FREE_ATTENTION
@@ -72,6 +75,92 @@ def test_every_plot_is_drawn_twice_the_same_and_names_every_backend(results, plo
             assert "Matplotlib v" not in text
 
 
+@pytest.fixture
+def drawn():
+    """drawn(plot, results): the figure, which is closed after the test."""
+    figures = []
+
+    def draw(plot, results):
+        figures.append(plot(results))
+        return figures[-1]
+
+    yield draw
+    for figure in figures:
+        plt.close(figure)
+
+
+def lines_of(axes) -> dict[str, Line2D]:
+    """The lines by backend; its precision follows in the label."""
+    return {line.get_label().split(" (")[0]: line for line in axes.lines}
+
+
+@pytest.mark.parametrize(
+    ("plot", "results", "place", "label", "points"),
+    [
+        # NAIVE_PYTORCH takes 1.29 and 2.57 s, 52.2 and 103.4 us.
+        ("generation_time", generation(), 0, "seconds", {64: 1.29, 128: 2.57}),
+        ("peak_memory", generation(), 0, "MiB", {64: 564, 128: 628}),
+        ("kernel_time", kernels(), 0, "microseconds", {512: 52.2, 1024: 103.4}),
+        ("kernel_time", kernels(), 1, "TFLOP/s", {512: 7.714, 1024: 15.576}),
+    ],
+)
+def test_a_line_is_its_backends_medians(plot, results, place, label, points, drawn):
+    figure = drawn(getattr(plot_results, plot), results)
+    axes = figure.axes[place]
+    assert axes.get_ylabel() == label
+    assert axes.get_xscale() == "log"
+    assert axes.get_yscale() == ("linear" if label == "MiB" else "log")
+    lines = lines_of(axes)
+    naive = lines["NAIVE_PYTORCH"]
+    assert dict(zip(*naive.get_data(), strict=True)) == pytest.approx(points, rel=1e-3)
+    for name, line in lines.items():
+        if name in plot_results.COLOURS:
+            assert line.get_color() == plot_results.COLOURS[name]
+    assert len({line.get_color() for line in lines.values()}) == len(lines)
+    (legend,) = figure.legends
+    for handle, text in zip(legend.get_lines(), legend.get_texts(), strict=True):
+        name = text.get_text().split(" (")[0]
+        assert handle.get_color() == lines[name].get_color()
+    assert len(legend.get_texts()) >= len(BACKENDS)
+
+
+def test_only_one_shape_is_in_a_plot(drawn):
+    """That of the first cell: a point of another would be taken for one of its line."""
+    results = generation()
+    for series in results.series[5:]:
+        series.labels["batch"] = 4
+    assert plot_results.generation_time(results) is None
+    kinds = {name.removeprefix("generation-test_") for name, _ in plot_results.render(results)}
+    assert kinds == {"bars.svg", "bars.png", "memory.svg", "memory.png"}
+    figure = drawn(plot_results.generation_bars, results)
+    assert "batch 1, recompute: seconds to 64 tokens" in figure.axes[0].get_title("left")
+
+
+def test_a_bar_is_a_median_with_its_own_whiskers(drawn):
+    results = generation()
+    assert results.series[5].name == "NAIVE_PYTORCH"
+    results.series[5].samples = [2.0, 2.5, 4.5]
+    (axes,) = drawn(plot_results.generation_bars, results).axes
+    bars, whiskers = (
+        next(c for c in axes.containers if isinstance(c, kind))
+        for kind in (BarContainer, ErrorbarContainer)
+    )
+    assert axes.get_yticklabels()[0].get_text() == "NAIVE_PYTORCH"
+    assert bars[0].get_width() == 2.5
+    (segments,) = whiskers.lines[2]
+    assert segments.get_segments()[0][:, 0].tolist() == [2.0, 4.5]
+    assert axes.texts[0].get_text() == "2.500  ieee-fp32"
+
+
+def test_the_error_is_drawn_against_the_time(drawn):
+    results = kernels()
+    for place, series in enumerate(results.series):
+        series.facts["error"] = (1 + place) * 1e-7
+    lines = lines_of(drawn(plot_results.error_and_speed, results).axes[0])
+    (time,), (error,) = lines["CUSTOM_CUDA_VERSION_1"].get_data()
+    assert (time, error) == (308.2, pytest.approx(7e-7))
+
+
 def test_a_backend_without_samples_has_no_line():
     results = kernels()
     results.series[3].samples, results.series[3].status = [], "failed"
@@ -119,7 +208,10 @@ def test_the_readme_gets_tables_and_a_section_for_each_version(tmp_path):
     assert update_readme.render(text, tmp_path) == text
     # NAIVE_PYTORCH takes 103.4 us at 1,024: the other class gets no ratio to it.
     assert "| `PYTORCH_SDPA_EFFICIENT_ATTENTION` | 3xtf32 | 103.4 | 205.8 | 1.9 % |  |" in text
-    assert "| `CUSTOM_CUDA_VERSION_1` | ieee-fp32 | 154.6 | 308.2 | 1.3 % | 0.34 |" in text
+    assert "| `CUSTOM_CUDA_VERSION_1` | ieee-fp32 | 154.6 | 308.2 | 1.3 % | 0.34 | 5.23 |" in text
+    # 120 new tokens; FREE_ATTENTION takes 1.290 s.
+    assert "_VERSION_1` | ieee-fp32 | 2.570 | 5.130 | 0.8 % | 0.50 | 23 | 74.9% | 628 |" in text
+    assert "| `FREE_ATTENTION` | ieee-fp32 | 0.650 | 1.290 | 3.1 % | 1.99 | 93 |  | 628 |" in text
     first, second = text.split("#### `CUSTOM_CUDA_VERSION_")[1:3]
     assert first.startswith("1`: Naive Flash Attention V1\n")
     assert "the kernel alone at N=1024 takes 308.2 us (307.2 .. 309.2);" in first
@@ -155,6 +247,17 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         update_readme.main()
     assert "truncated or not JSON" in capsys.readouterr().err
+
+
+def test_the_spread_is_the_widest_and_a_text_that_nobody_compared_is_told(tmp_path):
+    results = generation()
+    results.series[5].samples = [2.0, 2.5, 4.5]
+    results.series[6].facts["text_compared"] = False
+    results.write(tmp_path / "2026-01-01_x_generation-test.json")
+    text = update_readme.render("<!-- table generation-test -->\n<!-- end -->\n", tmp_path)
+    assert "| `NAIVE_PYTORCH` | ieee-fp32 | 1.290 | 2.500 | 100.0 % | 1.00 |" in text
+    note = "its text was compared with nothing: the baseline wrote none"
+    assert text.count(note) == text.count(f"`PYTORCH_SDPA_EFFICIENT_ATTENTION`: {note}") == 1
 
 
 def test_a_version_that_was_not_timed_says_why(tmp_path):

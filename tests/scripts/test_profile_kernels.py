@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import pytest
+import subprocess
 
-from gpt2_infer import bench
-from gpt2_infer.results import Results, Series
+import pytest
+import torch
+
+from attention_kernels import BackendSpec
+from attention_kernels.conformance import Case
+from gpt2_infer import bench, tables
+from gpt2_infer.results import Results, Series, read
 from scripts import profile_kernels, update_readme
 from scripts.profile_kernels import METRICS, combined, op_of, parse_csv
 
@@ -44,6 +49,65 @@ def test_the_csv_of_several_launches_becomes_one_row_per_version(capsys):
     }
 
 
+FAMILY = ["profile_kernels.py", "--family", "ablation", "--full", "--seqlen", "96"]
+
+
+def test_the_profiler_runs_the_same_command_as_its_worker(monkeypatch):
+    commands = []
+
+    def run(words, **_):
+        commands.append(words)
+        out = f"==PROF== done\n{HEAD}\n{line(0, V06, 'duration_us', '1000')}\n"
+        return subprocess.CompletedProcess(words, 0, out, "")
+
+    monkeypatch.setattr(profile_kernels.subprocess, "run", run)
+    monkeypatch.setattr("sys.argv", FAMILY)
+    assert profile_kernels.profile(["one", "two"]) == {"v06": [{"duration_us": 1.0}]}
+    (words,) = commands
+    assert words[0] == "ncu"
+    assert words[words.index("--metrics") + 1] == "one,two"
+    assert words[-6:] == [*FAMILY[1:], "--worker"]
+
+
+def test_every_version_is_launched_as_asked(monkeypatch):
+    seen = []
+
+    def attention(spec, q, k, v, *, is_causal):
+        seen.append((spec.name, q, is_causal))
+
+    monkeypatch.setattr(Case, "inputs", lambda case, device: (case, case, case))
+    monkeypatch.setattr(BackendSpec, "attention", attention)
+    monkeypatch.setattr(profile_kernels.ladder, "build_all", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for words, is_causal in ((FAMILY, False), ([w for w in FAMILY if w != "--full"], True)):
+        monkeypatch.setattr("sys.argv", [*words, "--out", "/tmp/none.json", "--worker"])
+        profile_kernels.main()
+        case = Case(96, 64, num_heads=12)
+        assert seen == [(f"ABLATION_STEP_{n}", case, is_causal) for n in range(1, 9)]
+        seen.clear()
+
+
+def test_a_version_that_the_profiler_has_not_seen_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", [*FAMILY, "--out", str(tmp_path / "r.json")])
+    monkeypatch.setattr(profile_kernels, "known_counters", lambda: ([], []))
+    monkeypatch.setattr(profile_kernels, "launch_each", lambda _: None)
+    launch = {"duration_us": 1.0}
+    rows = {f"ablation_v0{n}": [launch] for n in range(1, 9)}
+    monkeypatch.setattr(profile_kernels, "profile", lambda _: rows)
+    profile_kernels.main()
+    assert len(read(tmp_path / "r.json").series) == 8
+    del rows["ablation_v03"]
+    with pytest.raises(SystemExit, match="ncu reported nothing for ablation_v03"):
+        profile_kernels.main()
+
+
+def test_no_two_metrics_are_one_counter():
+    assert len({*METRICS.values()}) == len(METRICS)
+    for name, counter in METRICS.items():
+        if name.startswith(("shared", "global")):
+            assert ("load" in name) == any(end in counter for end in ("op_ld.", "op_ldgsts."))
+
+
 def test_registers_are_the_most_and_not_a_sum():
     one = {"duration_us": 1.0, "registers_per_thread": 40.0, "global_load_bytes": 8.0}
     two = {"duration_us": 1.0, "registers_per_thread": 64.0, "global_load_bytes": 8.0}
@@ -52,6 +116,13 @@ def test_registers_are_the_most_and_not_a_sum():
         "registers_per_thread": 64.0,
         "global_load_bytes": 16.0,
     }
+
+
+def test_a_sector_is_32_bytes_and_a_wavefront_128():
+    sizes = dict(tables.THROUGHPUTS.values())
+    assert {*sizes} <= {*METRICS}
+    for metric, size in sizes.items():
+        assert size == {"wavefronts": 128, "sectors": 32, "bytes": 1}[metric.rsplit("_", 1)[1]]
 
 
 def test_a_profile_becomes_a_table_with_throughputs(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scripts import update_readme
 from scripts.update_readme import ROOT, render
 
 
@@ -18,6 +19,20 @@ def test_rendering_twice_is_rendering_once_and_touches_only_what_is_marked(tmp_p
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert render(once, tmp_path) == once
+
+
+def test_the_command_tells_what_is_stale_and_writes(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- table generation-cpu -->\nold\n<!-- end -->\n")
+    for words, status, stale in ((["--check"], 1, True), ([], 0, True), (["--check"], 0, False)):
+        monkeypatch.setattr("sys.argv", ["update_readme.py", *words])
+        before = readme.read_text()
+        assert update_readme.main() == status
+        assert (readme.read_text() != before) == (not words)
+        assert ("README.md is stale" in capsys.readouterr().err) == (stale and bool(words))
+    assert "old" not in readme.read_text()
 
 
 def test_a_picture_is_shown_once_it_is_drawn(tmp_path: Path):
