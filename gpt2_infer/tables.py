@@ -256,13 +256,19 @@ _TABLES: dict[str, Callable[[Path, Results], str]] = {
 
 
 def versions_table(family: str) -> str:
-    """A ladder's versions, from their headers: what changed, the tile and what it takes."""
+    """A ladder's versions, from their headers: what changed, the tile and what it takes.
+
+    What all of them take alike is said once.
+    """
     rows = []
     for name, version in ladder.versions(family).items():
         flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
         takes = f"{version.dtype}, head_dim {', '.join(map(str, version.head_dims))}"
         rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
-    return _markdown(["backend", "change", "tile", "takes"], rows)
+    head = ["backend", "change", "tile", "takes"]
+    if len({takes for *_, takes in rows}) > 1:
+        return _markdown(head, rows)
+    return f"{_markdown(head[:-1], (row[:-1] for row in rows))}\nEach takes {rows[0][-1]}.\n"
 
 
 def ladder_sections(family: str, measured: Sequence[Results]) -> str:
@@ -287,7 +293,7 @@ def ladder_sections(family: str, measured: Sequence[Results]) -> str:
             for word, text in zip(("Why", "Cost", "Expected"), rest, strict=True)
         ]
         facts = [fact for r in measured for fact in _FACTS[_kind(r)](r, name, before)]
-        words.append(f"**Measured:** {'; '.join(facts)}." if facts else "Not measured yet.")
+        words += [f"**Measured:** {'; '.join(facts)}."] if facts else []
         sections.append("\n\n".join(words))
         last = name
     return "\n\n".join(sections) + "\n"

@@ -34,12 +34,12 @@ def render(text: str, folder: Path) -> str:
         elif match[2] == "plot":
             picture = f"results/plots/{first}_{tasks[0]}.png"
             drawn = (folder / "plots" / f"{first}_{tasks[0]}.png").exists()
-            body = f"![{first}, {tasks[0]}]({picture})\n" if drawn else "Not drawn yet.\n"
+            body = f"![{first}, {tasks[0]}]({picture})\n" if drawn else ""
         elif match[2] == "versions":
             body = tables.versions_table(first)
         else:
             body = tables.render(*results[first]) if first in results else "Not measured yet.\n"
-        return f"{match[1]}\n{body}\n{match[4]}"
+        return f"{match[1]}\n{body}\n{match[4]}" if body else f"{match[1]}{match[4]}"
 
     return MARKED.sub(replace, text)
 

@@ -89,11 +89,13 @@ struct Step {
   uintptr_t address;
 };
 
-// A function that a thread is in: its frame on the stack, and the return address of its call. That
-// it has been left shows by a visit from a frame further up.
+// A function that a thread is in: its frame on the stack, and the return address of its call. Some
+// end without a word, which a visit from a frame further up tells; and after the word a last basic
+// block may follow.
 struct Call {
   const void* frame;
   uintptr_t from;
+  bool ended = false;
 };
 
 struct Recorder {
@@ -126,8 +128,16 @@ struct Recorder {
     const Fiber* const fiber = thread();
     if (fiber == nullptr) return;
     auto& chain = calls[fiber->thread];
-    while (!chain.empty() && chain.back().frame <= frame) chain.pop_back();
+    while (!chain.empty() && (chain.back().ended || chain.back().frame <= frame)) chain.pop_back();
     chain.push_back({frame, from});
+  }
+
+  void leave(const void* frame) {
+    const Fiber* const fiber = thread();
+    if (fiber == nullptr) return;
+    auto& chain = calls[fiber->thread];
+    while (!chain.empty() && chain.back().frame < frame) chain.pop_back();
+    if (!chain.empty() && chain.back().frame == frame) chain.back().ended = true;
   }
 
   void visit(const void* frame, uintptr_t at, const void* pointer = nullptr, size_t size = 0,
@@ -277,7 +287,7 @@ void __sanitizer_cov_trace_pc() { attention::recorder.visit(HERE); }
 void __tsan_func_entry(void* from) {
   attention::recorder.enter(__builtin_frame_address(1), reinterpret_cast<uintptr_t>(from));
 }
-void __tsan_func_exit() {}
+void __tsan_func_exit() { attention::recorder.leave(__builtin_frame_address(1)); }
 void __tsan_init() {}
 void __tsan_vptr_update(void**, void*) {}
 ATOMIC(8)
