@@ -119,13 +119,18 @@ def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str,
     return places
 
 
-def format_table(accesses: Iterable[Access]) -> str:
-    """The table for people: a line per access; a bank conflict or a wasted sector stands out."""
-    cells = [("line", "access", "bytes", "requests", "conflicts", "sectors", "fewest", "source")]
+def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
+    """The table for people: a line per access, cut to `width` columns where that is given."""
+    cells = [("line", "access", "bytes", "requests", "conflicts", "sectors", "source")]
     for a in accesses:
-        conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
-        sectors = (str(a.sectors), str(a.fewest_sectors)) if a.memory == "global" else ("", "")
-        numbers = (str(a.bytes), str(a.requests), conflicts, *sectors)
+        lines = ">".join(map(str, a.lines))
         kind = f"{a.memory} {'store' if a.is_store else 'load'}"
-        cells.append((">".join(map(str, a.lines)), kind, *numbers, a.source))
-    return aligned(cells)
+        conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
+        sectors = str(a.sectors) if a.memory == "global" else ""
+        if a.fewest_sectors < a.sectors:
+            sectors += f" ({a.fewest_sectors} would do)"
+        cells.append((lines, kind, str(a.bytes), str(a.requests), conflicts, sectors, a.source))
+    rows = aligned(cells).splitlines()
+    return "\n".join(
+        r if width is None or len(r) <= width else f"{r[: width - 3]}..." for r in rows
+    )

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -659,7 +660,8 @@ def _accesses(arguments: argparse.Namespace) -> int:
         f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "
         f"N={arguments.seqlen} head_dim={head_dim} {'full' if arguments.full else 'causal'}\n"
     )
-    print(accesses.format_table(found))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(accesses.format_table(found, width))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import UnsupportedError, backends, ladder
-from attention_kernels.accesses import Access, count_accesses
+from attention_kernels.accesses import Access, count_accesses, format_table
 from attention_kernels.build import BuildError, parse_header
 
 PATTERNS = """\
@@ -33,7 +33,9 @@ inline __device__ float helper(const float* row, int d, int64_t = 1, int64_t = 2
 
 // Its frame is not where a function's with more arguments is.
 inline __device__ float inner(const float* row) { return row == nullptr ? row[0] : 0.0f; }
-inline __device__ float none(const float* row) { return inner(row) + (row == nullptr ? row[1] : 0.0f); }
+inline __device__ float none(const float* row) {
+  return inner(row) + (row == nullptr ? row[1] : 0.0f);
+}
 
 __global__ void patterns(const float* q, float* o, int head_dim) {
   ATTENTION_DYNAMIC_SHARED(float, smem);
@@ -170,6 +172,17 @@ def total(name: str) -> tuple[int, int, int]:
         sum(access.conflicts for access in loads),
         max(access.ways for access in loads),
     )
+
+
+def test_the_readme_shows_what_is_counted() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
+    lines = shown.split("\n```")[0].splitlines()[1:]
+    backends()
+    found = count_accesses(ladder.versions()["CUSTOM_CUDA_VERSION_1"])
+    counted = format_table(found, width=100).splitlines()
+    assert {line for line in lines if line not in ("", "...")} <= {*counted}
+    assert any("32-way" in line for line in lines)
 
 
 def test_padding_k_ends_the_conflicts_of_the_first_version_and_changes_no_request() -> None:
