@@ -207,11 +207,11 @@ def shared_load_bars(results: Results) -> Figure | None:
         text = f"{load:,.0f}" + (f" + {conflict:,.0f}" * bool(conflict))
         end = load + conflict + 0.01 * widest
         axes.text(end, place, f"{text}  {series.labels['change']}", va="center", fontsize=7.5)
-    axes.set_xlim(0, 1.75 * widest)
+    axes.set_xlim(0, 2 * widest)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(visible=False, axis="y")
     _title(axes, "Shared memory: loads in the source", profiled_shape(results))
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower right", ncols=2)
     return figure
 
 
