@@ -7,8 +7,9 @@ last place.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ ABSOLUTE_TERM_ULPS = 4
 # How many scores judge() computes at once: 2 GiB in float64.
 LARGEST_SCORES = 2**28
 RELATIVE_FROM = 1e-3
+# What the axes of an output are called: one, several.
+AXES = (("batch", "batches"), ("row", "rows"), ("head", "heads"), ("column", "columns"))
 
 
 def check_precision() -> None:
@@ -43,13 +46,15 @@ class Verdict:
     """How far an output is from the reference, and how far it may be.
 
     relative_error: the largest where the reference is above RELATIVE_FROM in magnitude; for
-    comparison with others' figures, and judged by nobody.
+    comparison with others' figures, and judged by nobody. where: of a failure, its worst element
+    and which ones are over the budget, in a phrase.
     """
 
     error: float
     budget: float
     naive_error: float
     relative_error: float = 0.0
+    where: str = ""
 
     @property
     def passed(self) -> bool:
@@ -63,8 +68,9 @@ class Verdict:
         return ratio if self.passed or ratio > 1 else math.inf
 
     def __str__(self) -> str:
-        """Error and budget."""
-        return f"error {self.error:.2e}, budget {self.budget:.2e}"
+        """Error and budget; of a failure, where it is."""
+        where = f"; {self.where}" if self.where else ""
+        return f"error {self.error:.2e}, budget {self.budget:.2e}{where}"
 
 
 def naive_attention(
@@ -128,24 +134,67 @@ def judge(
     least, for inputs so small that it may be zero by luck (see conformance.naive_floor).
     A wrong shape or dtype, a NaN or an infinity gives an infinite error.
     """
-    fits = out.shape == q.shape and out.dtype == q.dtype
+    reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     found = []
     for part in _parts(q):
         inputs = (q[part], k[part], v[part], softmax_scale, is_causal)
-        reference = reference_attention(*inputs)
-        distance = relative = math.inf
-        if fits:
-            difference = (out[part].double() - reference).abs()
-            distance = difference.max().item()
-            counts = reference.abs() > RELATIVE_FROM
-            relative = (difference / reference.abs()).where(counts, 0.0).max().item()
-        naive_distance = naive_error(*inputs, reference=reference)
-        found.append((distance, relative, naive_distance, reference.abs().max().item()))
+        reference[part] = reference_attention(*inputs)
+        found.append(naive_error(*inputs, reference=reference[part]))
     # Unlike Python's max(), torch's keeps a NaN.
-    error, relative, naive, largest = torch.tensor(found, dtype=torch.float64).amax(0).tolist()
-    error = error if math.isfinite(error) else math.inf
+    naive = torch.tensor(found, dtype=torch.float64).max().item()
     naive = naive_floor if naive < naive_floor else naive
-    return Verdict(error, error_budget(precision, q.dtype, naive, largest), naive, relative)
+    budget = error_budget(precision, q.dtype, naive, reference.abs().max().item())
+    if out.shape != q.shape or out.dtype != q.dtype:
+        what = f"it is {tuple(out.shape)} {out.dtype}, not {tuple(q.shape)} {q.dtype}"
+        return Verdict(math.inf, budget, naive, math.inf, what)
+    return measure(out, reference, budget, naive)
+
+
+def measure(out: Tensor, reference: Tensor, budget: float, naive: float) -> Verdict:
+    """How far `out` is from a float64 reference of its shape, and where, if over the budget."""
+    difference = (out.double() - reference).abs()
+    counts = reference.abs() > RELATIVE_FROM
+    relative = (difference / reference.abs()).where(counts, 0.0).max().item()
+    error = difference.max().item()
+    verdict = Verdict(error if math.isfinite(error) else math.inf, budget, naive, relative)
+    if verdict.passed:
+        return verdict
+    # A NaN is the worst.
+    worst = int(difference.nan_to_num(nan=math.inf).argmax())
+    got, wanted = out.flatten()[worst].item(), reference.flatten()[worst].item()
+    where = f"{got:.6g} instead of {wanted:.6g} at {place(worst, out.shape)}"
+    over = extent(~(difference <= budget))
+    return dataclasses.replace(verdict, where=f"{where}; over the budget are {over}")
+
+
+def place(index: int, shape: Sequence[int]) -> str:
+    """The coordinates of an element, by its index in the flat tensor of an output's shape."""
+    coordinates = []
+    for (name, _), size in zip(reversed(AXES), reversed(shape), strict=True):
+        coordinates.append(f"{name} {index % size}")
+        index //= size
+    return ", ".join(reversed(coordinates))
+
+
+def extent(wrong: Tensor) -> str:
+    """How many elements of a mask of an output's shape are set, and where.
+
+    For example "992 of 4096 elements, in rows 32 to 63, 31 of 64 columns (1, 3, 5, ...)"; an axis
+    is left out where they are all along it.
+    """
+    ranges = []
+    for axis, (one, several) in enumerate(AXES):
+        hit = wrong.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        size = wrong.shape[axis]
+        if len(hit) == 1 < size:
+            ranges.append(f"{one} {hit[0]}")
+        elif 1 < len(hit) < size and hit[-1] - hit[0] + 1 == len(hit):
+            ranges.append(f"{several} {hit[0]} to {hit[-1]}")
+        elif 1 < len(hit) < size:
+            first = ", ".join(map(str, hit[:3])) + ", ..." * (len(hit) > 3)
+            ranges.append(f"{len(hit)} of {size} {several} ({first})")
+    count = f"{int(wrong.sum())} of {wrong.numel()} elements"
+    return f"{count}, in {', '.join(ranges)}" if ranges else count
 
 
 def error_budget(precision: str, dtype: torch.dtype, naive: float, largest: float) -> float:

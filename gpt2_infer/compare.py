@@ -589,6 +589,7 @@ def _check(
             series.reason = f"decode: {verdict}"
     if worst:
         facts = dataclasses.asdict(worst)
+        del facts["where"]  # the others are numbers
         for key, value in facts.items():  # JSON has no infinity
             series.facts[key] = float(f"{value:.4g}") if math.isfinite(value) else None
     if emulated and series.status == "ok":

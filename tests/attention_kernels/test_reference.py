@@ -70,6 +70,33 @@ def test_an_off_by_one_mask_is_caught():
     assert not judge(shifted, q, k, v).passed
 
 
+def test_a_failure_says_where_it_is():
+    q, k, v = Case(64, 32, batch=2, num_heads=3).inputs("cpu")
+    reference = reference_attention(q, k, v)
+    good = reference.float()
+    assert judge(good, q, k, v).where == ""
+    wrong = good.clone()
+    wrong[1, 40:, 2, 1::2] += 1
+    wrong[1, 50, 2, 7] = 9
+    verdict = judge(wrong, q, k, v)
+    worst = f"9 instead of {reference[1, 50, 2, 7].item():.6g} at batch 1, row 50, head 2, column 7"
+    over = (
+        "384 of 12288 elements, in batch 1, rows 40 to 63, head 2, 16 of 32 columns (1, 3, 5, ...)"
+    )
+    assert verdict.where == f"{worst}; over the budget are {over}"
+    assert str(verdict).endswith(f"budget {verdict.budget:.2e}; {verdict.where}")
+    wrong[0, 3, 1, 5] = torch.nan  # worse than any number, an infinity too
+    wrong[0, 0, 0, 0] = torch.inf
+    where = judge(wrong, q, k, v).where
+    assert where.startswith("nan instead of ")
+    assert " at batch 0, row 3, head 1, column 5; " in where
+    everywhere = judge(good + 1, q, k, v).where
+    assert everywhere.endswith("; over the budget are 12288 of 12288 elements")
+    assert judge(good[:, :9], q, k, v).where == (
+        "it is (2, 9, 3, 32) torch.float32, not (2, 64, 3, 32) torch.float32"
+    )
+
+
 @pytest.mark.parametrize("limit", [1, 65 * 65, 2 * 65 * 65])
 def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     q, k, v = Case(65, 32, batch=2, num_heads=3).inputs("cpu")
@@ -79,6 +106,7 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     monkeypatch.setattr("attention_kernels.reference.LARGEST_SCORES", limit)
     parts = judge(wrong, q, k, v)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
+    assert parts.where.endswith("32 of 12480 elements, in batch 1, row 64, head 2")
     assert parts.budget == pytest.approx(whole.budget, rel=0.2)  # batched products may round apart
     for place in ((0, 0, 0, 0), (1, 64, 2, 31)):  # in the first part and in the last
         nan = wrong.clone()
