@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -137,12 +138,27 @@ def load_op(name: str, device_type: str) -> None:
         try:
             arch = architectures() if device_type == "cuda" else ""
             library = build.build(version, TARGETS[device_type], arch, label=name)
-            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+            _load_library(library, version)
         except (BuildError, OSError) as error:
             _failed[key] = str(error)
             raise UnavailableBackendError(name, str(error)) from error
         _failed.pop(key, None)
         _loaded.add(key)
+
+
+def _load_library(library: Path, version: VersionHeader) -> None:
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        text = str(error.__cause__ or error)  # torch's own words are the path alone
+        missing = re.search(r"undefined symbol: \S*\d(launch|scratch_floats)E", text)
+        if missing is None:
+            raise BuildError(text) from error
+        raise BuildError(
+            f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares it: "
+            "a version file defines scratch_floats() and launch() in "
+            "namespace attention::ATTENTION_VERSION"
+        ) from error
 
 
 def _load_op(name: str, device_type: str) -> bool:
