@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +24,22 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
-from attention_kernels.reference import Verdict, check_precision, judge, naive_error
+from attention_kernels.reference import (
+    Verdict,
+    check_precision,
+    extent,
+    judge,
+    measure,
+    naive_error,
+    reference_attention,
+)
 from attention_kernels.registry import BackendSpec
 
 SCALES = (0.02, 1.0, 8.0)
 # What a kernel that fails may raise: a failure of its own, and of nothing else.
 KERNEL_ERRORS = (AttentionError, RuntimeError, ValueError, TypeError)
+# After so many cases that fail the suite ends: more would say nothing new.
+MOST_FAILURES = 20
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 
 
@@ -130,27 +141,60 @@ def naive_floor(case: Case, device: str) -> float:
     return max(errors)
 
 
-def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> bool:
-    """Whether changing keys and values from position `cut` on changes any earlier row by a bit."""
+def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
+    """Whether keys and values from position `cut` on change any earlier row by a bit: what is seen
+    then, in a phrase; None for nothing.
+
+    An output that is not finite, or not the same twice, is told as that: it differs anyway.
+    """
     q, k, v = case.inputs(device)
     before = spec.attention(q, k, v)
     k2, v2 = k.clone(), v.clone()
     k2[:, cut:] *= -3
     v2[:, cut:] += 1e4
     after = spec.attention(q, k2, v2)
-    return not torch.equal(before[:, :cut], after[:, :cut])
+    changed = before[:, :cut] != after[:, :cut]  # NaN is not equal to itself
+    if not changed.any():
+        return None
+    if not before.isfinite().all():
+        return f"the output is not finite: {extent(~before.isfinite())}"
+    # More than once: a race need not show every time.
+    for again in (spec.attention(q, k, v) for _ in range(3)):
+        if not torch.equal(before, again):
+            return (
+                "two runs of one input differ, by a race, or a read of memory that nobody wrote: "
+                f"{extent(before != again)}"
+            )
+    return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was checked, and what is wrong with it, a phrase each."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        """Both."""
+        return f"{self.what}: {self.why}"
 
 
 @dataclass
 class Report:
     """What verify() found.
 
-    failures: a sentence each. refusals: what the backend does not take here. worst: the case
-    nearest to its budget, or farthest over it.
+    cases: how many of the suite's `total` ran; failed: how many of them failed; stopped: whether
+    these were MOST_FAILURES, and the rest did not run. failures: theirs and those of the other
+    checks, which come first. refusals: what the backend does not take here. worst: the case nearest
+    to its budget, or farthest over it.
     """
 
+    total: int = 0
     cases: int = 0
-    failures: list[str] = field(default_factory=list)
+    failed: int = 0
+    stopped: bool = False
+    failures: list[Failure] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     worst: tuple[Case, Verdict] | None = None
 
@@ -171,74 +215,91 @@ def verify(
     """Run the whole suite on one backend: every case, the future against the past, decoding.
 
     dtypes: names out of spec.dtypes, none for all. A case that the backend refuses is told as such;
-    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run,
-    and ArgumentError for a seed that is none.
+    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run
+    or be built, and ArgumentError for a seed that is none.
     """
     check_precision()
     if not 0 <= seed < 2**63:
         raise ArgumentError(f"the seed must be between 0 and 2^63 - 1, not {seed}")
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
-    report = Report()
     head_dims = spec.head_dims or (32, 64, 128)
     wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
     suite = [case for dtype in wanted for case in cases(head_dims, dtype, seed=seed)]
+    report = Report(total=len(suite))
     refused: set[tuple[torch.dtype, int]] = set()
     for case in tqdm(suite, spec.name, unit="case", disable=None if progress else True):
         if (case.dtype, case.head_dim) in refused:
             continue
+        if report.failed == MOST_FAILURES:
+            report.stopped = True
+            break
         try:
             verdict = run_case(spec, case, device)
+        except UnavailableBackendError:
+            raise
         except UnsupportedError as error:
             refused.add((case.dtype, case.head_dim))
-            report.refusals.append(f"{case.dtype} head_dim {case.head_dim}: {error}")
+            reasons = _OP.sub("", "; ".join(error.reasons))
+            report.refusals.append(f"head_dim {case.head_dim}, {dtype_name(case.dtype)}: {reasons}")
             continue
         except KERNEL_ERRORS as error:
-            report.failures.append(f"{case}: {describe_error(error)}")
-            continue
+            why = describe_error(error)
+        else:
+            why = "" if verdict.passed else str(verdict)
+            if report.worst is None or verdict.nearness > report.worst[1].nearness:
+                report.worst = case, verdict
         report.cases += 1
-        if not verdict.passed:
-            report.failures.append(f"{case}: {verdict}")
-        if report.worst is None or verdict.nearness > report.worst[1].nearness:
-            report.worst = case, verdict
-    more = [
-        failure
-        for dtype in wanted
-        for head_dim in head_dims
-        if (dtype, head_dim) not in refused
-        for failure in _more_failures(spec, device, head_dim, dtype, seed)
-    ]
+        if why:
+            report.failed += 1
+            report.failures.append(Failure(str(case), why))
+    more = []
+    for case in (Case(100, head_dim, dtype=d, seed=seed) for d in wanted for head_dim in head_dims):
+        if (case.dtype, case.head_dim) not in refused:
+            for what, check in _more_checks(spec, case, device):
+                try:
+                    wrong = check()
+                except UnavailableBackendError:
+                    raise
+                except KERNEL_ERRORS as error:
+                    wrong = describe_error(error)
+                if wrong:
+                    more.append(Failure(what, wrong))
     report.failures = more + report.failures  # these say most
     return report
 
 
-def _more_failures(
-    spec: BackendSpec, device: str, head_dim: int, dtype: torch.dtype, seed: int
-) -> list[str]:
-    """Failures of the checks that are not a comparison of one output."""
-    found = []
-    case = Case(100, head_dim, dtype=dtype, seed=seed)
-    for cut in (1, 41, 64, 99):
-        try:
-            if future_leaks(spec, case, device, cut):
-                found.append(f"{case}: keys and values from {cut} on change earlier rows")
-        except KERNEL_ERRORS as error:
-            found.append(f"{case}: {describe_error(error)}")
+def _more_checks(
+    spec: BackendSpec, case: Case, device: str
+) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """The checks that are not a comparison of one output; each says what is wrong."""
+
+    def future() -> str | None:
+        found = (future_leaks(spec, case, device, cut) for cut in (41, 1, 64, 99))
+        return next(filter(None, found), None)
+
+    def decode() -> str | None:
+        verdict = decode_verdict(spec, device, case.head_dim, case.dtype, case.seed)
+        return None if verdict.passed else str(verdict)
+
+    yield str(case), future
     if spec.has_decode(device):
-        what = f"decode, head_dim {head_dim}, {dtype_name(dtype)}, seed {seed}"
-        try:
-            verdict = decode_verdict(spec, device, head_dim, dtype, seed)
-            if not verdict.passed:
-                found.append(f"{what}: {verdict}")
-        except KERNEL_ERRORS as error:
-            found.append(f"{what}: {describe_error(error)}")
-    return found
+        dtype = dtype_name(case.dtype)
+        yield f"decode, head_dim {case.head_dim}, {dtype}, seed {case.seed}", decode
+
+
+# An op's own name and, in the emulator, the one error of every launch that fails.
+_OP = re.compile(
+    r"attention_kernels::\w+: (cudaErrorLaunchFailure: unspecified launch failure: (?=.))?"
+)
 
 
 def describe_error(error: Exception) -> str:
-    """An exception of a kernel's in one line."""
-    kind = "" if isinstance(error, AttentionError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).splitlines()[:1])
+    """An exception of a kernel's in one line, from its cause on."""
+    line = " ".join(str(error).splitlines()[:1])
+    words = _OP.sub("", line, count=1)
+    kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
+    return kind + words
 
 
 def decode_verdict(
@@ -260,6 +321,10 @@ def decode_verdict(
         # The whole row's budget: the naive error of one position alone may be zero by luck.
         full = judge(one[0], one[0], one[1], one[2], precision=spec.precisions[dtype_name(dtype)])
         last = one[0][:, -1:]
-        verdict = judge(o[row : row + 1], last, one[1], one[2], is_causal=False)
-        verdicts.append(Verdict(verdict.error, full.budget, full.naive_error))
+        reference = reference_attention(last, one[1], one[2], is_causal=False)
+        verdict = measure(o[row : row + 1], reference, full.budget, full.naive_error)
+        if verdict.where:  # in a batch of one
+            where = f"sequence {row}, of {length} tokens: {verdict.where}"
+            verdict = dataclasses.replace(verdict, where=where)
+        verdicts.append(verdict)
     return max(verdicts, key=lambda verdict: verdict.nearness)

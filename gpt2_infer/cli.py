@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
+    from attention_kernels.conformance import Failure, Report
     from gpt2_infer.generation import Generation
     from gpt2_infer.model import GPT2
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DEFAULT_NEW_TOKENS = 512
 DTYPES = ("float32", "float16", "bfloat16")
+SHOWN_FAILURES = 5  # of verify
 EXIT_FAILED = 1  # verify, diverge
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -541,30 +543,56 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise UnsupportedError(
             spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
         )
-    faults = sanitize([arguments.name], device) if arguments.sanitize else []
-    report = conformance.verify(
-        spec, device, dtypes=dtypes, seed=arguments.seed or 0, progress=True
-    )
-    report.failures = faults + report.failures
-    where = f"{device}, emulated" if device in spec.emulated_on else device
-    sanitized = ", sanitized" if arguments.sanitize else ""
-    print(f"{spec.name} on {where}: {report.cases} cases{sanitized}")
+    is_emulated = device in spec.emulated_on
+    on_cpu = device == "cpu" and spec.name in ladder.versions()
+    if on_cpu:
+        ladder.load_op(spec.name, device)  # what does not build is told before anything runs
+    where = f"{spec.name} on {device}{', emulated' if is_emulated else ''}"
+    if arguments.sanitize:
+        print(f"{where}: looking for bad accesses and races ...", file=sys.stderr, flush=True)
+        if faults := sanitize([arguments.name], device):
+            print(f"{where}, sanitized")
+            for fault in faults:
+                print(f"  FAILED: {fault}")
+            print("  the suite did not run")
+            print("FAILED")
+            return EXIT_FAILED
+    options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed or 0, "progress": True}
+    report = conformance.verify(spec, device, **options)
+    print(f"{where}: {report.cases} cases{', sanitized' if arguments.sanitize else ''}")
+    _print_findings(report)
+    passed = report.passed
+    if passed and is_emulated:
+        print("  no timing: its source runs emulated, which says nothing about its speed")
+    elif passed and not arguments.no_timing:
+        _print_short_timing(spec, device, dtypes or spec.dtypes)
+    print("PASSED" if passed else "FAILED")
+    return 0 if passed else EXIT_FAILED
+
+
+def _print_findings(report: Report) -> None:
+    """Refusals, and the failures: those alike as one, and of the others the first few."""
     for refusal in report.refusals:
         print(f"  not taken: {refusal}")
-    for failure in report.failures[:20]:
-        print(f"  FAILED: {failure}")
-    if len(report.failures) > 20:
-        print(f"  and {len(report.failures) - 20} more")
-    if report.worst:
+    if report.stopped:
+        print(f"  {report.failed} of them failed, and the suite of {report.total} stopped there")
+    elif report.failed:
+        print(f"  {report.failed} of them failed")
+    alike: dict[str, list[Failure]] = {}
+    for failure in report.failures:
+        numberless = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)
+        alike.setdefault(numberless, []).append(failure)
+    groups = list(alike.values())
+    for first, *others in groups[:SHOWN_FAILURES]:
+        print(f"  FAILED: {first.what}\n          {first.why}")
+        if others:
+            print(f"          and {len(others)} more like it")
+    if more := sum(map(len, groups[SHOWN_FAILURES:])):
+        print(f"  and {more} more failures")
+    if report.passed and report.worst:
         case, verdict = report.worst
         print(f"  worst: {case}")
         print(f"         {verdict}, plain PyTorch's error {verdict.naive_error:.2e}")
-    if device in spec.emulated_on:
-        print("  no timing: its source runs emulated, which says nothing about its speed")
-    elif report.passed and not arguments.no_timing:
-        _print_short_timing(spec, device, dtypes or spec.dtypes)
-    print("PASSED" if report.passed else "FAILED")
-    return 0 if report.passed else EXIT_FAILED
 
 
 def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> None:

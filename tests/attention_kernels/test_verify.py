@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnavailableBackendError, backends, build, get_backend
-from attention_kernels.conformance import _more_failures, verify
+from attention_kernels.conformance import (
+    Case,
+    decode_verdict,
+    describe_error,
+    future_leaks,
+    verify,
+)
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer.cli import main
@@ -94,7 +100,7 @@ def ignores_the_scale(q, k, v, softmax_scale, is_causal):
         (ignores_the_scale, "causal, scale 1.0, softmax_scale 0.3, float32, seed 0: error"),
         (
             off_by_one,
-            "seqlen 1024, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error",
+            "seqlen 31, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error",
         ),
         (reads_the_future, "keys and values from 41 on change earlier rows"),
         (reads_future_keys, "keys and values from 41 on change earlier rows"),
@@ -113,7 +119,106 @@ def ignores_the_scale(q, k, v, softmax_scale, is_causal):
 def test_what_is_wrong_is_told(kernel, words):
     report = verify(spec_of(kernel), "cpu")
     assert not report.passed
-    assert any(words in failure for failure in report.failures), report.failures
+    assert any(words in str(failure) for failure in report.failures), report.failures
+
+
+def unwritten(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    o[:, 31::32, 1] = torch.nan
+    return o
+
+
+def races(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    o[0, 7] += 1e-9 * torch.rand(())  # within every budget
+    return o
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (
+            unwritten,
+            "the output is not finite: 96 of 6400 elements, in 3 of 100 rows (31, 63, 95), head 1",
+        ),
+        (races, "two runs of one input differ, by a race, or a read of memory that nobody wrote: "),
+        (
+            reads_the_future,
+            "keys and values from 41 on change earlier rows: 2624 of 2624 elements",
+        ),
+    ],
+)
+def test_a_leak_of_the_future_is_told_from_what_is_not_the_same_twice(kernel, words):
+    torch.manual_seed(0)
+    found = future_leaks(spec_of(kernel), Case(100, 32), "cpu", 41)
+    assert found is not None
+    assert found.startswith(words)
+    assert future_leaks(spec_of(naive_attention), Case(100, 32), "cpu", 41) is None
+
+
+def test_a_decode_that_is_wrong_says_where():
+    def decode(q, k_cache, v_cache, seqlens, softmax_scale):
+        o = right(q, k_cache, v_cache, seqlens, softmax_scale)
+        o[1, 0, 1, 3] += 1
+        return o
+
+    right = get_backend("NAIVE_PYTORCH").load().decode
+    spec = dataclasses.replace(
+        spec_of(naive_attention), loader=lambda: Kernels(naive_attention, decode)
+    )
+    verdict = decode_verdict(spec, "cpu", 32, torch.float32)
+    assert not verdict.passed
+    assert verdict.where.startswith("sequence 1, of 37 tokens: ")
+    assert "at batch 0, row 0, head 1, column 3; over the budget are 1 of 64" in verdict.where
+    (failure,) = verify(spec, "cpu").failures
+    assert failure.what == "decode, head_dim 32, float32, seed 0"
+    assert failure.why == str(verdict)
+
+
+def test_the_suite_stops_after_its_first_failures():
+    report = verify(spec_of(off_by_one), "cpu")
+    assert (report.total, report.failed, report.stopped) == (66, 20, True)
+    assert 20 < report.cases < 66
+    assert len(report.failures) == 20
+    report = verify(spec_of(sometimes_nan), "cpu")
+    assert (report.cases, report.failed, report.stopped) == (66, 6, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("first\nsecond"), "RuntimeError: first"),
+        (RuntimeError("attention_kernels::v07: cudaErrorX: x: why"), "cudaErrorX: x: why"),
+        (
+            RuntimeError(
+                "attention_kernels::file_c0588637_v25: cudaErrorLaunchFailure: unspecified launch "
+                "failure: divergence: here"
+            ),
+            "divergence: here",
+        ),
+        (
+            RuntimeError(
+                "attention_kernels::v25: cudaErrorLaunchFailure: unspecified launch failure"
+            ),
+            "cudaErrorLaunchFailure: unspecified launch failure",
+        ),
+        (UnavailableBackendError("A", "no"), "attention backend A is not available here: no"),
+    ],
+)
+def test_an_error_is_told_from_its_cause_on(error, words):
+    assert describe_error(error) == words
+
+
+def test_a_backend_that_turns_out_not_to_be_there_ends_the_suite():
+    calls = []
+
+    def vanishes(q, k, v, softmax_scale, is_causal):
+        calls.append(q)
+        raise UnavailableBackendError("TEST_VERIFY", "gone")
+
+    with pytest.raises(UnavailableBackendError, match="gone"):
+        verify(spec_of(vanishes), "cpu")
+    assert len(calls) == 1
 
 
 def test_the_worst_case_is_the_farthest_over_its_budget():
@@ -131,9 +236,9 @@ def test_a_decode_kernel_that_ignores_the_lengths_is_told():
         spec = dataclasses.replace(
             spec_of(naive_attention), loader=lambda kernel=decode: Kernels(naive_attention, kernel)
         )
-        found = _more_failures(spec, "cpu", 32, torch.float32, seed=0)
-        assert not [text for text in found if not text.startswith("decode, head_dim 32, float32")]
-        assert (found == []) == passed
+        failures = verify(spec, "cpu").failures
+        assert all(failure.what.startswith("decode, head_dim 32, float32") for failure in failures)
+        assert (failures == []) == passed
 
 
 def test_a_backend_that_takes_nothing_has_not_passed():
@@ -164,6 +269,60 @@ def test_the_command_line(capsys):
 
 
 NEGATIVE = Path(__file__).parent / "negative"
+RIGHT = build.CSRC / "fp32" / "v08_o_in_shared.cu"
+
+
+def broken(folder, old, new, name="v08_broken.cu"):
+    """A copy of a right version with one place in it replaced."""
+    text = RIGHT.read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("options", [[], ["--sanitize"]])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("cudaError_t launch(", "cudaError_t launch(what ", r"v08_broken\.cu:\d+:\d+: error: "),
+        (
+            "cudaError_t launch(",
+            "cudaError_t launch_it(",
+            r"v08_broken\.cu does not define launch\(\) as csrc/attention.h declares it: a version "
+            r"file defines scratch_floats\(\) and launch\(\) in namespace attention::ATT",
+        ),
+    ],
+)
+def test_what_does_not_build_or_load_ends_at_once(
+    old, new, words, options, tmp_path, capsys, monkeypatch
+):
+    builds = []
+    right = build.build
+    monkeypatch.setattr(build, "build", lambda *a, **k: builds.append(a) or right(*a, **k))
+    file = broken(tmp_path, old, new)
+    assert main(["verify", file, "--device", "cpu", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(builds) == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("gpt2-infer: error: ")]
+    assert re.search(words, line)
+
+
+LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+
+
+def test_failures_that_are_alike_are_told_once(tmp_path, capsys):
+    new = f"{LAUNCH}  return cudaErrorLaunchFailure;\n"
+    file = broken(tmp_path, LAUNCH, new, name="v08_alike.cu")
+    assert main(["verify", file, "--device", "cpu"]) == 1
+    assert capsys.readouterr().out == (
+        "V08_ALIKE on cpu, emulated: 20 cases\n"
+        "  20 of them failed, and the suite of 198 stopped there\n"
+        "  FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
+        "          cudaErrorLaunchFailure: unspecified launch failure\n"
+        "          and 22 more like it\n"
+        "FAILED\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,14 +342,14 @@ def test_every_negative_control_fails_with_its_reason(stem, options, words, caps
     assert main(["verify", file, "--device", "cpu", *options]) == 1
     out = capsys.readouterr().out
     assert out.startswith(stem.upper())
-    assert " on cpu, emulated: " in out
-    assert any(words in line for line in out.splitlines() if "FAILED: " in line), out
+    assert " on cpu, emulated" in out
+    assert re.search(rf"FAILED: [^\n]*\n? *[^\n]*{re.escape(words)}", out), out
+    assert ("suite did not run" in out) == ("--sanitize" in options)
     assert out.endswith("FAILED\n")
 
 
 def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys):
-    right = build.CSRC / "fp32" / "v08_o_in_shared.cu"
-    (tmp_path / "v08_mine.cu").write_bytes(right.read_bytes())
+    (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
     assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("V08_MINE on cpu, emulated: 198 cases\n")
