@@ -7,16 +7,24 @@ views of one fused projection, as GPT-2 hands them over.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import multiprocessing
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from attention_kernels import ladder
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
     ArgumentError,
@@ -186,14 +194,16 @@ class Report:
 
     cases: how many of the suite's `total` ran; failed: how many of them failed; stopped: whether
     these were MOST_FAILURES, and the rest did not run. failures: theirs and those of the other
-    checks, which come first. refusals: what the backend does not take here. worst: the case nearest
-    to its budget, or farthest over it.
+    checks, which come first. killed: whether a signal ended the process that the kernel ran in.
+    refusals: what the backend does not take here. worst: the case nearest to its budget, or
+    farthest over it.
     """
 
     total: int = 0
     cases: int = 0
     failed: int = 0
     stopped: bool = False
+    killed: bool = False
     failures: list[Failure] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     worst: tuple[Case, Verdict] | None = None
@@ -211,12 +221,14 @@ def verify(
     dtypes: tuple[str, ...] = (),
     seed: int = 0,
     progress: bool = False,
+    on_check: Callable[[str], object] = lambda _: None,
 ) -> Report:
     """Run the whole suite on one backend: every case, the future against the past, decoding.
 
-    dtypes: names out of spec.dtypes, none for all. A case that the backend refuses is told as such;
-    one that raises anything else is a failure. Raises UnavailableBackendError where it cannot run
-    or be built, and ArgumentError for a seed that is none.
+    dtypes: names out of spec.dtypes, none for all. on_check: called with the name of each check
+    before it runs. A case that the backend refuses is told as such; one that raises anything else
+    is a failure. Raises UnavailableBackendError where it cannot run or be built, and ArgumentError
+    for a seed that is none.
     """
     check_precision()
     if not 0 <= seed < 2**63:
@@ -234,6 +246,7 @@ def verify(
         if report.failed == MOST_FAILURES:
             report.stopped = True
             break
+        on_check(str(case))
         try:
             verdict = run_case(spec, case, device)
         except UnavailableBackendError:
@@ -257,6 +270,7 @@ def verify(
     for case in (Case(100, head_dim, dtype=d, seed=seed) for d in wanted for head_dim in head_dims):
         if (case.dtype, case.head_dim) not in refused:
             for what, check in _more_checks(spec, case, device):
+                on_check(what)
                 try:
                     wrong = check()
                 except UnavailableBackendError:
@@ -286,6 +300,58 @@ def _more_checks(
     if spec.has_decode(device):
         dtype = dtype_name(case.dtype)
         yield f"decode, head_dim {case.head_dim}, {dtype}, seed {case.seed}", decode
+
+
+def verify_in_child(what: str, device: str, **options: Any) -> Report:
+    """verify() of a version, by name or file, in a process of its own, which its kernel may kill.
+
+    That is a failure of the check that ran, and then nothing else is reported. options: verify()'s.
+    Raises UnavailableBackendError where it cannot run or be built; other errors of verify()'s as an
+    AttentionError.
+    """
+    spec = ladder.resolve(what)
+    ladder.load_op(spec.name, device)
+    context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_report, args=(sender, what, device, options))
+    child.start()
+    sender.close()
+    report, running = Report(), "the start of the process"
+    try:
+        with receiver, contextlib.suppress(EOFError):
+            while True:
+                message = receiver.recv()
+                if isinstance(message, AttentionError):
+                    raise message
+                if isinstance(message, Report):
+                    report, running = message, "the end of the process"
+                else:
+                    running = message
+        child.join()
+    finally:
+        child.kill()
+    if code := child.exitcode:
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        report.killed = code < 0
+        report.failures.insert(0, Failure(running, f"the kernel killed the process ({how})"))
+    return report
+
+
+def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
+    """The child: sends the name of each check, then the report or the error instead of one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is the parent that says so
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
+    try:
+        sender.send(verify(ladder.resolve(what), device, on_check=sender.send, **options))
+    except AttentionError as error:
+        sender.send(AttentionError(str(error)))  # the others' arguments are not their text
+
+
+def _die_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 # An op's own name and, in the emulator, the one error of every launch that fails.

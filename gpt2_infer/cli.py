@@ -558,9 +558,14 @@ def _verify(arguments: argparse.Namespace) -> int:
             print("FAILED")
             return EXIT_FAILED
     options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed or 0, "progress": True}
-    report = conformance.verify(spec, device, **options)
+    if on_cpu:
+        report = conformance.verify_in_child(arguments.name, device, **options)
+    else:
+        report = conformance.verify(spec, device, **options)
     print(f"{where}: {report.cases} cases{', sanitized' if arguments.sanitize else ''}")
     _print_findings(report)
+    if report.killed and is_emulated and not arguments.sanitize:
+        print("  probably by an access out of bounds: with --sanitize, verify tells where")
     passed = report.passed
     if passed and is_emulated:
         print("  no timing: its source runs emulated, which says nothing about its speed")

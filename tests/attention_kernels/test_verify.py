@@ -311,6 +311,17 @@ def test_what_does_not_build_or_load_ends_at_once(
 LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
 
 
+@pytest.mark.parametrize(("kill", "how"), [("abort()", "SIGABRT"), ("_Exit(3)", "exit status 3")])
+def test_a_kernel_that_kills_its_process_leaves_a_verdict(kill, how, tmp_path, capsys):
+    file = broken(tmp_path, LAUNCH, f"{LAUNCH}  if (params.seqlen > 30) std::{kill};\n")
+    assert main(["verify", file, "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: seqlen 31, head_dim 32, batch 1, 2 heads, causal, scale 0.02, float32" in out
+    assert f"          the kernel killed the process ({how})\n" in out
+    assert ("with --sanitize, verify tells where" in out) == how.startswith("SIG")
+    assert out.endswith("FAILED\n")
+
+
 def test_failures_that_are_alike_are_told_once(tmp_path, capsys):
     new = f"{LAUNCH}  return cudaErrorLaunchFailure;\n"
     file = broken(tmp_path, LAUNCH, new, name="v08_alike.cu")
