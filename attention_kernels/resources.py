@@ -205,6 +205,18 @@ def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
     return parse_ptxas(build.output_of(command))
 
 
+def compile_summary(version: VersionHeader, arch: str) -> str:
+    """What ptxas reports of all kernels of a version, in a phrase.
+
+    Raises BuildError where there is no nvcc or it does not compile.
+    """
+    kernels = _compile(version, arch).values()
+    registers = sorted({kernel.registers for kernel in kernels})
+    most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
+    spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
+    return f"{most} registers, {f'up to {spilled} bytes of spills' if spilled else 'no spills'}"
+
+
 def parse_ptxas(output: str) -> dict[str, _Compiled]:
     """The numbers in the output of `ptxas -v`, by mangled name."""
     entry = re.compile(

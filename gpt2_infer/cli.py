@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
+    from attention_kernels.build import VersionHeader
     from attention_kernels.conformance import Failure, Report
     from gpt2_infer.generation import Generation
     from gpt2_infer.model import GPT2
@@ -23,6 +24,7 @@ DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DEFAULT_NEW_TOKENS = 512
 DTYPES = ("float32", "float16", "bfloat16")
 SHOWN_FAILURES = 5  # of verify
+NVCC_ARCH = "90"  # what an emulated version is compiled for, to see whether it compiles
 EXIT_FAILED = 1  # verify, diverge
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -160,7 +162,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="look for bad accesses and races, too: emulated with AddressSanitizer, on a GPU with "
         "compute-sanitizer",
     )
-    verify.add_argument("--no-timing", action="store_true", help="only check")
+    verify.add_argument(
+        "--no-timing",
+        action="store_true",
+        help="only check; that nvcc, where it is here, compiles what ran emulated is a check, too",
+    )
     verify.set_defaults(run=_verify)
     diverge = commands.add_parser(
         "diverge",
@@ -567,6 +573,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     if report.killed and is_emulated and not arguments.sanitize:
         print("  probably by an access out of bounds: with --sanitize, verify tells where")
     passed = report.passed
+    if passed and is_emulated and on_cpu:
+        passed = _nvcc_compiles(ladder.versions()[spec.name])
     if passed and is_emulated:
         print("  no timing: its source runs emulated, which says nothing about its speed")
     elif passed and not arguments.no_timing:
@@ -598,6 +606,22 @@ def _print_findings(report: Report) -> None:
         case, verdict = report.worst
         print(f"  worst: {case}")
         print(f"         {verdict}, plain PyTorch's error {verdict.naive_error:.2e}")
+
+
+def _nvcc_compiles(version: VersionHeader) -> bool:
+    """Whether nvcc takes what the emulator ran, in a line; true where there is no nvcc to ask."""
+    from attention_kernels import build, resources
+
+    if build.find_nvcc() is None:
+        print("  nvcc is not here: its flags were not tried")
+        return True
+    try:
+        summary = resources.compile_summary(version, NVCC_ARCH)
+    except build.BuildError as error:
+        print(f"  FAILED: nvcc does not compile it for sm_{NVCC_ARCH}: {error}")
+        return False
+    print(f"  nvcc: compiles for sm_{NVCC_ARCH}, {summary}")
+    return True
 
 
 def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> None:

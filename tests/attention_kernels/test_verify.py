@@ -13,6 +13,7 @@ import torch
 from attention_kernels import BackendSpec, UnavailableBackendError, backends, build, get_backend
 from attention_kernels.conformance import (
     Case,
+    Report,
     decode_verdict,
     describe_error,
     future_leaks,
@@ -336,6 +337,28 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys):
     )
 
 
+@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("flag", "status", "words"),
+    [
+        (
+            "",
+            0,
+            r"  nvcc: compiles for sm_90, \d+ (to \d+ )?registers, (no|up to \d+ bytes of) spills",
+        ),
+        ("--no-such-flag ", 1, "  FAILED: nvcc does not compile it for sm_90: nvcc fatal.*no-such"),
+    ],
+)
+def test_what_passes_emulated_must_compile_with_nvcc(
+    flag, status, words, tmp_path, capsys, monkeypatch
+):
+    passed = Report(total=1, cases=1)
+    monkeypatch.setattr("attention_kernels.conformance.verify_in_child", lambda *a, **k: passed)
+    file = broken(tmp_path, "// Flags:  ", f"// Flags:  {flag}")
+    assert main(["verify", file, "--device", "cpu"]) == status
+    assert re.search(words, capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("stem", "options", "words"),
     [
@@ -359,11 +382,13 @@ def test_every_negative_control_fails_with_its_reason(stem, options, words, caps
     assert out.endswith("FAILED\n")
 
 
-def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys):
+def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, monkeypatch):
     (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
     assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("V08_MINE on cpu, emulated: 198 cases\n")
+    assert "  nvcc is not here: its flags were not tried\n" in out
     assert "no timing: its source runs emulated" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
     (tmp_path / "v10_empty.cu").write_text("")
