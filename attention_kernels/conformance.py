@@ -316,7 +316,7 @@ def verify_in_child(what: str, device: str, **options: Any) -> Report:
     child = context.Process(target=_send_report, args=(sender, what, device, options))
     child.start()
     sender.close()
-    report, running = Report(), "the start of the process"
+    report, running = Report(), ""
     try:
         with receiver, contextlib.suppress(EOFError):
             while True:
@@ -332,6 +332,8 @@ def verify_in_child(what: str, device: str, **options: Any) -> Report:
         child.kill()
     if code := child.exitcode:
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        if not running:
+            raise UnavailableBackendError(spec.name, f"the process of its suite ended ({how})")
         report.killed = code < 0
         report.failures.insert(0, Failure(running, f"the kernel killed the process ({how})"))
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from attention_kernels.conformance import (
     describe_error,
     future_leaks,
     verify,
+    verify_in_child,
 )
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
@@ -321,6 +323,13 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(kill, how, tmp_path, c
     assert f"          the kernel killed the process ({how})\n" in out
     assert ("with --sanitize, verify tells where" in out) == how.startswith("SIG")
     assert out.endswith("FAILED\n")
+
+
+def test_a_child_that_does_not_begin_is_no_kernels_fault(monkeypatch, capfd):
+    monkeypatch.setattr("attention_kernels.conformance._send_report", os._exit)  # a TypeError
+    with pytest.raises(UnavailableBackendError, match=r"its suite ended \(exit status 1\)"):
+        verify_in_child(str(RIGHT), "cpu")
+    assert "TypeError" in capfd.readouterr().err
 
 
 def test_failures_that_are_alike_are_told_once(tmp_path, capsys):
