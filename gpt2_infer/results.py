@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import json
 import os
@@ -17,6 +16,7 @@ from gpt2_infer.errors import GPT2InferError
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).parents[1] / "results" / "schema.json"
+OUT_HELP = "JSON to write; a file that is there is never written over"
 
 
 class ResultsError(GPT2InferError):
@@ -63,7 +63,7 @@ class Results:
         """Validate and write, whole or not at all."""
         value = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         _validate(value, path)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
         os.replace(temporary, path)
 
@@ -71,20 +71,27 @@ class Results:
 def output_file(text: str) -> Path:
     """The type of a benchmark's --out: what would lose a finished run is found before it begins.
 
-    Makes the folder; raises argparse.ArgumentTypeError where nothing can be written or checked.
+    Nothing that is there is written over, and no folder is made. Raises
+    argparse.ArgumentTypeError, also where nothing can be written or checked.
     """
     path = Path(text)
     try:
         importlib.import_module("jsonschema")
         SCHEMA_FILE.read_bytes()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
         with tempfile.TemporaryFile(dir=path.parent):
-            return path
+            pass
     except (ImportError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}") from error
+    if path.exists():
+        if not _is_results(path):
+            raise argparse.ArgumentTypeError(f"{text} exists and is no results file")
+        raise argparse.ArgumentTypeError(
+            f"{text} holds a finished run; name another file, or delete it"
+        )
+    return path
 
 
 def read(path: Path) -> Results:
@@ -101,6 +108,13 @@ def read(path: Path) -> Results:
     _validate(value, path)
     series = [Series(**entry) for entry in value["series"]]
     return Results(value["task"], value["provenance"], value["settings"], series)
+
+
+def _is_results(path: Path) -> bool:
+    try:
+        return path.is_file() and bool(read(path))
+    except ResultsError:
+        return False
 
 
 def newest(folder: Path) -> dict[str, tuple[Path, Results]]:

@@ -15,7 +15,7 @@ import time
 
 from attention_kernels import build
 from gpt2_infer import bench
-from gpt2_infer.results import Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--arch", default="90", help="compute capability, e.g. 90")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ from transformers import GPT2Config as TransformersConfig
 from attention_kernels import AttentionError, backends
 from gpt2_infer import GPT2, bench, generate, tables
 from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
-from gpt2_infer.results import Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 PROMPT = [[15496, 11, 314, 1101, 257, 3303, 2746, 11]]  # "Hello, I'm a language model,"
 
@@ -157,7 +157,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("device", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--rounds", type=int, default=5, help="kept, after one that is not")
     arguments = parser.parse_args()
 

@@ -23,7 +23,7 @@ from gpt2_infer import GPT2, GPT2InferError, compare, tables
 from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
-from gpt2_infer.results import Results, output_file
+from gpt2_infer.results import OUT_HELP, Results, output_file
 from gpt2_infer.weights import resolve_device
 
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--task", choices=("generation", "kernel"), default="generation")
-    add("--out", type=output_file, required=True, help="JSON to write")
+    add("--out", type=output_file, required=True, help=OUT_HELP)
     add("--name", help="the task's name in the results (default: what --task says)")
     add("--backends", nargs="+", default=[], metavar="NAME", help="or version files, *.cu")
     add("--families", nargs="+", default=[], metavar="NAME", help="see `gpt2-infer backends`")

@@ -24,7 +24,7 @@ from attention_kernels.accesses import Access, count_accesses
 from attention_kernels.build import VersionHeader
 from attention_kernels.resources import Resources, resource_table
 from gpt2_infer import bench, tables
-from gpt2_infer.results import Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 
 def parse() -> argparse.Namespace:
@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--name", default="inspect", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
     parser.add_argument("--arch", default="90", help="compute capability (default: %(default)s)")

@@ -22,7 +22,7 @@ import torch
 from attention_kernels import BackendSpec, backends, ladder
 from attention_kernels.conformance import Case
 from gpt2_infer import bench, tables
-from gpt2_infer.results import Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=output_file, required=True, help="JSON to write")
+    parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--name", default="profile", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
     parser.add_argument("--seqlen", type=int, default=1024)

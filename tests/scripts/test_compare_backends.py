@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_infer.results import read
+from gpt2_infer import bench
+from gpt2_infer.results import Results, read
 from scripts import compare_backends
 
 ROOT = Path(__file__).parents[2]
@@ -78,11 +79,24 @@ def test_no_option_is_ignored(words, complaint, tmp_path, capsys):
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out", [".", "/proc/none/r.json"])
-def test_what_cannot_be_written_is_told_before_anything_is_measured(out, capsys):
-    with pytest.raises(SystemExit):
-        compare_backends.parse(["--out", out])
-    assert f"{out} cannot be written: " in capsys.readouterr().err
+def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("# mine\n")
+    finished = tmp_path / "r.json"
+    Results("kernel", bench.provenance(), {}, []).write(finished)
+    before = finished.read_text()
+    for out, complaint in (
+        (tmp_path, f"{tmp_path} exists and is no results file"),
+        ("/dev/full", "/dev/full exists and is no results file"),
+        (tmp_path / "README.md", "README.md exists and is no results file"),
+        (finished, "r.json holds a finished run; name another file, or delete it"),
+        (tmp_path / "new" / "r.json", f"there is no folder {tmp_path / 'new'}"),
+        ("/proc/r.json", "/proc/r.json cannot be written: "),
+    ):
+        with pytest.raises(SystemExit):
+            compare_backends.parse(["--out", str(out)])
+        assert complaint in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"README.md", "r.json"}
+    assert finished.read_text() == before
 
 
 @pytest.mark.parametrize(
