@@ -30,16 +30,17 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with an error of one line."""
+class Parser(argparse.ArgumentParser):
+    """argparse, with an error of one line; the scripts' parser, too."""
 
     def error(self, message: str) -> NoReturn:
+        """End the program with the message and where to read on."""
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every option and subcommand."""
-    parser = _Parser(
+    parser = Parser(
         prog="gpt2-infer",
         description="Generate text with GPT-2, its attention computed by the backend you name.",
         epilog=f"Without --prompt or --prompt-file, the case study's: {DEFAULT_PROMPT!r}.",
@@ -128,9 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
         title="subcommands (without one, text is generated)", dest="command", metavar="COMMAND"
     )
     # Shared with the program itself: not given here, what was given there stands.
-    debug = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    debug = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    listing = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    listing = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     listing.add_argument("--json", action="store_true", help="a JSON list")
     backends = commands.add_parser(
         "backends",

@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gpt2_infer.errors import GPT2InferError
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).parents[1] / "results" / "schema.json"
 OUT_HELP = "JSON to write; a file that is there is never written over"
+ROUNDS_HELP = "kept, after one that is not (default: %(default)s)"
 
 
 class ResultsError(GPT2InferError):
@@ -66,6 +68,17 @@ class Results:
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
         os.replace(temporary, path)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The type of an option that counts something."""
+
+    def count(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"must be {minimum} or more, not {value}")
+        return value
+
+    return count
 
 
 def output_file(text: str) -> Path:

@@ -15,17 +15,17 @@ import time
 
 from attention_kernels import build
 from gpt2_infer import bench
-from gpt2_infer.results import OUT_HELP, Results, Series, output_file
+from gpt2_infer.cli import Parser
+from gpt2_infer.compare import MIN_ROUNDS
+from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
 
 
 def main() -> None:
     """Build, write, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--arch", default="90", help="compute capability, e.g. 90")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(MIN_ROUNDS), default=3)
     arguments = parser.parse_args()
     versions = build.versions()
     targets: dict[str, tuple[build.Target, str]] = {

@@ -24,8 +24,10 @@ from transformers import GPT2Config as TransformersConfig
 
 from attention_kernels import AttentionError, backends
 from gpt2_infer import GPT2, bench, generate, tables
+from gpt2_infer.cli import Parser
+from gpt2_infer.compare import MIN_ROUNDS
 from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
-from gpt2_infer.results import OUT_HELP, Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, Series, at_least, output_file
 
 PROMPT = [[15496, 11, 314, 1101, 257, 3303, 2746, 11]]  # "Hello, I'm a language model,"
 
@@ -153,12 +155,10 @@ def cuda_contenders() -> tuple[list[Contender], dict[str, Any]]:
 
 def main() -> None:
     """Check, time, write, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
-    parser.add_argument("--rounds", type=int, default=5, help="kept, after one that is not")
+    parser.add_argument("--rounds", type=at_least(MIN_ROUNDS), default=5, help=ROUNDS_HELP)
     arguments = parser.parse_args()
 
     contenders, settings = cpu_contenders() if arguments.device == "cpu" else cuda_contenders()

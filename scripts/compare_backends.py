@@ -20,19 +20,11 @@ import torch
 
 from attention_kernels import AttentionError, ladder
 from gpt2_infer import GPT2, GPT2InferError, compare, tables
-from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES
+from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES, Parser
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
-from gpt2_infer.results import OUT_HELP, Results, output_file
+from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, at_least, output_file
 from gpt2_infer.weights import resolve_device
-
-
-def count(text: str) -> int:
-    """The type of a number of something."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
 
 GENERATION = {
     "max_tokens": [32, 64, 128, 256, 512],
@@ -51,9 +43,7 @@ KERNEL = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; the options of one task are None until parse() fills in its defaults."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--task", choices=("generation", "kernel"), default="generation")
     add("--out", type=output_file, required=True, help=OUT_HELP)
@@ -63,20 +53,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--baseline", default=compare.BASELINE, metavar="NAME", help="default: %(default)s")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), default=["float32"])
-    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="N")
-    add(
-        "--rounds", type=count, default=5, help="kept, after one that is not (default: %(default)s)"
-    )
+    add("--batch-sizes", nargs="+", type=at_least(1), default=[1], metavar="N")
+    add("--rounds", type=at_least(compare.MIN_ROUNDS), default=5, help=ROUNDS_HELP)
     text = parser.add_argument_group("generation").add_argument
-    text("--max-tokens", nargs="+", type=count, metavar="N", help="in all, the prompt included")
+    text(
+        "--max-tokens", nargs="+", type=at_least(1), metavar="N", help="in all, the prompt included"
+    )
     text("--modes", nargs="+", choices=MODES, help="default: recompute")
     text("--model", help="as for gpt2-infer (default: demo)")
     text("--random-weights", action="store_true", default=None, help="as for gpt2-infer")
     text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
     kernel = parser.add_argument_group("kernel").add_argument
-    kernel("--seqlens", nargs="+", type=count, metavar="N")
-    kernel("--heads", type=count, help="default: 12")
-    kernel("--head-dims", nargs="+", type=count, metavar="D", help="default: 64")
+    kernel("--seqlens", nargs="+", type=at_least(1), metavar="N")
+    kernel("--heads", type=at_least(1), help="default: 12")
+    kernel("--head-dims", nargs="+", type=at_least(1), metavar="D", help="default: 64")
     kernel("--full", action="store_true", default=None, help="without the causal mask")
     return parser
 

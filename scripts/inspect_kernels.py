@@ -24,14 +24,13 @@ from attention_kernels.accesses import Access, count_accesses
 from attention_kernels.build import VersionHeader
 from attention_kernels.resources import Resources, resource_table
 from gpt2_infer import bench, tables
+from gpt2_infer.cli import Parser
 from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--name", default="inspect", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")

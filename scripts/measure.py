@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from gpt2_infer.cli import Parser
+
 SCRIPTS = Path(__file__).resolve().parent
 KERNEL = "compare_backends.py --task kernel"
 GENERATION = "compare_backends.py --task generation --model gpt2 --random-weights"
@@ -86,9 +88,7 @@ def command(name: str, out: str) -> list[str]:
 
 def main() -> int:
     """Run what is wanted and not there."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--prefix", default="results/", help="of the files written")
     parser.add_argument("--list", action="store_true", help="print the commands and run none")

@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from gpt2_infer.cli import Parser
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, ResultsError, Series, newest
 from gpt2_infer.tables import detail_seqlen, profiled_shape, where
@@ -238,9 +239,7 @@ def render(results: Results) -> Iterator[tuple[str, bytes]]:
 
 def main() -> int:
     """Plot, or say what is stale."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "plots")
     parser.add_argument("--check", action="store_true", help="exit 1 where an SVG is stale")

@@ -22,6 +22,7 @@ import torch
 from attention_kernels import BackendSpec, backends, ladder
 from attention_kernels.conformance import Case
 from gpt2_infer import bench, tables
+from gpt2_infer.cli import Parser
 from gpt2_infer.results import OUT_HELP, Results, Series, output_file
 
 METRICS = {
@@ -46,9 +47,7 @@ DURATION = "duration_us"
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--name", default="profile", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")

@@ -30,6 +30,8 @@ from tokenizers import ByteLevelBPETokenizer
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt2_infer.cli import Parser
+
 END_OF_TEXT = "<|endoftext|>"
 STRAIGHT = str.maketrans(
     {
@@ -260,9 +262,7 @@ The command (the corpus is not part of the repository):
 
 def main() -> None:
     """Parse arguments, train, export, write the model card."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--corpus",
         type=Path,

@@ -9,12 +9,12 @@ tasks; `<!-- versions FAMILY -->` a table of its versions; `<!-- plot TASK PLOT 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 from gpt2_infer import tables
+from gpt2_infer.cli import Parser
 from gpt2_infer.results import ResultsError, newest
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def render(text: str, folder: Path) -> str:
 
 def main() -> int:
     """Rewrite README.md, or say that it is stale."""
-    parser = argparse.ArgumentParser(description="Write the README's tables from results/.")
+    parser = Parser(description="Write the README's tables from results/.")
     parser.add_argument("--check", action="store_true", help="exit 1 where a table is stale")
     arguments = parser.parse_args()
     readme = ROOT / "README.md"

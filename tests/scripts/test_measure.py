@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -81,3 +83,13 @@ def test_every_table_of_the_readme_has_a_command_behind_it():
         assert family in {spec.family for spec in backends()}
         tasks += others
     assert {*tasks} <= {*measure.RUNS, "case-study"}
+
+
+@pytest.mark.parametrize("script", sorted(measure.SCRIPTS.glob("[a-z]*.py")), ids=lambda p: p.stem)
+def test_a_script_that_is_called_wrong_says_so_in_one_line(script):
+    done = subprocess.run(
+        [sys.executable, script, "--no-such-option"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{script.name}: error: ")
+    assert done.stderr.count("\n") == 1
