@@ -10,15 +10,14 @@ class AttentionError(Exception):
 
 
 class UnknownBackendError(AttentionError, LookupError):
-    """No backend of that name is registered."""
+    """No backend of that name is registered; `valid` holds the names that are, `nearest` a few."""
 
     def __init__(self, name: str, nearest: Iterable[str], valid: Iterable[str]) -> None:
-        nearest = list(nearest)
-        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+        self.nearest, self.valid = list(nearest), list(valid)
+        hint = f"did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
         super().__init__(
-            f"unknown attention backend {name!r}: {hint}registered: {', '.join(valid)}"
+            f"unknown attention backend {name!r}: {hint or 'see `gpt2-infer backends`'}"
         )
-        self.nearest = nearest
 
 
 class UnavailableBackendError(AttentionError, RuntimeError):

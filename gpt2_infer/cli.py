@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -256,7 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         _check_options(parser, arguments)
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         if arguments.debug:
             raise
@@ -269,7 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.debug or not _is_expected(error):
             raise
-        print(f"gpt2-infer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        words = " ".join(str(error).split())
+        if isinstance(error, OSError) and _is_of_print(error):
+            words = f"standard output cannot be written: {error.strerror}"
+        print(f"gpt2-infer: error: {words}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
@@ -284,6 +290,12 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         if getattr(arguments, action.dest, action.default) != action.default:
             name = action.option_strings[0]
             raise RequestError(f"{name} is for generating text, not for {arguments.command}")
+
+
+def _is_of_print(error: OSError) -> bool:
+    """Whether a print() of this module raised it: errors of files and of others come through."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return error.filename is None and frame.f_code.co_filename == __file__
 
 
 def _is_expected(error: Exception) -> bool:

@@ -1,8 +1,8 @@
 """From a hub id, a local folder or a seed to a model on a device.
 
 Safetensors only, memory-mapped, tensor by tensor straight to the device. What a checkpoint holds is
-compared with what the configuration needs before the first tensor is read, and everything that does
-not fit is told at once.
+compared with what the configuration needs before the first tensor is read, and what does not
+fit is told at once: the first five of it, and how many more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _PACKAGE = Path(__file__).parent
 _SMALL_FILES = ["*.json", "merges.txt", "vocab.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _LEGACY_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+SHOWN = 5  # of the tensors that do not fit
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -188,6 +189,8 @@ def _load(model: GPT2, folder: Path, device: torch.device, dtype: torch.dtype) -
         if dtype_name not in _FLOAT_DTYPES:
             problems.append(f"{name} is {dtype_name}, not one of {', '.join(_FLOAT_DTYPES)}")
     if problems:
+        if len(problems) > SHOWN:
+            problems[SHOWN:] = [f"and {len(problems) - SHOWN} more"]
         raise WeightsError(f"{folder} does not fit its configuration: {'; '.join(problems)}")
 
     tensors: dict[str, torch.Tensor] = {}

@@ -54,13 +54,17 @@ def test_any_case_and_any_dash_finds_the_backend(name, data):
 
 
 @given(st.text(max_size=60))
-def test_any_other_text_is_refused_with_the_list(text):
+def test_any_other_text_is_refused_with_a_hint_or_the_way_to_the_list(text):
     if text.strip().upper().replace("-", "_") in NAMES:
         return
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(text)
-    assert all(name in str(caught.value) for name in NAMES)
-    assert set(caught.value.nearest) <= set(NAMES)
+    error = caught.value
+    assert error.valid == NAMES
+    assert set(error.nearest) <= set(NAMES)
+    hint = f"did you mean {' or '.join(error.nearest)}?"
+    assert str(error).endswith(hint if error.nearest else "see `gpt2-infer backends`")
+    assert len(str(error)) < 200 + len(repr(text))
 
 
 @given(name=st.sampled_from(NAMES), data=st.data())

@@ -78,7 +78,8 @@ def test_random_weights_are_labelled(capsys):
 
 
 BAD = [
-    (["--backend", "NAIVE_PYTORHC"], ["did you mean NAIVE_PYTORCH?"]),
+    (["--backend", "NAIVE_PYTORHC"], ["'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"]),
+    (["--backend", "?"], ["unknown attention backend '?': see `gpt2-infer backends`\n"]),
     (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
     (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
     (["--max-new-tokens", "0"], ["--max-new-tokens must be 1 or more"]),
@@ -245,7 +246,8 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     [
         ("{} >&-", 0, "new tokens  4"),
         ("{} --prompt-file - <&-", 2, "error: --prompt-file -: standard input is closed"),
-        ("{} >/dev/full", 2, "error: [Errno 28] No space left on device"),
+        ("{} >/dev/full", 2, "error: standard output cannot be written: No space left on device"),
+        ("{0} --json >/dev/full", 2, "error: standard output cannot be written: No space left"),
         ("set -o pipefail; {} --json | true", 0, ""),
     ],
 )
@@ -254,6 +256,16 @@ def test_closed_and_full_streams(command, status, words):
     assert done.returncode == status, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_another_file_is_not_standard_outputs(capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpt2_infer.weights.load_model", full)
+    status, _, err = run(capsys, *DEMO)
+    assert status == 2
+    assert err == "gpt2-infer: error: [Errno 28] No space left on device\n"
 
 
 def test_json_is_whole_whatever_the_encoding(demo):

@@ -107,6 +107,17 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
         assert words in str(caught.value)
 
 
+def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
+    folder, _ = save_checkpoint(n_layer=3, vocab_size=50)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 6}))
+    with pytest.raises(WeightsError) as caught:
+        load(folder)
+    text = str(caught.value)
+    assert text.count("; ") == text.count("missing h.") == 5
+    assert text.endswith(f"; and {3 * 12 - 5} more")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_file(keep, save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
