@@ -29,9 +29,13 @@ THROUGHPUTS = {
 }
 
 
-def render(path: Path, results: Results) -> str:
-    """The table of a results file; raises KeyError for a task that has none."""
-    return _TABLES[_kind(results)](path, results)
+def render(path: Path, results: Results, *, linked: bool = False) -> str:
+    """The table of a results file; raises KeyError for a task that has none.
+
+    linked: name the file by a link into results/, as the README does, and not by its path.
+    """
+    file = f"[{path.name}](results/{path.name})" if linked else str(path)
+    return _TABLES[_kind(results)](file, results)
 
 
 def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
@@ -61,7 +65,7 @@ def detail_seqlen(seqlens: Collection[int]) -> int:
     return 1024 if 1024 in seqlens else max(seqlens)
 
 
-def _generation_comparison(path: Path, results: Results) -> str:
+def _generation_comparison(file: str, results: Results) -> str:
     """End to end: a block per batch, dtype and mode; a column per number of tokens."""
     settings = results.settings
     blocks = []
@@ -88,12 +92,12 @@ def _generation_comparison(path: Path, results: Results) -> str:
                 row += [f"{memory / 2**20:.0f}" if memory else ""] if has_memory else []
             rows.append(row)
         what = f"{settings['model']}, {dtype}, batch {batch}, {mode}"
-        title = f"{what}, {where(results)}; {_how(path, results)}"
+        title = f"{what}, {where(results)}; {_how(file, results)}"
         blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
     return "\n".join(blocks)
 
 
-def _kernel_comparison(path: Path, results: Results) -> str:
+def _kernel_comparison(file: str, results: Results) -> str:
     """The kernel alone: times by seqlen, then more about one of them."""
     settings = results.settings
     blocks = []
@@ -133,7 +137,7 @@ def _kernel_comparison(path: Path, results: Results) -> str:
         kind = "causal" if is_causal else "full"
         title = (
             f"B={batch} H={heads} head_dim={head_dim}, {kind}, {dtype}, {where(results)}; "
-            f"{_how(path, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
+            f"{_how(file, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
             f"against float64 are at N={chosen}"
         )
         naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
@@ -147,7 +151,7 @@ def _kernel_comparison(path: Path, results: Results) -> str:
     return "\n".join(blocks)
 
 
-def _beside_transformers(path: Path, results: Results) -> str:
+def _beside_transformers(file: str, results: Results) -> str:
     """Generation beside transformers; a ratio is of whole calls, warm-up included."""
     settings, packages = results.settings, results.provenance["packages"]
     new_tokens = settings["new_tokens"]
@@ -172,12 +176,12 @@ def _beside_transformers(path: Path, results: Results) -> str:
         rows.append([*row, f"{generation:.3f}", f"{new_tokens / generation:.0f}"])
     title = (
         f"{settings['model']}, {settings['dtype']}, {settings['prompt_tokens']} + {new_tokens} "
-        f"tokens, {where(results)}, transformers {packages['transformers']}; {_how(path, results)}"
+        f"tokens, {where(results)}, transformers {packages['transformers']}; {_how(file, results)}"
     )
     return f"{title}:\n\n{_markdown(head, rows)}"
 
 
-def _profile(path: Path, results: Results) -> str:
+def _profile(file: str, results: Results) -> str:
     """What the profiler counted: a row per backend, a column per metric."""
     metrics = list(dict.fromkeys(series.labels["metric"] for series in results.series))
     names = dict.fromkeys(series.name for series in results.series)
@@ -193,13 +197,13 @@ def _profile(path: Path, results: Results) -> str:
         rows.append(row)
     title = (
         f"{profiled_shape(results)}, {where(results)}; one profiled call each "
-        f"([{path.name}](results/{path.name}))"
+        f"({file})"
     )
     head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
     return f"{title}:\n\n{_markdown(head, rows)}"
 
 
-def _inspection(path: Path, results: Results) -> str:
+def _inspection(file: str, results: Results) -> str:
     """What the compiler and the source say of each version; blank where it cannot be counted."""
     cells = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
     head = ["backend", "registers", "spills, bytes", "shared memory, KiB", "warps/SM, occupancy"]
@@ -220,7 +224,7 @@ def _inspection(path: Path, results: Results) -> str:
     s = results.settings
     title = (
         f"{profiled_shape(results)}; nvcc {s['nvcc']} for sm_{s['arch']}, accesses counted in the "
-        f"source ([{path.name}](results/{path.name})). After a + are bank conflicts"
+        f"source ({file}). After a + are bank conflicts"
     )
     return f"{title}:\n\n{_markdown(head, rows)}{_untimed(results.series)}"
 
@@ -232,7 +236,7 @@ def profiled_shape(results: Results) -> str:
     return f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, {kind}"
 
 
-def _case_study(path: Path, results: Results) -> str:
+def _case_study(file: str, results: Results) -> str:
     """Somebody else's published seconds: a row per implementation, a column per card."""
     cards = list(dict.fromkeys(series.labels["gpu"] for series in results.series))
     names = dict.fromkeys(series.name for series in results.series)
@@ -240,11 +244,11 @@ def _case_study(path: Path, results: Results) -> str:
     rows = [
         [f"`{n}`", *(_median(cells.get((n, card)), "{:.1f} s") for card in cards)] for n in names
     ]
-    title = f"{results.settings['note']} ([{path.name}](results/{path.name}))"
+    title = f"{results.settings['note']} ({file})"
     return f"{title}:\n\n{_markdown(['backend', *cards], rows)}"
 
 
-_TABLES: dict[str, Callable[[Path, Results], str]] = {
+_TABLES: dict[str, Callable[[str, Results], str]] = {
     "generation": _generation_comparison,
     "kernel": _kernel_comparison,
     "generation-cpu": _beside_transformers,
@@ -428,9 +432,9 @@ def where(results: Results) -> str:
     return f"{machine}, torch {facts['packages']['torch']}"
 
 
-def _how(path: Path, results: Results) -> str:
+def _how(file: str, results: Results) -> str:
     rounds = results.settings["rounds"]
-    return f"medians of {rounds} interleaved rounds ([{path.name}](results/{path.name}))"
+    return f"medians of {rounds} interleaved rounds ({file})"
 
 
 def _median(series: Series | None, form: str) -> str:

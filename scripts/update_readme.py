@@ -38,7 +38,9 @@ def render(text: str, folder: Path) -> str:
         elif match[2] == "versions":
             body = tables.versions_table(first)
         else:
-            body = tables.render(*results[first]) if first in results else "Not measured yet.\n"
+            body = "Not measured yet.\n"
+            if first in results:
+                body = tables.render(*results[first], linked=True)
         return f"{match[1]}\n{body}\n{match[4]}" if body else f"{match[1]}{match[4]}"
 
     return MARKED.sub(replace, text)

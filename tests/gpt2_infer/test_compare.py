@@ -516,6 +516,9 @@ def test_every_results_table_is_a_table(demo, tmp_path):
         assert len({line.count("|") for line in rows}) == 1
         for name in TWO:
             assert sum(f"`{name}`" in line for line in rows) == 1
+        assert f"rounds ({tmp_path / 'file.json'})" in text
+        linked = tables.render(tmp_path / "file.json", results, linked=True)
+        assert "rounds ([file.json](results/file.json))" in linked
 
 
 def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
