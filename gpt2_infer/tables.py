@@ -1,10 +1,12 @@
 """Results as Markdown tables: what the scripts print and what the README shows.
 
-A ratio is quoted only within one file, one cell and one precision class.
+A ratio is quoted only within one file, one cell and one precision class, and where the samples of
+the two do not overlap.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,6 +17,7 @@ from attention_kernels import ladder
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, Series
 
+WITHIN_SPREAD = "~"  # in place of a figure
 Cell = tuple[Any, ...]
 KINDS = ("load", "store")
 SHARED = ("requests", "conflicts", "ways")
@@ -39,20 +42,32 @@ def render(path: Path, results: Results, *, linked: bool = False) -> str:
 
 
 def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
-    """How many times as fast as the baseline's series; None for another precision class."""
+    """How many times as fast as the baseline's series; None for another precision class.
+
+    NaN where the ranges of their samples meet: then neither is the faster.
+    """
     for other in others:
         same = other.labels["precision"] == series.labels["precision"]
         if other.name == baseline and same and other.samples and series.samples:
-            return other.median / series.median
+            told = other is series or not _overlap(series, other)
+            return other.median / series.median if told else math.nan
     return None
 
 
 def attention_share(series: Series, others: Iterable[Series]) -> float | None:
-    """The part of an end-to-end time that goes when attention takes none."""
+    """The part of an end-to-end time that goes when attention takes none.
+
+    NaN where that is within the spread: a sample with attention is no slower than one without.
+    """
     for other in others:
         if other.name == FREE_ATTENTION and other.samples and series.samples:
-            return 1 - other.median / series.median
+            told = series.spread[0] > other.spread[1]
+            return 1 - other.median / series.median if told else math.nan
     return None
+
+
+def _overlap(one: Series, other: Series) -> bool:
+    return one.spread[0] <= other.spread[1] and other.spread[0] <= one.spread[1]
 
 
 def spread_percent(samples: Sequence[float]) -> float:
@@ -87,7 +102,7 @@ def _generation_comparison(file: str, results: Results) -> str:
                 share = attention_share(series, last)
                 row += [_spread(mine), _times(ratio(series, last, settings["baseline"]))]
                 row += [f"{new_tokens / series.median:.0f}"]
-                row += ["" if share is None or series.name == FREE_ATTENTION else f"{share:.1%}"]
+                row += ["" if series.name == FREE_ATTENTION else _figure(share, "{:.1%}")]
                 memory = series.facts.get("peak_memory_bytes")
                 row += [f"{memory / 2**20:.0f}" if memory else ""] if has_memory else []
             rows.append(row)
@@ -169,7 +184,7 @@ def _beside_transformers(file: str, results: Results) -> str:
         for other in results.series:
             same = all(other.labels[key] == labels[key] for key in ("mode", "precision"))
             if same and other.labels["program"] == "transformers" and other.samples:
-                times = f"{other.median / series.median:.2f}"
+                times = _times(ratio(series, [other], other.name))
         low, high = series.spread
         generation = statistics.median(series.facts.get("generation_s", series.samples))
         row += [f"{series.median:.3f} ({low:.3f} .. {high:.3f})", times]
@@ -195,10 +210,7 @@ def _profile(file: str, results: Results) -> str:
             gbps = amount.median * size / time.median / 1e3 if amount and time else None
             row.append("" if gbps is None else f"{gbps:,.3g}")
         rows.append(row)
-    title = (
-        f"{profiled_shape(results)}, {where(results)}; one profiled call each "
-        f"({file})"
-    )
+    title = f"{profiled_shape(results)}, {where(results)}; one profiled call each ({file})"
     head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
     return f"{title}:\n\n{_markdown(head, rows)}"
 
@@ -343,7 +355,11 @@ def _compared(group: Sequence[Series], before: str | None, what: str, verb: str,
     middle, low, high = (form.format(value) for value in (series.median, *series.spread))
     text = f"{what} {verb} {middle} {series.unit} ({low} .. {high})"
     times = ratio(series, group[1:], before or "")
-    return text if times is None else f"{text}, {times:.2f} times as fast as `{before}`"
+    if times is None:
+        return text
+    if math.isnan(times):
+        return f"{text}, the same as `{before}` within the spread"
+    return f"{text}, {times:.2f} times as fast as `{before}`"
 
 
 def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
@@ -360,7 +376,10 @@ def _generation_facts(results: Results, name: str, before: str | None) -> list[s
         return []
     what = f"{group[0].labels['max_tokens']} tokens"
     text, share = _compared(group, before, what, "take", "{:.3f}"), attention_share(group[0], group)
-    return [text if share is None else f"{text}; attention is {share:.0%} of that"]
+    if share is None:
+        return [text]
+    part = "within the spread" if math.isnan(share) else f"{share:.0%} of that"
+    return [f"{text}; attention is {part}"]
 
 
 def _profile_facts(results: Results, name: str, before: str | None) -> list[str]:
@@ -455,7 +474,13 @@ def _quantiles(samples: Sequence[float]) -> str:
 
 
 def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return _figure(value, "{:.2g}" if value is not None and value < 0.1 else "{:.2f}")
+
+
+def _figure(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return WITHIN_SPREAD if math.isnan(value) else form.format(value)
 
 
 def _count(series: Series | None) -> str:
@@ -473,7 +498,10 @@ def _untimed(group: Iterable[Series]) -> str:
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    note = ""
     for row in rows:
         cells = [*row, *[""] * (len(head) - len(row))]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        if WITHIN_SPREAD in cells:
+            note = f"\n`{WITHIN_SPREAD}`: no difference beyond the spread of the samples.\n"
+    return "\n".join(lines) + f"\n{note}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -503,6 +504,42 @@ def test_the_share_of_attention_is_what_a_free_one_saves():
 def test_a_kernel_is_told_by_the_length_of_the_bars():
     assert tables.detail_seqlen([64, 1024, 4096]) == 1024
     assert tables.detail_seqlen([64, 512]) == 512
+
+
+def test_what_is_within_the_spread_gets_no_figure():
+    base = series("NAIVE_PYTORCH", "ieee-fp32", [2.0, 2.1])
+    touching = series("A", "ieee-fp32", [1.8, 2.0])
+    clear = series("B", "ieee-fp32", [1.0, 1.99])
+    every = [base, touching, clear]
+    assert math.isnan(tables.ratio(touching, every, "NAIVE_PYTORCH"))
+    assert tables.ratio(clear, every, "NAIVE_PYTORCH") == pytest.approx(2.05 / 1.495)
+    assert tables.ratio(base, every, "NAIVE_PYTORCH") == 1.0
+    free = series(FREE_ATTENTION, "none", [2.0, 2.05])
+    for slow in (base, touching, clear):  # overlapping, touching, and faster than no attention
+        assert math.isnan(tables.attention_share(slow, [free]))
+    assert tables.attention_share(series("C", "ieee-fp32", [4.0, 4.2]), [free]) > 0.5
+
+
+def test_a_table_says_what_stands_for_no_figure(demo, tmp_path):
+    texts = compare.compare_generation(
+        lambda dtype: demo, specs_of(*TWO), [GenerationCell(10)], PROMPT, name="demo", rounds=2
+    )
+    samples = {"NAIVE_PYTORCH": [2.0, 2.2], "PYTORCH_SDPA_MATH": [2.1, 2.3]}
+    for one in texts.series:
+        one.samples = samples.get(one.name, [1.0, 1.1])
+    note = "`~`: no difference beyond the spread of the samples."
+    text = tables.render(tmp_path / "r.json", texts)
+    assert "| 2.200 | 9.1 % | ~ |" in text
+    assert "| 2.100 | 9.5 % | 1.00 |" in text
+    assert text.count(note) == 1
+    by_name(texts)["PYTORCH_SDPA_MATH"].samples = [4.0, 4.4]
+    text = tables.render(tmp_path / "r.json", texts)
+    assert "| 4.200 | 9.5 % | 0.50 |" in text
+    assert note not in text
+    by_name(texts)[FREE_ATTENTION].samples = [4.2, 4.4]
+    text = tables.render(tmp_path / "r.json", texts)
+    assert text.count(" | ~ |") == 2  # the shares
+    assert "| -" not in text
 
 
 def test_every_results_table_is_a_table(demo, tmp_path):

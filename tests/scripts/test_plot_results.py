@@ -6,7 +6,7 @@ import pytest
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.lines import Line2D
 
-from gpt2_infer import bench
+from gpt2_infer import bench, tables
 from gpt2_infer.compare import FREE_ATTENTION
 from gpt2_infer.results import Results, Series
 from scripts import plot_results, update_readme
@@ -220,6 +220,19 @@ def test_the_readme_gets_tables_and_a_section_for_each_version(tmp_path):
     assert f"128 tokens take 6.410 s (6.400 .. 6.420), 0.80 times {faster}" in second
     assert "attention is 80% of that." in second
     assert "Measured" not in text.split("#### `CUSTOM_CUDA_VERSION_3`")[1]
+
+
+def test_a_version_within_the_spread_of_the_one_before_is_not_faster(tmp_path):
+    found = (kernels(), generation())
+    for results in found:
+        for one in results.series:
+            one.samples = [300.0, 301.0, 302.0]
+    text = tables.ladder_sections("custom-cuda", found)
+    second = text.split("#### `CUSTOM_CUDA_VERSION_")[2]
+    same = "the same as `CUSTOM_CUDA_VERSION_1` within the spread"
+    assert f"takes 301.0 us (300.0 .. 302.0), {same}; 128 tokens take" in second
+    assert f"s (300.000 .. 302.000), {same}; attention is within the spread." in second
+    assert "times as fast" not in text
 
 
 def test_the_overview_of_a_ladder_is_its_headers(tmp_path):
