@@ -11,6 +11,7 @@ from torch import Tensor
 # The folder `backends` and the function backends() share a name. Importing the folder binds it
 # here, once; the function, imported after it, is what the name then means for good.
 import attention_kernels.backends  # noqa: F401
+from attention_kernels import contract
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,
@@ -52,5 +53,6 @@ def attention(
     contiguous.
     Raises ArgumentError, UnknownBackendError, UnavailableBackendError or UnsupportedError.
     """
+    contract.check_tensors({"q": q})
     spec = get_backend(backend) if backend is not None else default_backend(q.device.type)
     return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)

@@ -16,7 +16,7 @@ seqlens are finite and are not seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,13 +50,14 @@ class Kernels:
 
     decode is None where there is no decode kernel; decode_device_types says where it runs.
     `explain` is asked for the backend's own reasons against a call that its spec would take
-    (torch's, for SDPA).
+    (torch's, for SDPA). backward: whether autograd gets a gradient through its kernels.
     """
 
     attention: AttentionFunction
     decode: DecodeFunction | None = None
     decode_device_types: tuple[str, ...] = ("cuda", "cpu")
     explain: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
+    backward: bool = False
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None) -> float:
@@ -64,6 +65,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
 
     Raises ArgumentError naming everything that is wrong.
     """
+    check_tensors({"q": q, "k": k, "v": v})
     if (
         q.dim() == 4
         and q.shape == k.shape == v.shape
@@ -81,6 +83,7 @@ def check_decode(
 ) -> float:
     """Check the arguments of decode() and return the scale to use; raises ArgumentError."""
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    check_tensors({**tensors, "seqlens": seqlens})
     if any(tensor.dim() != 4 for tensor in tensors.values()):
         raise ArgumentError("; ".join(_complaints(tensors, same_shape=False)))
     batch, one, num_heads, head_dim = q.shape
@@ -109,6 +112,17 @@ def check_decode(
     if wrong:
         raise ArgumentError("; ".join(wrong))
     return check_scale(softmax_scale, head_dim)
+
+
+def check_tensors(arguments: Mapping[str, object]) -> None:
+    """ArgumentError for what is no tensor, an array of NumPy's say."""
+    wrong = [
+        f"{name} must be a torch.Tensor, not {type(value).__name__}"
+        for name, value in arguments.items()
+        if not isinstance(value, Tensor)
+    ]
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:

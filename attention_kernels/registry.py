@@ -205,7 +205,8 @@ class BackendSpec:
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
-        return self._checked(self.load().attention(q, k, v, scale, is_causal), q)
+        kernels = self._forward_only(self.load(), q, k, v)
+        return self._checked(kernels.attention(q, k, v, scale, is_causal), q)
 
     def has_decode(self, device_type: str) -> bool:
         """Whether it has a decode kernel for that device type (loads the backend)."""
@@ -228,12 +229,20 @@ class BackendSpec:
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        kernel = None if reasons else self.load().decode
+        kernel = None if reasons else self._forward_only(self.load(), q, k_cache, v_cache).decode
         if kernel is None or not self.has_decode(q.device.type):
             raise UnsupportedError(
                 self.name, reasons or [f"it has no decode kernel on {q.device.type}"]
             )
         return self._checked(kernel(q, k_cache, v_cache, seqlens, scale), q)
+
+    def _forward_only(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Kernels:
+        """The kernels; UnsupportedError where autograd expects a gradient that they have not."""
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad
+        if wanted and torch.is_grad_enabled() and not kernels.backward:
+            reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
+            raise UnsupportedError(self.name, [reason])
+        return kernels
 
     def _checked(self, o: Tensor, q: Tensor) -> Tensor:
         """The kernel's output, which must look like q: a wrong layout would pass for wrong text."""

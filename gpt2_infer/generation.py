@@ -178,7 +178,11 @@ def encode_prompts(
 
     Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
     """
-    if not prompts:
+    try:
+        count = len(prompts)
+    except TypeError as error:
+        raise RequestError(f"prompts are texts or lists of token ids: {error}") from error
+    if count == 0:
         raise RequestError("there is no prompt")
     rows = []
     for prompt in prompts:

@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from attention_kernels import default_backend, get_backend
+from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.config import GPT2Config, named_config
-from gpt2_infer.errors import ConfigError, UnavailableDeviceError, WeightsError
+from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError
 from gpt2_infer.model import GPT2, check_backend
 from gpt2_infer.tokenizer import Tokenizer
 
@@ -108,7 +109,7 @@ def load_model(
     *,
     revision: str | None = None,
     device: str | torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: str | torch.dtype = torch.float32,
     attention: str | None = None,
     decode_attention: str | None = None,
     random_weights: bool = False,
@@ -118,13 +119,13 @@ def load_model(
     """A GPT2 with its tokenizer, ready to generate.
 
     model: "demo", a folder, a hub id (with revision), or what find() made of one of them. device:
-    None for cuda where there is one, else cpu.
+    None for cuda where there is one, else cpu. dtype: torch's, or its name.
     attention, decode_attention: backend names. random_weights: build the size named by `model` from
     `seed`, for timing.
-    Raises WeightsError, ConfigError, UnknownBackendError, UnavailableBackendError or
+    Raises RequestError, WeightsError, ConfigError, UnknownBackendError, UnavailableBackendError or
     UnsupportedError, each before any weight is read where it can be.
     """
-    target = resolve_device(device)
+    target, dtype = resolve_device(device), resolve_dtype(dtype)
     # Names before anything is downloaded, backends before any weight is read.
     spec = default_backend(target.type) if attention is None else get_backend(attention)
     decode_spec = None if decode_attention is None else get_backend(decode_attention)
@@ -158,6 +159,15 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             f"{device}: this machine has no CUDA device that torch can use"
         )
     return torch.device(device)
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype itself, or that of a name; raises RequestError for one that weights cannot have."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        names = ", ".join(PLAIN_PRECISIONS)
+        raise RequestError(f"dtype must be one of {names}, not {dtype!r}")
+    return found
 
 
 def _load(model: GPT2, folder: Path, device: torch.device, dtype: torch.dtype) -> None:

@@ -60,7 +60,7 @@ def _naive_decode(
 )
 def load_naive() -> Kernels:
     """The case study's baseline."""
-    return Kernels(_naive, _naive_decode)
+    return Kernels(_naive, _naive_decode, backward=True)
 
 
 def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
@@ -104,7 +104,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         return _refusals(lambda: run(q, k, v, 1.0, is_causal))
 
-    return Kernels(attention, decode, decode_device_types, explain)
+    return Kernels(attention, decode, decode_device_types, explain, backward=True)
 
 
 def _refusals(call: Callable[[], Tensor]) -> list[str]:

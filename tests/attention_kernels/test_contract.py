@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import ArgumentError, UnsupportedError, attention, get_backend
+from tests.conftest import usable
 
 GOOD = torch.randn(2, 5, 3, 8)
 
@@ -81,3 +82,34 @@ def test_unsupported_names_the_backend_and_every_reason():
     assert "dtype int32 (it takes float16, bfloat16)" in text
     assert "device cpu (it takes cuda)" in text
     assert len(caught.value.reasons) == 2
+
+
+@pytest.mark.parametrize("backend", [None, "NAIVE_PYTORCH"])
+def test_an_array_is_no_tensor(backend):
+    with pytest.raises(ArgumentError) as caught:
+        attention(GOOD.numpy(), GOOD, GOOD, backend=backend)
+    assert str(caught.value) == "q must be a torch.Tensor, not ndarray"
+    with pytest.raises(ArgumentError, match=r"^k must be .* not list; v must be .* not NoneType$"):
+        attention(GOOD, [1], None, backend=backend)
+    with pytest.raises(ArgumentError, match=r"seqlens must be a torch\.Tensor, not list"):
+        get_backend("NAIVE_PYTORCH").decode(GOOD[:, :1], GOOD, GOOD, [1, 5])
+
+
+def test_a_gradient_is_computed_or_refused():
+    """PyTorch's backends have a backward pass; of a kernel of ours none must pass for zero."""
+    plain = [x.clone().requires_grad_() for x in (GOOD, GOOD + 1, GOOD - 1)]
+    for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
+        gradients = torch.autograd.grad(attention(*plain, backend=name).square().sum(), plain)
+        expected = torch.autograd.grad(attention(*plain).square().sum(), plain)
+        for got, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+    for name in ("NUMPY_BASIC", "CUSTOM_CUDA_VERSION_1", "TRITON_FLASH_ATTENTION"):
+        spec = usable(name, "cpu")
+        qkv = [torch.randn(1, 5, 3, 32) for _ in range(3)]
+        for x in qkv:
+            x.requires_grad_()
+            with pytest.raises(UnsupportedError, match=f"{name} cannot .*: a gradient .it has no"):
+                spec.attention(*qkv)
+            with torch.no_grad():
+                assert not spec.attention(*qkv).requires_grad
+            x.requires_grad_(requires_grad=False)

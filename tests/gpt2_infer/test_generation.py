@@ -231,6 +231,10 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"max_new_tokens": 1024}, "1024 positions"),
         ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
         ({"stop": [""]}, "a stop string must not be empty"),
+        (
+            {"prompts": 3},
+            "prompts are texts or lists of token ids: object of type 'int'",
+        ),
         ({"prompts": [[1.5]]}, "a prompt is a text or a list of ids"),
         ({"prompts": [1, 2]}, "a prompt is a text or a list of ids"),
         ({"max_new_tokens": 2.0}, "max-new-tokens must be 1 or more"),

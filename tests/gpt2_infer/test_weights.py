@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_infer import GPT2, ConfigError, WeightsError, weights
+from gpt2_infer import GPT2, ConfigError, RequestError, WeightsError, weights
 from tests.conftest import rewrite
 
 TOKENS = torch.arange(10)[None]
@@ -332,3 +332,10 @@ def test_an_end_of_text_id_that_is_no_id_is_refused(save_checkpoint):
     (folder / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="eos_token_id"):
         load(folder)
+
+
+def test_a_dtype_may_be_named_as_on_the_command_line():
+    assert GPT2.from_pretrained("demo", device="cpu", dtype="float16").dtype == torch.float16
+    for wrong in ("fp16", "int8", "Tensor", torch.int8):
+        with pytest.raises(RequestError, match="dtype must be one of float32, float16, bfloat16"):
+            GPT2.from_pretrained("demo", device="cpu", dtype=wrong)
