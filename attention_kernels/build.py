@@ -113,7 +113,9 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
 
     named = re.fullmatch(r"(v\d+)_\w+\.cu", path.name)
     if not named:
-        raise wrong("a version file is named v<number>_<what>.cu")
+        new = path.with_name(f"v01_{re.sub(r'[^A-Za-z0-9]+', '_', path.stem)}.cu")
+        rename = shlex.join(["mv", str(path), str(new)])
+        raise wrong(f"a version file is named v<number>_<what>.cu: {rename}")
     text = path.read_text(encoding="utf-8", errors="replace")
     comment = itertools.takewhile(lambda line: line.startswith("//"), text.splitlines())
     first, *lines = [line[2:].strip() for line in comment] or [""]

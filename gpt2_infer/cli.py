@@ -134,16 +134,21 @@ def build_parser() -> argparse.ArgumentParser:
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     listing = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     listing.add_argument("--json", action="store_true", help="a JSON list")
-    backends = commands.add_parser(
+
+    def add(name: str, what: str, **options: Any) -> argparse.ArgumentParser:
+        sentence = f"{what[0].upper()}{what[1:]}."
+        return commands.add_parser(name, help=what, description=sentence, **options)
+
+    backends = add(
         "backends",
+        "list the attention backends and whether they run here",
         parents=[debug, listing],
-        help="list the attention backends and whether they run here",
     )
     backends.set_defaults(run=_backends)
-    verify = commands.add_parser(
+    verify = add(
         "verify",
+        "hold one backend to the float64 reference and tell its worst case",
         parents=[debug],
-        help="hold one backend to the float64 reference and tell its worst case",
     )
     verify.add_argument(
         "name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder"
@@ -170,12 +175,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="only check; that nvcc, where it is here, compiles what ran emulated is a check, too",
     )
     verify.set_defaults(run=_verify)
-    diverge = commands.add_parser(
+    diverge = add(
         "diverge",
+        "find the step, layer and head where two backends' greedy texts part, and tell a tie from "
+        "a bug",
         parents=[debug],
         argument_default=argparse.SUPPRESS,
-        help="find the step, layer and head where two backends' greedy texts part, and tell a tie "
-        "from a bug",
     )
     diverge.add_argument("a", metavar="A", help="attention backend, or a version file, *.cu")
     diverge.add_argument("b", metavar="B", help="attention backend, or the same again")
@@ -185,10 +190,13 @@ def build_parser() -> argparse.ArgumentParser:
     diverge.add_argument("--kv-cache", action="store_true", help="compare texts with a cache")
     diverge.add_argument("--json", action="store_true", help="one JSON object")
     diverge.set_defaults(run=_diverge)
-    kernels = commands.add_parser(
+    kernels = add(
         "kernels",
+        "registers, spills, shared memory and occupancy of a ladder's versions; no GPU needed",
         parents=[debug, listing],
-        help="registers, spills, shared memory and occupancy of every version; no GPU needed",
+    )
+    kernels.add_argument(
+        "names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu"
     )
     kernels.add_argument(
         "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
@@ -198,14 +206,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument(
         "--family",
-        default="custom-cuda",
-        help="the ladder, as `gpt2-infer backends` names it, or all (default: %(default)s)",
+        help="the ladder, as `gpt2-infer backends` names it, or all (default: custom-cuda)",
     )
     kernels.set_defaults(run=_kernels)
-    accesses = commands.add_parser(
+    accesses = add(
         "accesses",
+        "bank conflicts and memory sectors of each source line of a kernel; no GPU needed",
         parents=[debug, listing],
-        help="bank conflicts and memory sectors of each source line of a kernel; no GPU needed",
     )
     accesses.add_argument("name", metavar="BACKEND", help="or a version file, *.cu")
     accesses.add_argument("--seqlen", type=int, default=128, help="default: %(default)s")
@@ -533,8 +540,8 @@ def _backends(arguments: argparse.Namespace) -> int:
     family = None
     for row in rows:
         if row["family"] != family:
+            print(row["family"] if family is None else f"\n{row['family']}")
             family = row["family"]
-            print(f"\n{family}")
         here = [
             f"{device} (emulated)" if device in row["emulated_on"] else device
             for device, reason in row["unavailable"].items()
@@ -682,20 +689,28 @@ def _diverge(arguments: argparse.Namespace) -> int:
 def _kernels(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import ladder, resources
+    from attention_kernels import UnsupportedError, ladder, resources
     from gpt2_infer.errors import RequestError
 
-    versions = ladder.versions(None if arguments.family == "all" else arguments.family)
+    family = arguments.family or "custom-cuda"
+    if arguments.names:
+        if arguments.family:
+            raise RequestError("--family is for all of a ladder: name it, or backends")
+        versions = dict(map(_version, arguments.names))
+        if host := [name for name, version in versions.items() if version.is_host]:
+            raise UnsupportedError(host[0], ["it is host code, and no kernel of a GPU"])
+    else:
+        versions = ladder.versions(None if family == "all" else family)
+        versions = {name: version for name, version in versions.items() if not version.is_host}
     if not versions:
         families = ", ".join(ladder.families())
-        raise RequestError(f"there is no ladder {arguments.family}: there are {families}")
+        raise RequestError(f"there is no ladder {family}: there are {families}")
     taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
     if unknown := {*(arguments.head_dim or ())} - taken:
-        raise RequestError(
-            f"no version of {arguments.family} takes head_dim {', '.join(map(str, unknown))}"
-        )
+        of = ", ".join(arguments.names) or family
+        raise RequestError(f"no version of {of} takes head_dim {', '.join(map(str, unknown))}")
     rows = resources.resource_table(
-        [version for version in versions.values() if not version.is_host],
+        list(versions.values()),
         arguments.arch or resources.ARCHS,
         arguments.head_dim or sorted(taken),
     )
@@ -706,14 +721,23 @@ def _kernels(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _version(what: str) -> tuple[str, VersionHeader]:
+    """The name and the header of a backend of a version file, or of a file that is in no ladder."""
+    from attention_kernels import UnsupportedError, ladder
+
+    name = ladder.resolve(what).name
+    try:
+        return name, ladder.versions()[name]
+    except KeyError:
+        raise UnsupportedError(name, ["it has no version file, *.cu"]) from None
+
+
 def _accesses(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import UnsupportedError, accesses, ladder
+    from attention_kernels import accesses
 
-    spec = ladder.resolve(arguments.name)
-    if (version := ladder.versions().get(spec.name)) is None:
-        raise UnsupportedError(spec.name, ["it has no version file whose accesses can be counted"])
+    _, version = _version(arguments.name)
     head_dim = arguments.head_dim or (64 if 64 in version.head_dims else version.head_dims[0])
     found = accesses.count_accesses(
         version,

@@ -175,6 +175,8 @@ def test_backends_lists_every_backend(capsys):
     rows = {row["name"]: row for row in json.loads(machine)}
     assert list(rows) == [spec.name for spec in backends()]
     assert all(name in out for name in rows)
+    assert out.startswith("pytorch\n  NAIVE_PYTORCH ")
+    assert "\n\ncustom-cuda\n" in out
     assert rows["NAIVE_PYTORCH"]["unavailable"]["cpu"] is None
     assert rows["PYTORCH_SDPA_EFFICIENT_ATTENTION"]["precisions"]["float32"] == "3xtf32"
     assert rows["CUSTOM_CUDA_VERSION_1"]["emulated_on"] == ["cpu"]
@@ -191,6 +193,14 @@ def test_help_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False False"
+
+
+def test_every_subcommand_says_what_it_is_for():
+    (commands,) = (a for a in build_parser()._actions if a.dest == "command")
+    described = {a.dest: a.help for a in commands._choices_actions}
+    assert {*described} == {*commands.choices}
+    for name, command in commands.choices.items():
+        assert command.description[1:] == f"{described[name][1:]}."
 
 
 def test_python_dash_m_is_the_same_program():
@@ -325,6 +335,36 @@ def test_kernels_shows_one_ladder_or_all(capsys):
     assert "there is no ladder fp32: there are custom-cuda, ablation" in capsys.readouterr().err
     assert main(["kernels", "--head-dim", "64", "7"]) == 2
     assert "no version of custom-cuda takes head_dim 7" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+def test_kernels_takes_backends_and_version_files(capsys, tmp_path):
+    file = tmp_path / "v13_mine.cu"
+    right = (build.CSRC / "fp32" / "v08_o_in_shared.cu").read_text()
+    file.write_text(right.replace("// v08 - ", "// v13 - "))
+    only = ["--arch", "90", "--head-dim", "64", "--json"]
+    assert main(["kernels", str(file), "custom-cuda-version-8", *only]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row.pop("version").split("_")[-1] for row in rows] == ["v13", "v08"]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["NAIVE_PYTORCH"], "NAIVE_PYTORCH cannot take this call: it has no version file"),
+        (["FLASH_ATTENTION_1_CPU"], "it is host code"),
+        (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family is for all of a ladder"),
+        (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 takes head_dim 7"),
+        (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
+    ],
+)
+def test_what_kernels_does_not_take_is_one_line(words, complaint, capsys, tmp_path):
+    (tmp_path / "my kernel.cu").write_text("")
+    assert main(["kernels", *(word.format(tmp_path) for word in words)]) == 2
+    err = capsys.readouterr().err
+    assert complaint.format(tmp_path) in err
+    assert err.count("\n") == 1
 
 
 def test_accesses_shows_what_each_source_line_asks_of_memory(capsys):
