@@ -76,7 +76,7 @@ def skip_without_compiler(name: str, target: build.Target) -> None:
 def test_it_is_listed(site):
     rows = listed(site)
     tiled, cuda = (rows[name] for name in NAMES)
-    assert tiled["family"] == cuda["family"] == "mine"
+    assert tiled["family"] == cuda["family"] == "my-backend"
     assert tiled["unavailable"]["cpu"] is None
     assert cuda["unavailable"]["cpu"] == build.missing_compiler("emulator")
     assert cuda["emulated_on"] == ["cpu"]
@@ -127,10 +127,15 @@ def test_renamed_as_the_readme_says_it_works_beside_a_broken_one(site, tmp_path)
     assert pip.startswith("pip install ")
     environment = {**os.environ, "HOME": str(tmp_path)}
     subprocess.run(["bash", "-ec", "\n".join(rename)], cwd=ROOT, env=environment, check=True)
+    files = [file for file in (tmp_path / "fast_rows").rglob("*") if file.is_file()]
+    for file in (file for file in files if file.name != "README.md"):
+        assert not re.search(r"my.backend|\bMY_|mine", file.read_text("utf-8")), file
     both = shutil.copytree(site, tmp_path / "site")
     install(tmp_path / "fast_rows", both)
     renamed = ["FAST_TILED_PYTORCH", "FAST_CUDA_VERSION_1"]
-    before = {*listed(both)}
+    rows = listed(both)
+    assert {rows[name]["family"] for name in renamed} == {"fast-rows"}
+    before = {*rows}
     assert {*renamed, *NAMES, "NAIVE_PYTORCH"} <= before
 
     (both / "my_backend" / "__init__.py").write_text("raise OSError('libmine.so is missing')\n")

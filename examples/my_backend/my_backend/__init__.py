@@ -48,7 +48,7 @@ def tiled_attention(
 
 @register(
     name="MY_TILED_PYTORCH",
-    family="mine",
+    family="my-backend",
     summary="Softmax over tiles of 64 keys in plain PyTorch.",
     precisions={"float32": "ieee-fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"},
 )
@@ -59,7 +59,7 @@ def load() -> Kernels:
 
 register_ladder(
     Path(__file__).parent,
-    family="mine",
+    family="my-backend",
     name=lambda file: f"MY_CUDA_VERSION_{build.version_number(file)}",
     op_prefix="my_backend_",
 )
