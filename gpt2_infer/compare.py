@@ -4,6 +4,12 @@ Each backend is checked before it is timed: one that fails is recorded as failed
 emulated is checked and gets no time. Samples of a cell (one shape, dtype and mode) are taken in
 interleaved rounds. What an interrupted run had measured is kept beside its output and completed by
 the same call on the same machine.
+
+    from gpt2_infer.compare import KernelCell, compare_kernels, select
+    specs = select(["NAIVE_PYTORCH", "PYTORCH_SDPA_FLASH_ATTENTION"], "cpu")
+    results = compare_kernels(specs, [KernelCell(128), KernelCell(256)], device="cpu")
+    for series in results.series:
+        print(series.name, series.labels["seqlen"], series.median, series.unit, series.spread)
 """
 
 from __future__ import annotations

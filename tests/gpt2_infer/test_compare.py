@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import types
 
 import pytest
@@ -114,6 +115,15 @@ def test_only_what_runs_here_is_selected():
         compare.select(["no-such"], "cpu")
     with pytest.raises(RequestError, match="cannot be compared on cpu: runs on cuda only"):
         compare.select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
+
+
+def test_the_modules_example_works_as_written(capsys):
+    code = textwrap.dedent(compare.__doc__.split("\n\n")[-1])
+    assert len(code.splitlines()) == 5
+    exec(compile(code, "compare.py", "exec"), {})
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    names = ("NAIVE_PYTORCH", "PYTORCH_SDPA_FLASH_ATTENTION")
+    assert lines == [[name, seqlen] for seqlen in ("128", "256") for name in names]
 
 
 # Interruption
