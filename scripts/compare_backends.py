@@ -139,6 +139,7 @@ def main() -> int:
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         return 130
     print(tables.render(arguments.out, results))
+    print(f"wrote {arguments.out}", file=sys.stderr)
     return 0
 
 

@@ -1,9 +1,11 @@
 """Plot results; nothing is measured here.
 
     python scripts/plot_results.py [--results results] [--out results/plots] [--check]
+    python scripts/plot_results.py FILE ...
 
 For the newest results file of each task, every plot that its kind has, as SVG and PNG, named
-<task>_<plot>. The same files give the same bytes; --check says whether the SVGs are current.
+<task>_<plot>; for each FILE the same, beside it or in --out, named <file>_<plot>. The same files
+give the same bytes; --check says whether the SVGs are current.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
-from gpt2_infer.results import Results, ResultsError, Series, newest
+from gpt2_infer.results import Results, ResultsError, Series, newest, read
 from gpt2_infer.tables import detail_seqlen, profiled_shape, where
 
-ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parents[1] / "results"
 # Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no step; the
 # steps of a ladder are shades of viridis, which they can, too.
 COLOURS = {
@@ -223,8 +225,8 @@ PLOTS: dict[str, dict[str, Plot]] = {
 }
 
 
-def render(results: Results) -> Iterator[tuple[str, bytes]]:
-    """Every plot of a results file, as (file name, bytes)."""
+def render(results: Results, stem: str | None = None) -> Iterator[tuple[str, bytes]]:
+    """Every plot of a results file, as (file name, bytes); stem: what its name begins with."""
     with mpl.rc_context(STYLE):
         for name, plot in PLOTS.get(results.settings.get("measures", ""), {}).items():
             figure = plot(results)
@@ -233,32 +235,50 @@ def render(results: Results) -> Iterator[tuple[str, bytes]]:
             for kind, metadata in METADATA.items():
                 buffer = io.BytesIO()
                 figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-                yield f"{results.task}_{name}.{kind}", buffer.getvalue()
+                yield f"{stem or results.task}_{name}.{kind}", buffer.getvalue()
             plt.close(figure)
 
 
 def main() -> int:
     """Plot, or say what is stale."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "plots")
-    parser.add_argument("--check", action="store_true", help="exit 1 where an SVG is stale")
+    add = parser.add_argument
+    add(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="results (default: the newest in --results)",
+    )
+    add("--results", type=Path, help="a folder (default: results)")
+    add("--out", type=Path, help="default: beside a FILE, else results/plots")
+    add("--check", action="store_true", help="exit 1 where an SVG is stale")
     arguments = parser.parse_args()
+    if arguments.files and arguments.results:
+        parser.error("--results is a folder in place of FILE")
+    found: list[tuple[Path, str | None, Results]]
     try:
-        found = newest(arguments.results)
+        if arguments.files:
+            found = [(file.parent, file.stem, read(file)) for file in arguments.files]
+        else:
+            newest_of = newest(arguments.results or RESULTS).values()
+            found = [(RESULTS / "plots", None, results) for _, results in newest_of]
     except ResultsError as error:
         parser.error(str(error))
-    stale = []
-    for _, results in found.values():
-        for name, content in render(results):
-            file = arguments.out / name
+    stale, written = [], []
+    for beside, stem, results in found:
+        for name, content in render(results, stem):
+            file = (arguments.out or beside) / name
             if not arguments.check:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
+                written.append(file)
             elif name.endswith(".svg") and (not file.exists() or file.read_bytes() != content):
                 stale.append(name)
     if stale:
         print(f"stale: {', '.join(stale)}: run python scripts/plot_results.py", file=sys.stderr)
+    if not arguments.check:
+        print("\n".join(f"wrote {file}" for file in written) or "there was nothing to draw")
     return int(bool(stale))
 
 

@@ -50,6 +50,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
     text, err = child.communicate(timeout=240)
     assert child.returncode == 0, err
     assert not partial.exists()
+    assert f"wrote {out}\n" in err
     results = read(out)
     for series in results.series:
         assert len(series.samples) == 12

@@ -17,6 +17,7 @@ BACKENDS = {
     "CUSTOM_CUDA_VERSION_1": ("custom-cuda", "ieee-fp32"),
     "CUSTOM_CUDA_VERSION_2": ("custom-cuda", "ieee-fp32"),
 }
+PLOTS = ("time", "bars", "error")
 SHAPE = {"batch": 1, "num_heads": 12, "head_dim": 64, "dtype": "float32", "is_causal": True}
 
 
@@ -62,7 +63,7 @@ def generation() -> Results:
 
 @pytest.mark.parametrize(
     ("results", "plots"),
-    [(kernels(), ("time", "bars", "error")), (generation(), ("time", "bars", "memory"))],
+    [(kernels(), PLOTS), (generation(), ("time", "bars", "memory"))],
 )
 def test_every_plot_is_drawn_twice_the_same_and_names_every_backend(results, plots):
     files = dict(plot_results.render(results))
@@ -185,6 +186,26 @@ def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
     results.series[0].samples[1] += 1.0
     results.write(tmp_path / "2026-01-01_x_kernel-test.json")
     assert plot_results.main() == 1
+
+
+def test_files_are_drawn_beside_themselves_or_into_a_folder(tmp_path, monkeypatch, capsys):
+    files = [tmp_path / "mine.json", tmp_path / "yours.json"]
+    for file in files:
+        kernels().write(file)
+    for out, options in ((tmp_path, []), (tmp_path / "drawn", ["--out", str(tmp_path / "drawn")])):
+        monkeypatch.setattr("sys.argv", ["plot_results.py", *map(str, files), *options])
+        assert plot_results.main() == 0
+        names = {f"{f.stem}_{p}.{k}" for f in files for p in PLOTS for k in ("svg", "png")}
+        assert {*capsys.readouterr().out.splitlines()} == {f"wrote {out / name}" for name in names}
+        assert all((out / name).stat().st_size for name in names)
+    for words, complaint in (
+        ([str(files[0]), "--results", str(tmp_path)], "--results is a folder in place of FILE"),
+        ([str(tmp_path / "none.json")], "none.json cannot be read: No such file"),
+    ):
+        monkeypatch.setattr("sys.argv", ["plot_results.py", *words])
+        with pytest.raises(SystemExit):
+            plot_results.main()
+        assert complaint in capsys.readouterr().err
 
 
 def test_the_committed_plots_are_current(monkeypatch):
