@@ -105,18 +105,9 @@ def count_accesses(
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
     """File and line of each return address, in hexadecimal; callers of inlined functions first."""
     wanted = sorted(addresses)
-    gxx = str(build.find_gxx())
-    addr2line = build.execute([gxx, "-print-prog-name=addr2line"])[1].strip()
     # The call ends before the address that it returns to.
     calls = [hex(max(int(address, 16) - 1, 0)) for address in wanted]
-    output = build.output_of([addr2line, "--addresses", "--inlines", "--exe", program, *calls])
-    places: dict[str, list[tuple[str, int]]] = {}
-    for line in output.splitlines():
-        if line.startswith("0x"):
-            frames = places[wanted[len(places)]] = []
-        elif found := re.match(r"(.+):(\d+)", line):
-            frames.insert(0, (found[1], int(found[2])))
-    return places
+    return dict(zip(wanted, build.source_lines(program, calls), strict=True))
 
 
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:

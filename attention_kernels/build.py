@@ -281,7 +281,8 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     # Hidden symbols: the versions define the same names, and live in one process.
     if target == "emulator":
         flags += ["-fPIC", "-fvisibility=hidden"]
-        kernel, libraries = ["-O3", "-x", "c++"], ["-ltorch_cpu", "-pthread", "-ldl"]
+        # Line tables, for source_line(): they change no code.
+        kernel, libraries = ["-O3", "-g1", "-x", "c++"], ["-ltorch_cpu", "-pthread", "-ldl"]
     else:
         cudart = _cuda_runtime(flags[0])
         has_cuda = (torch_libraries / "libtorch_cuda.so").exists()
@@ -481,6 +482,41 @@ def output_of(command: Sequence[str]) -> str:
     if status != 0:
         raise BuildError(first_error(output) or f"{command[0]}: exit status {status}")
     return output
+
+
+def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, int]]]:
+    """File and line of each address, in hexadecimal; callers of inlined functions first.
+
+    Raises BuildError.
+    """
+    addr2line = execute([str(find_gxx()), "-print-prog-name=addr2line"])[1].strip()
+    command = [addr2line, "--addresses", "--inlines", "--exe", binary, *addresses]
+    found: list[list[tuple[str, int]]] = []
+    for line in output_of(command).splitlines():
+        if line.startswith("0x"):
+            found.append([])
+        elif place := re.match(r"(.+):(\d+)", line):
+            found[-1].insert(0, (place[1], int(place[2])))
+    return found
+
+
+@functools.cache
+def source_line(library: str, address: str) -> str | None:
+    """Where in a version's source an address of its library is, e.g. "v07_x.cu:31 (from 73, 164)".
+
+    Callers follow where the code was inlined. None where the library does not tell, or addr2line is
+    missing: what is told of a fault is right without it.
+    """
+    try:
+        (frames,) = source_lines(library, [address])
+    except BuildError:
+        return None
+    places = [(Path(file).name, line) for file, line in frames if file.endswith((".cu", ".cuh"))]
+    if not places:
+        return None
+    *callers, (name, line) = places
+    text = [str(n) if file == name else f"{file}:{n}" for file, n in reversed(callers)]
+    return f"{name}:{line}" + (f" (from {', '.join(text)})" if text else "")
 
 
 def first_error(output: str) -> str | None:

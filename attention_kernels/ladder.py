@@ -194,6 +194,7 @@ def kernels(name: str, version: VersionHeader) -> Kernels:
         except RuntimeError as error:
             reasons = _refusals(error, q, k, v)
             if not reasons:
+                error.args = (_with_line(str(error)),)
                 raise
             raise UnsupportedError(name, reasons) from error
 
@@ -223,6 +224,16 @@ def _refusals(error: RuntimeError, q: Tensor, k: Tensor, v: Tensor) -> list[str]
         limit = getattr(properties, "shared_memory_per_block_optin", "?")
         message += f" (a block of this device may have {limit} bytes of shared memory)"
     return [f"head_dim {q.shape[3]} on this device: {message}"]
+
+
+def _with_line(message: str) -> str:
+    """The emulator's message with the source line instead of the address in the library."""
+
+    def line(found: re.Match[str]) -> str:
+        place = build.source_line(found[2], found[1])
+        return f"at {place}" if place else found[0]
+
+    return re.sub(r"in code at \+(0x[0-9a-f]+) of (.+?\.so)", line, message)
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor) -> list[str]:

@@ -24,6 +24,7 @@ from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
 ASAN_FLAGS = "-fsanitize=address -g -O1"
+_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # what it finds no line for, addr2line often does
 # Small, for both sanitizers are slow: seqlen, head_dim, batch, num_heads.
 SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
 ORDERS = ("reverse", "shuffle:1")
@@ -51,22 +52,28 @@ def sanitize(whats: Sequence[str], device: str) -> list[str]:
 
 
 def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
-    library = build.execute([str(build.find_gxx()), "-print-file-name=libasan.so"])[1].strip()
-    if not os.path.isabs(library):
+    # libstdc++ before torch brings it: the sanitizer looks for its __cxa_throw when it starts.
+    names = ("libasan.so", "libstdc++.so.6")
+    gxx = str(build.find_gxx())
+    libraries = [build.execute([gxx, f"-print-file-name={name}"])[1].strip() for name in names]
+    if not os.path.isabs(libraries[0]):
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
-    environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": _ASAN_OPTIONS}
     # Built without LD_PRELOAD, or the compiler would run under it, too.
     built = _worker(["build", *whats], environment)
     if built.returncode != 0:
         return [f"the sanitizer's build failed: {_last_line(built.stderr)}"]
-    done = _worker(["cpu", *whats], environment | {"LD_PRELOAD": library})
+    done = _worker(["cpu", *whats], environment | {"LD_PRELOAD": ":".join(libraries)})
     if done.returncode == 0:
         return []
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
     if not found:
         return [_last_line(done.stderr)]
-    where = re.search(r"(\w+\.cuh?:\d+)", done.stderr[found.end() :])
-    return [f"{found[1]} at {where[1] if where else 'an unknown line'}"]
+    # The frames of the access; those of an allocation may follow.
+    report = re.split(r"\n\n", done.stderr[found.end() :])[0]
+    frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
+    lines = (build.source_line(*frame) for frame in frames)
+    return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str]) -> list[str]:
