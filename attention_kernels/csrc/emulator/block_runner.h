@@ -9,6 +9,9 @@
 // so that each barrier of a loop sees both. ATTENTION_EMULATOR_ORDER chooses other orders; a
 // correct kernel gives the same bits in all.
 //
+// A loop without a barrier never yields. So each OS thread that runs blocks gets a signal every
+// 50 ms, and its handler ends a block that has had its time, or that Ctrl-C is to end.
+//
 // A fiber finds its own state by rounding its stack pointer down to the alignment of stacks. That
 // is cheaper than thread_local in a shared library, and it leaves the library's thread-local
 // storage to `__shared__` arrays alone.
@@ -21,18 +24,23 @@
 #include <signal.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -83,6 +91,7 @@ struct dim3 {
   X(cudaErrorNoKernelImageForDevice, 209, "no kernel image is available for execution") \
   X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered")           \
   X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch")      \
+  X(cudaErrorLaunchTimeout, 702, "the launch timed out and was terminated")             \
   X(cudaErrorAssert, 710, "device-side assert triggered")                               \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
@@ -116,6 +125,10 @@ constexpr size_t kRedzone = 0;  // the sanitizer's own is better
 #else
 constexpr size_t kRedzone = 1024;
 #endif
+
+constexpr long kTickNanoseconds = 50'000'000;
+constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
+constexpr double kTimeout = 60;  // seconds
 
 // What shared memory holds before anyone writes to it: a NaN as float, double, __half and bfloat16.
 // A finite word in ATTENTION_EMULATOR_POISON replaces it: results that differ between two poisons
@@ -253,6 +266,8 @@ struct Launch {
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
+  unsigned tick_limit = 0;  // of one block; 0: none
+  unsigned interrupts = 0;  // counted before it began
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
 };
@@ -262,6 +277,16 @@ inline std::string text(uint3 v) {
   std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
   return buffer;
 }
+
+// Keyboard interrupts. The one thing that all libraries share, because a process has one handler of
+// SIGINT: GCC makes an inline variable of default visibility unique in the process.
+struct Interrupts {
+  std::mutex mutex;
+  unsigned launches = 0;  // that run
+  std::atomic<unsigned> count{0};
+  struct sigaction ours{}, previous{};
+};
+inline __attribute__((visibility("default"))) Interrupts interrupts;
 
 // Where a thread waits.
 struct Site {
@@ -293,33 +318,40 @@ struct Warp {
   Fiber* fibers[kWarpSize];
 };
 
-// `__shared__` arrays are static thread_local, and nothing else in a version's library is: they are
-// its thread-local storage. A program's own (a test's, say) holds others', so it is left alone.
-struct StaticShared {
-  size_t module = 0;
-  size_t bytes = 0;
+// Where this library's code and thread-local storage are. `__shared__` arrays are static
+// thread_local, and nothing else in a version's library is: they are that storage. A program's own
+// (a test's, say) holds others', so it is left alone.
+struct Library {
+  size_t tls_module = 0;
+  size_t tls_bytes = 0;
+  uintptr_t code = 0;
+  size_t code_bytes = 0;
 
-  static const StaticShared& instance() {
-    static const StaticShared found = [] {
-      StaticShared result;
+  static const Library& instance() {
+    static const Library found = [] {
+      Library result;
       dl_iterate_phdr(
           [](dl_phdr_info* info, size_t, void* data) {
             static const char here = 0;
             bool ours = false;
-            size_t bytes = 0;
+            Library library;
             for (int i = 0; i < info->dlpi_phnum; ++i) {
               const auto& part = info->dlpi_phdr[i];
-              const uintptr_t offset =
-                  reinterpret_cast<uintptr_t>(&here) - (info->dlpi_addr + part.p_vaddr);
-              if (part.p_type == PT_LOAD) ours |= offset < part.p_memsz;
-              if (part.p_type == PT_TLS) bytes = part.p_memsz;
+              const uintptr_t address = info->dlpi_addr + part.p_vaddr;
+              if (part.p_type == PT_LOAD)
+                ours |= reinterpret_cast<uintptr_t>(&here) - address < part.p_memsz;
+              if (part.p_type == PT_LOAD && (part.p_flags & PF_X) != 0) {
+                library.code = address;
+                library.code_bytes = part.p_memsz;
+              }
+              if (part.p_type == PT_TLS) library.tls_bytes = part.p_memsz;
             }
-            const bool is_program =
-                reinterpret_cast<uintptr_t>(info->dlpi_phdr) == getauxval(AT_PHDR);
-            if (ours && !is_program) {
-              *static_cast<StaticShared*>(data) = {info->dlpi_tls_modid, bytes};
-            }
-            return static_cast<int>(ours);
+            if (!ours) return 0;
+            library.tls_module = info->dlpi_tls_modid;
+            if (reinterpret_cast<uintptr_t>(info->dlpi_phdr) == getauxval(AT_PHDR))
+              library.tls_bytes = 0;
+            *static_cast<Library*>(data) = library;
+            return 1;
           },
           &result);
       return result;
@@ -327,10 +359,10 @@ struct StaticShared {
     return found;
   }
 
-  // The calling OS thread's copy.
-  unsigned char* address() const {
-    size_t index[] = {module, 0};  // the ABI's tls_index
-    return bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
+  // The calling OS thread's copy of the arrays.
+  unsigned char* static_shared() const {
+    size_t index[] = {tls_module, 0};  // the ABI's tls_index
+    return tls_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
   }
 };
 
@@ -373,19 +405,21 @@ struct BlockRunner {
 #endif
   uintptr_t stacks = 0;
   // Dynamic shared memory, between two redzones.
-  std::unique_ptr<unsigned char, decltype(&std::free)> shared{nullptr, std::free};
-  size_t shared_bytes = 0;
+  unsigned char* shared = nullptr;
+  size_t shared_bytes = 0;  // with the redzones
   unsigned char* static_shared = nullptr;
   bool static_counted = false;
 
-  // What the signal handler saw, and the stack that it runs on.
+  // What the signal handlers saw, and the stack that they run on.
+  unsigned ticks = 0;  // since the block began
+  bool stopped = false;
   bool faulted = false;
   siginfo_t fault{};
-  uintptr_t fault_code = 0;
+  uintptr_t signal_code = 0;
   char signal_stack[64 * 1024];
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
-  unsigned char* dynamic_shared() const { return shared.get() + kRedzone; }
+  unsigned char* dynamic_shared() const { return shared + kRedzone; }
   bool owns(uintptr_t address) const {
     return address - stacks + kStackBytes < (kMaxThreads + 1) * kStackBytes;
   }
@@ -570,16 +604,52 @@ struct BlockRunner {
     runner.abandon();
   }
 
+  // Where a fiber continues that is to end, likewise.
+  [[noreturn]] static void after_stop() {
+    BlockRunner& runner = *this_fiber().runner;
+    std::string where = runner.place();
+    if (runner.interval + runner.arrived > 0)
+      where += ", the last barrier was " + runner.barrier.text();
+    if (runner.is_late()) {
+      char what[64];
+      std::snprintf(what, sizeof what, "the block did not end in %g s",
+                    runner.launch->tick_limit / kTicksPerSecond);
+      runner.record(cudaErrorLaunchTimeout, what + where);
+    } else {
+      runner.record(cudaErrorLaunchFailure, "interrupted" + where);
+    }
+    runner.abandon();
+  }
+
+  bool is_late() const { return launch->tick_limit != 0 && ticks > launch->tick_limit; }
+
+  // At each tick: whether the fiber that runs this code must end now. In other libraries' code it
+  // may hold a lock (malloc's, say) and gets until the next tick; one that already fails ends by
+  // itself.
+  bool must_stop(uintptr_t code) {
+    ++ticks;
+    const Library& library = Library::instance();
+    if (!is_late() && interrupts.count == launch->interrupts) return false;
+    if (stopped || error != cudaSuccess || code - library.code >= library.code_bytes) return false;
+    signal_code = code;
+    return stopped = true;
+  }
+
+  // Where the signal handler found a fiber. ladder.py reads it and finds the source line.
+  std::string place() const {
+    Dl_info library{};
+    dladdr(reinterpret_cast<void*>(signal_code), &library);
+    char text[48];
+    std::snprintf(text, sizeof text, ", in code at +0x%zx of ",
+                  size_t(signal_code - reinterpret_cast<uintptr_t>(library.dli_fbase)));
+    return text + std::string(library.dli_fname ? library.dli_fname : "an unknown library");
+  }
+
   void record_fault() {
     const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
-    Dl_info library{};
-    dladdr(reinterpret_cast<void*>(fault_code), &library);
-    const uintptr_t offset = fault_code - reinterpret_cast<uintptr_t>(library.dli_fbase);
-    char where[96];
-    std::snprintf(where, sizeof where, " (address 0x%zx), in code at +0x%zx of ", size_t(address),
-                  size_t(offset));
-    const std::string code =
-        where + std::string(library.dli_fname ? library.dli_fname : "an unknown library");
+    char text[32];
+    std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
+    const std::string code = text + place();
     if (fault.si_signo == SIGFPE) {
       record(cudaErrorLaunchFailure, "integer division by zero" + code);
     } else if (owns(address)) {
@@ -677,8 +747,8 @@ struct BlockRunner {
     void* memory = nullptr;
     shared_bytes = next.dynamic_shared + 2 * kRedzone;
     if (posix_memalign(&memory, 128, shared_bytes) != 0) throw std::bad_alloc();
-    shared.reset(static_cast<unsigned char*>(memory));
-    static_shared = StaticShared::instance().address();
+    std::free(std::exchange(shared, static_cast<unsigned char*>(memory)));
+    static_shared = Library::instance().static_shared();
     static_counted = false;
   }
 
@@ -694,16 +764,18 @@ struct BlockRunner {
     block_idx = {static_cast<unsigned>(number % launch->grid.x),
                  static_cast<unsigned>(number / launch->grid.x % launch->grid.y),
                  static_cast<unsigned>(number / launch->grid.x / launch->grid.y)};
-    fill(shared.get(), shared_bytes, launch->poison);
-    fill(static_shared, StaticShared::instance().bytes, launch->poison);
+    fill(shared, shared_bytes, launch->poison);
+    fill(static_shared, Library::instance().tls_bytes, launch->poison);
     for (unsigned i = 0; i < warp_count; ++i) warps[i].waiting = warps[i].done = 0;
     for (unsigned i = 0; i < threads; ++i) reset(fiber(i));
     error = cudaSuccess;
-    faulted = false;
+    faulted = stopped = false;
+    ticks = 0;
     finished = arrived = interval = 0;
     begin_interval();
     switch_context(main, *next_ready());
     if (error == cudaSuccess) check_shared();
+    if (stopped) drop_stacks();  // and with them what a fiber was changing
 #ifdef ATTENTION_EMULATOR_ASAN
     if (error != cudaSuccess)
       __asan_unpoison_memory_region(reinterpret_cast<void*>(stacks), threads * kStackBytes);
@@ -714,7 +786,7 @@ struct BlockRunner {
   void check_shared() {
     const size_t size = launch->dynamic_shared;
     const auto* const poison = reinterpret_cast<const unsigned char*>(&launch->poison);
-    const auto untouched = [&](size_t i) { return shared.get()[i] == poison[i % 4]; };
+    const auto untouched = [&](size_t i) { return shared[i] == poison[i % 4]; };
     size_t i = 0;
     while (i < kRedzone && untouched(i)) ++i;
     if (i == kRedzone) i += size;
@@ -728,7 +800,7 @@ struct BlockRunner {
     if (static_shared == nullptr || std::exchange(static_counted, true)) return;
     // The arrays of all kernels of the library lie here: this one's are those that it wrote to.
     size_t used = 0;
-    for (size_t at = 0; at + 4 <= StaticShared::instance().bytes; at += 4) {
+    for (size_t at = 0; at + 4 <= Library::instance().tls_bytes; at += 4) {
       used += std::memcmp(static_shared + at, poison, 4) == 0 ? 0 : 4;
     }
     if (size + used > launch->shared_limit) {
@@ -747,9 +819,12 @@ struct BlockRunner {
       const auto* const words = reinterpret_cast<const uint64_t*>(stacks + i * kStackBytes + 8192);
       overflowed |= std::any_of(words, words + 16, [](uint64_t word) { return word != 0; });
     }
-    if (overflowed)
-      madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
+    if (overflowed) drop_stacks();
     return overflowed;
+  }
+
+  void drop_stacks() {
+    madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
   }
 };
 
@@ -808,13 +883,63 @@ __attribute__((used)) inline std::string last_error() {
   return found == runners.errors.end() ? "" : found->second;
 }
 
-// ---- Faults -------------------------------------------------------------------------------------
+// ---- Signals ------------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+inline auto& code_of(mcontext_t& machine) { return machine.gregs[REG_RIP]; }
+inline auto& stack_pointer_of(mcontext_t& machine) { return machine.gregs[REG_RSP]; }
+#elif defined(__aarch64__)
+inline auto& code_of(mcontext_t& machine) { return machine.pc; }
+inline auto& stack_pointer_of(mcontext_t& machine) { return machine.sp; }
+#else  // unknown, so that no fiber is ever found at fault
+inline uintptr_t no_register = 0;
+inline auto& code_of(mcontext_t&) { return no_register; }
+inline auto& stack_pointer_of(mcontext_t&) { return no_register; }
+#endif
+
+// Makes a fiber go on at `function`, with an empty stack, when the signal handler returns.
+inline void redirect(mcontext_t& machine, Fiber& fiber, void (*function)()) {
+#ifdef ATTENTION_EMULATOR_ASAN
+  __asan_unpoison_memory_region(fiber.bottom, fiber.size);
+#endif
+  code_of(machine) = reinterpret_cast<uintptr_t>(function);
+  stack_pointer_of(machine) = reinterpret_cast<uintptr_t>(&fiber) - kEntryOffset;
+}
+
+inline BlockRunner* runner_of(mcontext_t& machine) {
+  return Runners::instance().of(static_cast<uintptr_t>(stack_pointer_of(machine)));
+}
+
+inline struct sigaction previous_actions[65];
+
+inline bool is_function(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 ||
+         (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
+}
+
+// Calls the handler that was there before; false where there was none.
+inline bool pass_on(const struct sigaction& to, int signal, siginfo_t* info, void* context) {
+  if (!is_function(to)) return false;
+  if ((to.sa_flags & SA_SIGINFO) != 0) {
+    to.sa_sigaction(signal, info, context);
+  } else {
+    to.sa_handler(signal);
+  }
+  return true;
+}
+
+inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flags = 0) {
+  struct sigaction action{};
+  action.sa_sigaction = handler;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | flags;
+  sigaction(signal, &action, &previous_actions[signal]);
+}
 
 // A wild address in a kernel is an error of the launch, as on a GPU, and not the end of the
 // process. Faults elsewhere go to the handler that was there before. AddressSanitizer keeps its own
 // handlers, and names the thread at fault.
 #ifdef ATTENTION_EMULATOR_ASAN
-inline bool catch_faults() {
+inline void catch_faults() {
   __asan_set_error_report_callback([](const char*) {
     const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
     if (const BlockRunner* const runner = Runners::instance().of(stack_pointer)) {
@@ -822,49 +947,92 @@ inline bool catch_faults() {
                    text(this_fiber().thread_idx).c_str());
     }
   });
-  return true;
 }
 #else
-inline struct sigaction previous_actions[65];
-
 inline void on_fault(int signal, siginfo_t* info, void* context) {
   auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
-#if defined(__x86_64__)
-  auto& code = machine.gregs[REG_RIP];
-  auto& stack_pointer = machine.gregs[REG_RSP];
-#elif defined(__aarch64__)
-  auto& code = machine.pc;
-  auto& stack_pointer = machine.sp;
-#else
-  uintptr_t code = 0, stack_pointer = 0;
-#endif
-  BlockRunner* const runner = Runners::instance().of(static_cast<uintptr_t>(stack_pointer));
+  BlockRunner* const runner = runner_of(machine);
   if (runner != nullptr && !std::exchange(runner->faulted, true)) {
     runner->fault = *info;
-    runner->fault_code = static_cast<uintptr_t>(code);
-    code = reinterpret_cast<uintptr_t>(&BlockRunner::after_fault);
-    stack_pointer = reinterpret_cast<uintptr_t>(runner->warp->fibers[runner->lane]) - kEntryOffset;
-    return;
-  }
-  const struct sigaction& previous = previous_actions[signal];
-  if ((previous.sa_flags & SA_SIGINFO) != 0) {
-    previous.sa_sigaction(signal, info, context);
-  } else if (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN) {
-    sigaction(signal, &previous, nullptr);  // the instruction faults again
-  } else {
-    previous.sa_handler(signal);
+    runner->signal_code = static_cast<uintptr_t>(code_of(machine));
+    redirect(machine, *runner->warp->fibers[runner->lane], &BlockRunner::after_fault);
+  } else if (!pass_on(previous_actions[signal], signal, info, context)) {
+    sigaction(signal, &previous_actions[signal], nullptr);  // the instruction faults again
   }
 }
 
-inline bool catch_faults() {
-  struct sigaction action{};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE})
-    sigaction(signal, &action, &previous_actions[signal]);
-  return true;
+inline void catch_faults() {
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE}) handle(signal, on_fault);
 }
 #endif
+
+// The signal of ticks, which nothing else is likely to use. Each library handles its own fibers'.
+inline int tick_signal() { return SIGRTMAX - 5; }
+
+inline void on_tick(int signal, siginfo_t* info, void* context) {
+  auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+  BlockRunner* const runner = runner_of(machine);
+  if (runner == nullptr) {
+    pass_on(previous_actions[signal], signal, info, context);
+  } else if (runner->must_stop(static_cast<uintptr_t>(code_of(machine)))) {
+    const auto stack_pointer = static_cast<uintptr_t>(stack_pointer_of(machine));
+    redirect(machine, fiber_on(stack_pointer & ~(kStackBytes - 1)), &BlockRunner::after_stop);
+  }
+}
+
+// While this lives the calling OS thread gets a tick now and then. By system calls: older C
+// libraries have the functions in a library of their own, and no name for a thread's timers.
+struct Ticker {
+  int timer = 0;
+
+  Ticker() {
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID;
+    event.sigev_signo = tick_signal();
+    event._sigev_un._tid = static_cast<pid_t>(syscall(SYS_gettid));
+    if (syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &timer) != 0)
+      throw std::system_error(errno, std::generic_category(), "timer_create");
+    const itimerspec every{{0, kTickNanoseconds}, {0, kTickNanoseconds}};
+    syscall(SYS_timer_settime, timer, 0, &every, nullptr);
+  }
+  ~Ticker() { syscall(SYS_timer_delete, timer); }
+  Ticker(const Ticker&) = delete;
+};
+
+inline void on_interrupt(int signal, siginfo_t* info, void* context) {
+  ++interrupts.count;
+  pass_on(interrupts.previous, signal, info, context);
+}
+
+// While one lives, of any library, interrupts are counted, and handled as before. Where nothing
+// handles them they end the process or are ignored: so they do still.
+struct InterruptCounter {
+  InterruptCounter() {
+    const std::lock_guard<std::mutex> lock(interrupts.mutex);
+    if (interrupts.launches++ != 0) return;
+    struct sigaction now{};
+    sigaction(SIGINT, nullptr, &now);
+    if (!is_function(now) || is_ours(now)) return;
+    interrupts.previous = interrupts.ours = now;
+    interrupts.ours.sa_sigaction = on_interrupt;
+    interrupts.ours.sa_flags |= SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGINT, &interrupts.ours, nullptr);
+  }
+  ~InterruptCounter() {
+    const std::lock_guard<std::mutex> lock(interrupts.mutex);
+    if (--interrupts.launches != 0) return;
+    struct sigaction now{};
+    sigaction(SIGINT, nullptr, &now);
+    if (is_ours(now)) sigaction(SIGINT, &interrupts.previous, nullptr);
+  }
+  InterruptCounter(const InterruptCounter&) = delete;
+
+  static bool counts() { return interrupts.ours.sa_sigaction != nullptr; }
+
+  static bool is_ours(const struct sigaction& action) {
+    return is_function(action) && action.sa_sigaction == interrupts.ours.sa_sigaction;
+  }
+};
 
 // The stack that signal handlers get while this lives: a fiber's own may be what overflowed.
 struct SignalStack {
@@ -940,6 +1108,8 @@ struct GridRun {
       runner = Runners::instance().acquire();
       runner->prepare(launch);
       const SignalStack signal_stack(*runner);
+      std::optional<Ticker> ticker;
+      if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
       for (uint64_t block; (block = next++) < blocks;) {
         if (!runner->run(block)) fail(block, runner->error, runner->message);
       }
@@ -999,7 +1169,21 @@ inline cudaError_t run_launch(Launch launch) {
                     "ATTENTION_EMULATOR_ORDER is neither reverse nor shuffle:<seed>");
     }
   }
-  [[maybe_unused]] static const bool caught = catch_faults();
+  launch.tick_limit = static_cast<unsigned>(kTimeout * kTicksPerSecond);
+  if (const char* const timeout = setting("ATTENTION_EMULATOR_TIMEOUT")) {
+    char* end;
+    const double ticks = std::strtod(timeout, &end) * kTicksPerSecond;
+    if (*end != '\0' || !(ticks >= 0 && ticks < 1e9))
+      return report(cudaErrorInvalidValue, "ATTENTION_EMULATOR_TIMEOUT is no number of seconds");
+    launch.tick_limit = static_cast<unsigned>(std::ceil(ticks));
+  }
+  [[maybe_unused]] static const bool handling = [] {
+    catch_faults();
+    handle(tick_signal(), on_tick, SA_RESTART);
+    return true;
+  }();
+  const InterruptCounter counter;
+  launch.interrupts = interrupts.count;
 
   GridRun run(launch);
   const char* const wanted = setting("ATTENTION_EMULATOR_THREADS");

@@ -2,8 +2,8 @@
 // -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. This file spells CUDA;
 // block_runner.h runs the threads. It is there to find wrong kernels, not to be fast.
 //
-// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file, fragments (nvcuda::wmma) are in
-// mma.h and asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
+// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file, fragments (nvcuda::wmma) are
+// in mma.h and asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
 // `#include <mma.h>` finds them.
 //
 // Environment, read at each launch:
@@ -11,11 +11,12 @@
 //   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
 //   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order in which threads run
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that shared memory holds at first
+//   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 unless it is set; 0: no limit
 //
 // Limits. Barriers must be reached as CUDA's documentation says, not merely as hardware forgives. A
 // shuffle orders memory accesses here, which CUDA does not promise. A thread that spins until
-// another writes spins for ever. There is no inline PTX. A library of emulated kernels must have no
-// thread_local of its own, not from a static C++ library either (see StaticShared).
+// another writes spins until the block's time is up. There is no inline PTX. A library of emulated
+// kernels must have no thread_local of its own, not from a static C++ library either (see Library).
 
 #pragma once
 

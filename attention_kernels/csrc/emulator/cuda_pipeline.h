@@ -25,7 +25,7 @@ inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, siz
     wrong = "an address is not a multiple of the size";
   } else if (runner.static_shared != nullptr &&
              !is_within(runner.dynamic_shared(), runner.launch->dynamic_shared) &&
-             !is_within(runner.static_shared, emulator::StaticShared::instance().bytes)) {
+             !is_within(runner.static_shared, emulator::Library::instance().tls_bytes)) {
     wrong = "the destination is not in shared memory";
   }
   if (wrong != nullptr) {
