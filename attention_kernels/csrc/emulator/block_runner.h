@@ -126,6 +126,11 @@ constexpr size_t kRedzone = 0;  // the sanitizer's own is better
 constexpr size_t kRedzone = 1024;
 #endif
 
+// Kernels miscount dynamic shared memory by whole tiles: what lies within this many bytes of it is
+// inaccessible. Whole pages of any size, as is the most that a block gets.
+constexpr size_t kGuardBytes = 1024 * 1024;
+constexpr size_t kSharedBytes = 256 * 1024;
+
 constexpr long kTickNanoseconds = 50'000'000;
 constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
 constexpr double kTimeout = 60;  // seconds
@@ -404,7 +409,7 @@ struct BlockRunner {
   ucontext_t main_context;
 #endif
   uintptr_t stacks = 0;
-  // Dynamic shared memory, between two redzones.
+  // Dynamic shared memory, between two redzones, and these between pages that nobody may access.
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;  // with the redzones
   unsigned char* static_shared = nullptr;
@@ -650,12 +655,18 @@ struct BlockRunner {
     char text[32];
     std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
     const std::string code = text + place();
+    const uintptr_t shared_offset = address - reinterpret_cast<uintptr_t>(dynamic_shared());
     if (fault.si_signo == SIGFPE) {
       record(cudaErrorLaunchFailure, "integer division by zero" + code);
     } else if (owns(address)) {
       record(cudaErrorLaunchFailure, "stack overflow" + code);
     } else if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL) {
       record(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + code);
+    } else if (shared_offset + kGuardBytes < kSharedBytes + 2 * kGuardBytes) {
+      record(cudaErrorIllegalAddress, "illegal access to byte " +
+                                          std::to_string(static_cast<ptrdiff_t>(shared_offset)) +
+                                          " of " + std::to_string(launch->dynamic_shared) +
+                                          " bytes of dynamic shared memory" + place());
     } else {
       record(cudaErrorIllegalAddress, "illegal memory access" + code);
     }
@@ -744,12 +755,33 @@ struct BlockRunner {
     pthread_attr_destroy(&attributes);
     main.bottom = bottom;
 #endif
-    void* memory = nullptr;
-    shared_bytes = next.dynamic_shared + 2 * kRedzone;
-    if (posix_memalign(&memory, 128, shared_bytes) != 0) throw std::bad_alloc();
-    std::free(std::exchange(shared, static_cast<unsigned char*>(memory)));
+    open_shared(next.dynamic_shared);
     static_shared = Library::instance().static_shared();
     static_counted = false;
+  }
+
+  // Makes dynamic shared memory this large.
+  void open_shared(size_t dynamic) {
+    if (shared == nullptr) {
+      void* const memory = mmap(nullptr, kSharedBytes + 2 * kGuardBytes, PROT_NONE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      shared = static_cast<unsigned char*>(memory) + kGuardBytes;
+    }
+    const size_t page = sysconf(_SC_PAGESIZE);
+    const size_t bytes = (dynamic + 2 * kRedzone + page - 1) / page * page;
+    if (bytes != shared_bytes) {
+      if (mprotect(shared, bytes, PROT_READ | PROT_WRITE) != 0 ||
+          mprotect(shared + bytes, kSharedBytes - bytes, PROT_NONE) != 0) {
+        throw std::bad_alloc();
+      }
+      shared_bytes = bytes;
+    }
+#ifdef ATTENTION_EMULATOR_ASAN  // its report, to the byte, comes before the fault
+    __asan_poison_memory_region(shared - kGuardBytes, kSharedBytes + 2 * kGuardBytes);
+    __asan_unpoison_memory_region(shared, dynamic);
+    shared_bytes = dynamic;
+#endif
   }
 
   static void fill(unsigned char* memory, size_t bytes, uint32_t word) {
@@ -788,9 +820,18 @@ struct BlockRunner {
     const auto* const poison = reinterpret_cast<const unsigned char*>(&launch->poison);
     const auto untouched = [&](size_t i) { return shared[i] == poison[i % 4]; };
     size_t i = 0;
-    while (i < kRedzone && untouched(i)) ++i;
-    if (i == kRedzone) i += size;
-    while (i < shared_bytes && untouched(i)) ++i;
+    const auto skip_untouched = [&](size_t end) {
+      // All of it, where the first word is and each byte is like the one 4 before.
+      const bool first =
+          i + 4 <= end && untouched(i) && untouched(i + 1) && untouched(i + 2) && untouched(i + 3);
+      if (first && std::memcmp(shared + i, shared + i + 4, end - i - 4) == 0) i = end;
+      while (i < end && untouched(i)) ++i;
+    };
+    skip_untouched(kRedzone);
+    if (i == kRedzone) {
+      i += size;
+      skip_untouched(shared_bytes);
+    }
     if (i < shared_bytes) {
       error = cudaErrorIllegalAddress;
       message = "a thread wrote to byte " + std::to_string(static_cast<ptrdiff_t>(i - kRedzone)) +
