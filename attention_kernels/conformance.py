@@ -193,8 +193,9 @@ class Report:
     """What verify() found.
 
     cases: how many of the suite's `total` ran; failed: how many of them failed; stopped: whether
-    these were MOST_FAILURES, and the rest did not run. failures: theirs and those of the other
-    checks, which come first. killed: whether a signal ended the process that the kernel ran in.
+    the rest did not run, after MOST_FAILURES or a kernel that does not end. failures: theirs and
+    those of the other checks, which come first. killed: whether a signal ended the process that the
+    kernel ran in.
     refusals: what the backend does not take here. worst: the case nearest to its budget, or
     farthest over it.
     """
@@ -239,9 +240,11 @@ def verify(
     wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
     suite = [case for dtype in wanted for case in cases(head_dims, dtype, seed=seed)]
     report = Report(total=len(suite))
-    refused: set[tuple[torch.dtype, int]] = set()
+    # Lengths that are refused. One may be the length's own; after two of them it is the head_dim's.
+    refused: dict[tuple[torch.dtype, int], set[int]] = {}
     for case in tqdm(suite, spec.name, unit="case", disable=None if progress else True):
-        if (case.dtype, case.head_dim) in refused:
+        lengths = refused.setdefault((case.dtype, case.head_dim), set())
+        if len(lengths) > 1 or case.seqlen in lengths:
             continue
         if report.failed == MOST_FAILURES:
             report.stopped = True
@@ -252,9 +255,9 @@ def verify(
         except UnavailableBackendError:
             raise
         except UnsupportedError as error:
-            refused.add((case.dtype, case.head_dim))
-            reasons = _OP.sub("", "; ".join(error.reasons))
-            report.refusals.append(f"head_dim {case.head_dim}, {dtype_name(case.dtype)}: {reasons}")
+            lengths.add(case.seqlen)
+            what = f"seqlen {case.seqlen}, head_dim {case.head_dim}, {dtype_name(case.dtype)}"
+            report.refusals.append(f"{what}: {_OP.sub('', '; '.join(error.reasons))}")
             continue
         except KERNEL_ERRORS as error:
             why = describe_error(error)
@@ -266,9 +269,12 @@ def verify(
         if why:
             report.failed += 1
             report.failures.append(Failure(str(case), why))
+        if "cudaErrorLaunchTimeout" in why:  # as would all others, each after as long
+            report.stopped = True
+            return report
     more = []
     for case in (Case(100, head_dim, dtype=d, seed=seed) for d in wanted for head_dim in head_dims):
-        if (case.dtype, case.head_dim) not in refused:
+        if len(refused[case.dtype, case.head_dim]) < 2:
             for what, check in _more_checks(spec, case, device):
                 on_check(what)
                 try:

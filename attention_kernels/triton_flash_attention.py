@@ -98,6 +98,8 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + q_offsets, mask=m[:, None] < seqlen, other=0.0).to(dot_dtype)
     q *= tl.cast(q_sign, dot_dtype)  # bfloat16 times an integer would be float32
 
+    # torch.compile passes a Python float as a double.
+    scale_log2 = tl.cast(scale_log2, tl.float32)
     row_max = tl.full((block_m,), float("-inf"), tl.float32)
     row_sum = tl.full((block_m,), 0.0, tl.float32)
     o = tl.full((block_m, head_dim), 0.0, tl.float32)
@@ -144,7 +146,12 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
             row_scale = tl.math.exp2(row_max - new_max)
             row_sum = row_sum * row_scale + tl.reduce(p, 1, tl.standard._sum_combine)
             p = p.to(v_ptr.dtype.element_ty).to(dot_dtype)
-            o = tl.dot(p, v.to(dot_dtype), o * row_scale[:, None], input_precision="ieee")
+            o *= row_scale[:, None]
+            if dot_dtype == tl.float32:
+                # Each tile's sum on its own: one sum over 16,384 keys is rounded 16,384 times.
+                o += tl.dot(p, v.to(dot_dtype), input_precision="ieee")
+            else:
+                o = tl.dot(p, v.to(dot_dtype), o)
             row_max = new_max
             k_ptr += block_n * k_stride_seqlen
             v_ptr += block_n * v_stride_seqlen

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnavailableBackendError, backends, build, get_backend
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    backends,
+    build,
+    get_backend,
+)
 from attention_kernels.conformance import (
     Case,
     Report,
@@ -246,15 +253,42 @@ def test_a_decode_kernel_that_ignores_the_lengths_is_told():
 
 def test_a_backend_that_takes_nothing_has_not_passed():
     def refuse(q, k, v, softmax_scale, is_causal):
-        from attention_kernels import UnsupportedError
-
         raise UnsupportedError("TEST_VERIFY", ["no"])
 
     report = verify(spec_of(refuse), "cpu")
     assert not report.passed
-    assert len(report.refusals) == 1
+    assert len(report.refusals) == 2  # of two lengths
+    assert report.failures == []
     with pytest.raises(UnavailableBackendError):
         verify(spec_of(refuse, device_types=("cuda",)), "cpu")
+
+
+def test_one_length_that_is_refused_hides_no_other():
+    """As cuDNN does with one query."""
+
+    def refuse_one(q, k, v, softmax_scale, is_causal):
+        if q.shape[1] == 1:
+            raise UnsupportedError("TEST_VERIFY", ["one query"])
+        return naive_attention(q, k, v, softmax_scale, is_causal) * (q.shape[1] != 33)
+
+    report = verify(spec_of(refuse_one), "cpu")
+    assert [text.split(",")[0] for text in report.refusals] == ["seqlen 1"]
+    assert "seqlen 33" in report.failures[0].what
+
+
+def test_a_kernel_that_does_not_end_is_waited_for_once():
+    calls = []
+
+    def endless(q, k, v, softmax_scale, is_causal):
+        calls.append(q.shape)
+        raise RuntimeError("attention_kernels::x: cudaErrorLaunchTimeout: the launch timed out")
+
+    report = verify(spec_of(endless), "cpu")
+    assert len(calls) == 1
+    assert report.stopped
+    assert [failure.why for failure in report.failures] == [
+        "cudaErrorLaunchTimeout: the launch timed out"
+    ]
 
 
 def test_the_command_line(capsys):
