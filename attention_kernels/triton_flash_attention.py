@@ -146,12 +146,13 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
             row_scale = tl.math.exp2(row_max - new_max)
             row_sum = row_sum * row_scale + tl.reduce(p, 1, tl.standard._sum_combine)
             p = p.to(v_ptr.dtype.element_ty).to(dot_dtype)
-            o *= row_scale[:, None]
             if dot_dtype == tl.float32:
-                # Each tile's sum on its own: one sum over 16,384 keys is rounded 16,384 times.
-                o += tl.dot(p, v.to(dot_dtype), input_precision="ieee")
+                # Each tile's sum on its own: one sum over 16,384 keys is rounded 16,384 times. An
+                # addition would be folded into the product.
+                tile_sum = tl.dot(p, v.to(dot_dtype), input_precision="ieee")
+                o = tl.fma(o, row_scale[:, None].broadcast_to(o.shape), tile_sum)
             else:
-                o = tl.dot(p, v.to(dot_dtype), o)
+                o = tl.dot(p, v.to(dot_dtype), o * row_scale[:, None])
             row_max = new_max
             k_ptr += block_n * k_stride_seqlen
             v_ptr += block_n * v_stride_seqlen
