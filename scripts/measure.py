@@ -35,6 +35,8 @@ RUNS = {
     "kernel-fp32": f"{KERNEL} --families pytorch custom-cuda {LENGTHS} 4096 --rounds 7",
     "generation-fp32": f"{GENERATION} --families pytorch custom-cuda --rounds 3",
     "profile-fp32": "profile_kernels.py --family custom-cuda",
+    # At the shape of inspect-fp32, to be held against it.
+    "profile-fp32-128": "profile_kernels.py --family custom-cuda --heads 1 --seqlen 128",
     "inspect-fp32": "inspect_kernels.py --family custom-cuda",
     "generation-cuda": "bench_generation.py cuda --rounds 4",
     "generation-cpu": "bench_generation.py cpu --rounds 7",

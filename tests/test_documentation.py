@@ -32,3 +32,12 @@ def test_links_in_the_documents_lead_somewhere():
     for document in (*ROOT.glob("*.md"), ROOT / "results" / "README.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text("utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_takeaways_quote_the_tables():
+    text = (ROOT / "README.md").read_text("utf-8")
+    before, takeaways, after = re.split(r"\n## (?:Takeaways|Start)\n", text)
+    tables = "\n".join(line for line in (before + after).splitlines() if line.startswith("|"))
+    quoted = re.findall(r"\d+\.\d+(?:e[+-]\d+)?", takeaways)
+    assert len(quoted) > 20
+    assert [number for number in quoted if f" {number} " not in tables] == []
