@@ -88,8 +88,8 @@ def generation_bars(results: Results) -> Figure | None:
     longest = max(series.labels["max_tokens"] for series in group)
     at = [s for s in group if s.samples and s.labels["max_tokens"] == longest]
     labels = group[0].labels
-    what = f"{results.settings['model']}, {labels['dtype']}, batch {labels['batch']}"
-    title = f"{what}, {labels['mode']}: seconds to {longest} tokens"
+    what = f"{labels['mode']}, {labels['dtype']}, batch {labels['batch']}"
+    title = f"Generation, {what}: {longest} tokens"
     return _bars(at, results, title, "seconds", "{:.3f}")
 
 
@@ -103,6 +103,8 @@ def peak_memory(results: Results) -> Figure | None:
     if not group:
         return None
     lines = _lines(group, "max_tokens", lambda s: s.facts["peak_memory_bytes"] / 2**20)
+    if len({x for points in lines.values() for x, _ in points}) < 2:
+        return None
     figure, axes = _figure()
     _draw_lines(axes, lines, group)
     _finish(axes, "Device memory at its peak, weights included", results)
@@ -148,7 +150,7 @@ def kernel_time(results: Results) -> Figure | None:
 def kernel_bars(results: Results) -> Figure | None:
     """One seqlen, 1,024 or the longest, of each backend, with what changed in each version."""
     shape, at = _at_one_seqlen(results)
-    title = f"Attention alone, {shape}: microseconds"
+    title = f"Attention alone, {shape}"
     return _bars(at, results, title, "microseconds", "{:,.1f}")
 
 
@@ -177,13 +179,13 @@ def error_and_speed(results: Results) -> Figure | None:
         va="bottom",
         fontsize=8,
     )
-    _finish(axes, f"Error and time, {shape}", results)
+    _finish(axes, shape, results)
     axes.set(xlabel="microseconds", xscale="log", yscale="log")
     axes.set_ylabel("largest error against float64")
     times = [series.median for series in at]
     wide = max(times) > 300 * min(times)
-    for axis, form in ((axes.xaxis, "{:,.10g}"), (axes.yaxis, "{:.0e}")):
-        subs = (1,) if wide and axis is axes.xaxis else (1, 2, 5)
+    for axis, form in ((axes.xaxis, "{:,.10g}"), (axes.yaxis, "{:.1e}")):
+        subs = (1, 1.5, 2, 3, 5, 7) if axis is axes.yaxis else (1,) if wide else (1, 2, 5)
         axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
         axis.set_minor_locator(NullLocator())
@@ -386,7 +388,7 @@ def _bars(at: list[Series], results: Results, title: str, unit: str, form: str) 
         change = series.labels.get("change", series.labels["precision"])
         text = f"{form.format(series.median)}  {change}"
         axes.text(series.spread[1] + 0.01 * wide, place, text, va="center", fontsize=7.5)
-    axes.set_xlim(0, 1.75 * wide)
+    axes.set_xlim(0, 2.3 * wide)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(visible=False, axis="y")
     _finish(axes, title, results)

@@ -132,9 +132,9 @@ def test_only_one_shape_is_in_a_plot(drawn):
         series.labels["batch"] = 4
     assert plot_results.generation_time(results) is None
     kinds = {name.removeprefix("generation-test_") for name, _ in plot_results.render(results)}
-    assert kinds == {"bars.svg", "bars.png", "memory.svg", "memory.png"}
+    assert kinds == {"bars.svg", "bars.png"}
     figure = drawn(plot_results.generation_bars, results)
-    assert "batch 1, recompute: seconds to 64 tokens" in figure.axes[0].get_title("left")
+    assert "recompute, float32, batch 1: 64 tokens" in figure.axes[0].get_title("left")
 
 
 def test_a_bar_is_a_median_with_its_own_whiskers(drawn):
