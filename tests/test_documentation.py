@@ -23,9 +23,11 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
 
 def test_the_readmes_python_works_as_written(capsys):
     text = (ROOT / "README.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 40
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for code in blocks:
+        exec(compile(code, "README.md", "exec"), {})
+        assert len(capsys.readouterr().out) > 40
 
 
 def test_links_in_the_documents_lead_somewhere():
