@@ -201,17 +201,18 @@ def _profile(file: str, results: Results) -> str:
     metrics = list(dict.fromkeys(series.labels["metric"] for series in results.series))
     names = dict.fromkeys(series.name for series in results.series)
     cells = {(s.name, s.labels["metric"]): s for s in results.series}
+    throughputs = {what: of for what, of in THROUGHPUTS.items() if of[0] in metrics}
     rows = []
     for name in names:
         row = [f"`{name}`", *(_count(cells.get((name, metric))) for metric in metrics)]
         time = cells.get((name, "duration_us"))
-        for metric, size in THROUGHPUTS.values():
+        for metric, size in throughputs.values():
             amount = cells.get((name, metric))
             gbps = amount.median * size / time.median / 1e3 if amount and time else None
             row.append("" if gbps is None else f"{gbps:,.3g}")
         rows.append(row)
     title = f"{profiled_shape(results)}, {where(results)}; one profiled call each ({file})"
-    head = ["backend", *(metric.replace("_", " ") for metric in metrics), *THROUGHPUTS]
+    head = ["backend", *(metric.replace("_", " ") for metric in metrics), *throughputs]
     return f"{title}:\n\n{_markdown(head, rows)}"
 
 

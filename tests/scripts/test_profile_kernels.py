@@ -150,7 +150,7 @@ def test_a_profile_becomes_a_table_with_throughputs(tmp_path):
     )
     text = update_readme.render(marked, tmp_path)
     # 1e6 wavefronts of 128 bytes in 100 us are 1.28 TB/s.
-    assert "| `CUSTOM_CUDA_VERSION_1` | 1e+06 | 4e+06 | 100 | 1.28e+03 |  | 40 |  |  |" in text
+    assert "| `CUSTOM_CUDA_VERSION_1` | 1e+06 | 4e+06 | 100 | 1.28e+03 | 40 |" in text
     was = "(`CUSTOM_CUDA_VERSION_1`: 1,000,000)"
     assert f"**Measured:** 2,000,000 wavefronts of shared loads {was}." in text
 
