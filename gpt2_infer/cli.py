@@ -647,7 +647,7 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
 def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> None:
     from gpt2_infer import compare
 
-    head_dim = 64 if 64 in (spec.head_dims or (64,)) else spec.head_dims[0]
+    head_dim = _usual_head_dim(spec)
     seqlen = 1024 if device == "cuda" else 256
     cells = [compare.KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
     found = compare.compare_kernels([spec], cells, device=device, rounds=5).series
@@ -738,7 +738,7 @@ def _accesses(arguments: argparse.Namespace) -> int:
     from attention_kernels import accesses
 
     _, version = _version(arguments.name)
-    head_dim = arguments.head_dim or (64 if 64 in version.head_dims else version.head_dims[0])
+    head_dim = arguments.head_dim or _usual_head_dim(version)
     found = accesses.count_accesses(
         version,
         seqlen=arguments.seqlen,
@@ -757,6 +757,11 @@ def _accesses(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(accesses.format_table(found, width))
     return 0
+
+
+def _usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
+    """GPT-2's, or where it is not taken the first that is."""
+    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]
 
 
 def _describe(spec: BackendSpec) -> dict[str, Any]:

@@ -218,11 +218,11 @@ def _profile(file: str, results: Results) -> str:
 
 def _inspection(file: str, results: Results) -> str:
     """What the compiler and the source say of each version; blank where it cannot be counted."""
-    cells = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
+    cells = counts(results)
     head = ["backend", "registers", "spills, bytes", "shared memory, KiB", "warps/SM, occupancy"]
     head += ["shared loads", "shared stores", "sectors loaded", "sectors stored"]
     rows = []
-    for name in dict.fromkeys(series.name for series in results.series if series.samples):
+    for name in dict.fromkeys(name for name, _ in cells):
         row = [f"`{name}`", *(f"{cells[name, n]:.0f}" for n in ("registers", "spill_bytes"))]
         row += [f"{cells[name, 'shared_bytes'] / 1024:.3g}"]
         row += [f"{cells[name, 'warps']:.0f}, {cells[name, 'occupancy_percent']:.0f} %"]
@@ -240,6 +240,11 @@ def _inspection(file: str, results: Results) -> str:
         f"source ({file}). After a + are bank conflicts"
     )
     return f"{title}:\n\n{_markdown(head, rows)}{_untimed(results.series)}"
+
+
+def counts(results: Results) -> dict[tuple[str, str], float]:
+    """What was profiled or inspected, by backend and metric; nothing of what was refused."""
+    return {(s.name, s.labels["metric"]): s.median for s in results.series if s.samples}
 
 
 def profiled_shape(results: Results) -> str:
@@ -384,7 +389,7 @@ def _generation_facts(results: Results, name: str, before: str | None) -> list[s
 
 
 def _profile_facts(results: Results, name: str, before: str | None) -> list[str]:
-    found = {(s.name, s.labels["metric"]): s.median for s in results.series if s.samples}
+    found = counts(results)
 
     def count(metric: str, form: str, words: str) -> list[str]:
         if (name, metric) not in found:
@@ -405,7 +410,7 @@ def _profile_facts(results: Results, name: str, before: str | None) -> list[str]
 
 def _inspection_facts(results: Results, name: str, before: str | None) -> list[str]:
     """All numbers of a first version; of another those that changed."""
-    found = {(s.name, s.labels.get("metric")): s.median for s in results.series if s.samples}
+    found = counts(results)
     names = {
         "registers": "registers",
         "spill_bytes": "bytes spilled",

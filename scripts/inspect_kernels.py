@@ -25,7 +25,7 @@ from attention_kernels.build import VersionHeader
 from attention_kernels.resources import Resources, resource_table
 from gpt2_infer import bench, tables
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
 
 
 def parse() -> argparse.Namespace:
@@ -35,10 +35,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", default="inspect", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
     parser.add_argument("--arch", default="90", help="compute capability (default: %(default)s)")
-    parser.add_argument("--seqlen", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--seqlen", type=at_least(1), default=128)
+    parser.add_argument("--batch", type=at_least(1), default=1)
+    parser.add_argument("--heads", type=at_least(1), default=1)
+    parser.add_argument("--head-dim", type=at_least(1), default=64)
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     return parser.parse_args()
 
@@ -48,7 +48,8 @@ def main() -> None:
     arguments = parse()
     versions = ladder.versions(arguments.family)
     if not versions:
-        sys.exit(f"no ladder is of the family {arguments.family}: {', '.join(ladder.families())}")
+        families = ", ".join(ladder.families())
+        sys.exit(f"no ladder is of the family {arguments.family}: there are {families}")
     shape = ("seqlen", "batch", "heads", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in (*shape, "arch")}
     compiled = [version for version in versions.values() if not version.is_host]

@@ -29,7 +29,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, ResultsError, Series, newest, read
-from gpt2_infer.tables import detail_seqlen, profiled_shape, where
+from gpt2_infer.tables import counts, detail_seqlen, profiled_shape, where
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no step; the
@@ -195,14 +195,14 @@ def error_and_speed(results: Results) -> Figure | None:
 
 def shared_load_bars(results: Results) -> Figure | None:
     """Shared loads of each version and the bank conflicts on them, with what changed."""
-    counts = {(s.name, s.labels.get("metric")): s for s in results.series if s.samples}
-    loads = [s for (_, metric), s in counts.items() if metric == "shared_load_requests"]
+    found = counts(results)
+    loads = [s for s in results.series if s.labels.get("metric") == "shared_load_requests"]
     if len(loads) < 2:
         return None
     figure, axes = _figure(1.4 + 0.34 * len(loads))
     places = range(len(loads))
     requests = [series.median for series in loads]
-    conflicts = [counts[series.name, "shared_load_conflicts"].median for series in loads]
+    conflicts = [found[series.name, "shared_load_conflicts"] for series in loads]
     axes.barh(places, requests, color="#0072B2", label="loads of a warp")
     axes.barh(places, conflicts, left=requests, color="#D55E00", label="bank conflicts on them")
     axes.set_yticks(places, [series.name for series in loads], fontsize=8)

@@ -23,7 +23,7 @@ from attention_kernels import BackendSpec, backends, ladder
 from attention_kernels.conformance import Case
 from gpt2_infer import bench, tables
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -51,10 +51,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
     parser.add_argument("--name", default="profile", help="the task's name in the results")
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
-    parser.add_argument("--seqlen", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--seqlen", type=at_least(1), default=1024)
+    parser.add_argument("--batch", type=at_least(1), default=1)
+    parser.add_argument("--heads", type=at_least(1), default=12)
+    parser.add_argument("--head-dim", type=at_least(1), default=64)
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
