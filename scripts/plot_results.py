@@ -184,7 +184,11 @@ def error_and_speed(results: Results) -> Figure | None:
     axes.set_ylabel("largest error against float64")
     times = [series.median for series in at]
     wide = max(times) > 300 * min(times)
-    for axis, form in ((axes.xaxis, "{:,.10g}"), (axes.yaxis, "{:.1e}")):
+    low, high = axes.get_ylim()
+    for axis, form in (
+        (axes.xaxis, "{:,.10g}"),
+        (axes.yaxis, "{:.1e}" if high > 1.5 * low else "{:.2e}"),
+    ):
         subs = (1, 1.5, 2, 3, 5, 7) if axis is axes.yaxis else (1,) if wide else (1, 2, 5)
         axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
@@ -326,6 +330,7 @@ def _looks(group: list[Series]) -> list[tuple[str, str]]:
 
 def _figure(height: float = 5) -> tuple[Figure, Axes]:
     figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12)  # for the last letters beside the bars
     return figure, axes
 
 
