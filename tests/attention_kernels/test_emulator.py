@@ -110,8 +110,17 @@ def python_handler():
     signal.signal(signal.SIGINT, previous)
 
 
-def interrupt_soon():
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt_a_launch():
+    """Press Ctrl-C once a launch runs: it answers SIGINT itself, so what answers has changed."""
+    before = interrupt_handler()
+
+    def wait():
+        while interrupt_handler() == before:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @pytest.mark.parametrize("fault", [SPIN, BARRIERS])
@@ -136,7 +145,7 @@ def test_a_time_limit_is_a_number(spec, monkeypatch):
 
 @pytest.mark.parametrize("fault", [SPIN, BARRIERS])
 def test_ctrl_c_ends_an_endless_launch(spec, fault, threads, python_handler):
-    interrupt_soon()
+    interrupt_a_launch()
     with pytest.raises(KeyboardInterrupt) as caught:
         launch(spec, fault)
     message = str(caught.value.__context__)
@@ -149,7 +158,7 @@ def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, p
     specs = [spec, spec_in(tmp_path / "other"), spec]
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(launch, each, SPIN) for each in specs]
-        time.sleep(0.4)
+        time.sleep(1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         for future in running:
@@ -161,7 +170,7 @@ def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, p
 def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "1")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupt_soon()
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(RuntimeError, match="did not end in 1 s"):
         launch(spec, SPIN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
