@@ -6,14 +6,15 @@
 //         the mask and a maximum for each row stay in registers. Q does, too. Rows of K and V are
 //         padded by 16 bytes in shared memory, and the next tile is copied there while the present
 //         one is used. 4 warps share the tiles: each has 16 queries of its own or, where there are
-//         too few blocks for the device, a part of each tile's keys. head_dim 32, 64, 128; strided
+//         too few blocks for the device, a part of each tile's keys. Tiles are then as long as the
+//         shared memory of the blocks that run at once allows. head_dim 32, 64, 128; strided
 //         inputs.
 // Why:    v02 spends most of its time on S and P in shared memory and on loading fragments in
 //         conflict; and one warp has nobody to hide its waiting.
 // Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
 //         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
 //         shared memory. Splitting the keys costs a merge at the end.
-// Tile:   kBlockM x kBlockN = 64 x 64, block 128; with split keys 16 x 64, see launch()
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128; with split keys 16 x 64 to 16 x 256, see launch()
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
@@ -63,10 +64,10 @@ struct ElementMap {
   __device__ int column(int i) const { return columns >> (4 * i) & 15; }
 };
 
-// Called by all threads of a block.
-inline __device__ ElementMap ask_fragments() {
-  __shared__ __align__(32) float s_index[kTile * kTile];
-  __shared__ __align__(32) half s_half_index[kTile * kTile];
+// Called by all threads of a block, with shared memory for kIndexBytes.
+constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
+inline __device__ ElementMap ask_fragments(float* s_index) {
+  half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
   for (int i = threadIdx.x; i < kTile * kTile; i += blockDim.x) {
     s_index[i] = static_cast<float>(i);
     s_half_index[i] = __float2half(static_cast<float>(i));
@@ -122,18 +123,21 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
   }
 }
 
-// Begins to copy kRows rows to shared memory. Those past last_row are copies of it: keys there are
-// masked, and queries are not stored.
+// Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
+// there are masked, and queries are not stored.
 template <int kHeadDim, int kRows, int kThreads>
 inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
   constexpr int kRowVectors = kHeadDim / kVector;
+  constexpr int kStep = kThreads / kRowVectors;
+  static_assert(kThreads % kRowVectors == 0, "a thread stays in its columns");
+  const int d = threadIdx.x % kRowVectors * kVector;
+  int r = threadIdx.x / kRowVectors;
+  const half* g_row = g_tile + min(r, last_row) * g_stride + d;
 #pragma unroll
-  for (int start = 0; start < kRows * kRowVectors; start += kThreads) {
-    const int r = (start + threadIdx.x) / kRowVectors;
-    const int d = (start + threadIdx.x) % kRowVectors * kVector;
-    if (kRows * kRowVectors % kThreads != 0 && r >= kRows) break;
-    __pipeline_memcpy_async(s_tile + r * (kHeadDim + kPad) + d,
-                            g_tile + min(r, last_row) * g_stride + d, sizeof(half) * kVector);
+  for (int start = 0; start < kRows; start += kStep, r += kStep) {
+    if (kRows % kStep != 0 && r >= kRows) break;
+    __pipeline_memcpy_async(s_tile + r * (kHeadDim + kPad) + d, g_row, sizeof(half) * kVector);
+    if (r + kStep <= last_row) g_row += kStep * g_stride;
   }
 }
 
@@ -148,18 +152,25 @@ template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int 
 struct Shape {
   static constexpr int kThreads = kWarpSize * kWarpsM * kWarpsN;
   static constexpr int kBlockM = kTile * kWarpsM;
+  static constexpr int kKeys = kBlockN;
+  static constexpr int kBlocksAtOnce = kBlocks;  // per multiprocessor
   static constexpr int kTilesD = kHeadDim / kTile;
   static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // of S, per warp
   static constexpr int kStride = kHeadDim + kPad;
   static constexpr int kStageHalfs = 2 * kBlockN * kStride;
+  static constexpr int kTileHalfsP = kTile * kStrideP;
   static constexpr int kStrideO = kHeadDim + 4;
-  static constexpr int kPartFloats = kWarpSize * (2 + kTilesD) * kElements;
-  static constexpr int kSmemBytes = sizeof(half) * kStages * kStageHalfs;
+  static constexpr int kTileBytes = sizeof(half) * kStages * kStageHalfs;
+  static constexpr int kSmemBytes = kTileBytes + sizeof(half) * kWarpsM * kWarpsN * kTileHalfsP;
   static_assert(kTilesN * kTile * kWarpsN == kBlockN, "a warp has whole fragments of S");
   static_assert(kBlockM * kStride <= kStageHalfs, "Q is first where a later tile will be");
-  static_assert(sizeof(float) * kBlockM * kStrideO <= kSmemBytes, "O is last where tiles were");
-  static_assert(sizeof(float) * kWarpsM * (kWarpsN - 1) * kPartFloats <= kSmemBytes,
-                "and so are the parts to be merged");
+  static_assert(kIndexBytes <= kSmemBytes - kTileBytes, "fragments are asked where P will be");
+  static_assert(sizeof(float) * kWarpsN * kBlockM * (kStrideO + 2) <= kTileBytes,
+                "the parts of O and their statistics are last where tiles were");
+
+  static int64_t blocks(const Params& params) {
+    return int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, kBlockM);
+  }
 };
 
 template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
@@ -169,7 +180,6 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
   using S = Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>;
-  const int lane_id = threadIdx.x % kWarpSize;
   const int warp_m = threadIdx.x / kWarpSize % kWarpsM;
   const int warp_n = threadIdx.x / kWarpSize / kWarpsM;
   // Blocks start in the order of their index: those with the most keys, the last queries', first.
@@ -185,7 +195,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   const half* gV = v + batch * v_strides.batch + head * v_strides.head;
 
   ATTENTION_DYNAMIC_SHARED(half, smem);
-  __shared__ __align__(32) half sP[kWarpsM * kWarpsN][kTile * kStrideP];
+  half* sP = smem + S::kTileBytes / sizeof(half);
 
   // No query of this block sees a key from n_end on.
   const int n_end = is_causal ? min(m_start + S::kBlockM, seqlen) : seqlen;
@@ -206,7 +216,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     copy_keys(tile);
     __pipeline_commit();
   }
-  const ElementMap map = ask_fragments();
+  const ElementMap map = ask_fragments(reinterpret_cast<float*>(sP));
   __pipeline_wait_prior(kStages - 2);
   __syncthreads();
 
@@ -290,7 +300,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
         }
       }
     } else {
-      half* sP_warp = sP[threadIdx.x / kWarpSize];
+      half* sP_warp = sP + threadIdx.x / kWarpSize * S::kTileHalfsP;
       for (int j = 0; j < S::kTilesN; ++j) {
         for (int i = 0; i < kElements; ++i) {
           sP_warp[map.row(i) * kStrideP + map.column(i)] = __float2half(rS[j].x[i]);
@@ -308,60 +318,48 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
       }
     }
   }
+  reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
   __syncthreads();
 
-  // The warps that share queries have the same layout: their parts are merged lane by lane.
-  if constexpr (kWarpsN > 1) {
-    float* s_parts = reinterpret_cast<float*>(smem) + warp_m * S::kPartFloats + lane_id;
-    constexpr int kNextPart = kWarpsM * S::kPartFloats;
-    if (warp_n > 0) {
-      float* part = s_parts + (warp_n - 1) * kNextPart;
-      for (int i = 0; i < kElements; ++i) {
-        part[i * kWarpSize] = row_max[i];
-        part[(kElements + i) * kWarpSize] = row_sum[i];
-        for (int d = 0; d < S::kTilesD; ++d) {
-          part[((2 + d) * kElements + i) * kWarpSize] = rO[d].x[i];
-        }
-      }
-    }
-    __syncthreads();
-    if (warp_n == 0) {
-      for (int w = 0; w < kWarpsN - 1; ++w) {
-        const float* part = s_parts + w * kNextPart;
-        for (int i = 0; i < kElements; ++i) {
-          const float part_max = part[i * kWarpSize];
-          const float new_max = fmaxf(row_max[i], part_max);  // finite: warp 0 has seen key 0
-          const float row_scale = exp2f(score_scale * (row_max[i] - new_max));
-          const float part_scale = exp2f(score_scale * (part_max - new_max));
-          row_max[i] = new_max;
-          row_sum[i] = row_scale * row_sum[i] + part_scale * part[(kElements + i) * kWarpSize];
-          for (int d = 0; d < S::kTilesD; ++d) {
-            rO[d].x[i] =
-                row_scale * rO[d].x[i] + part_scale * part[((2 + d) * kElements + i) * kWarpSize];
-          }
-        }
-      }
-    }
-    __syncthreads();
-    if (warp_n > 0) return;
-  }
-
-  reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
-  float* sO = reinterpret_cast<float*>(smem) + warp_m * kTile * S::kStrideO;
+  // O, with the statistics of its rows: kWarpsN parts of each, one from each warp.
+  constexpr int kPartRows = S::kBlockM;
+  float* sO = reinterpret_cast<float*>(smem);
+  float* s_max = sO + kWarpsN * kPartRows * S::kStrideO;
+  float* s_sum = s_max + kWarpsN * kPartRows;
+  const int row_warp = warp_n * kPartRows + warp_m * kTile;
   for (int d = 0; d < S::kTilesD; ++d) {
-    for (int i = 0; i < kElements; ++i) rO[d].x[i] /= row_sum[i];
-    wmma::store_matrix_sync(sO + d * kTile, rO[d], S::kStrideO, wmma::mem_row_major);
+    wmma::store_matrix_sync(sO + row_warp * S::kStrideO + d * kTile, rO[d], S::kStrideO,
+                            wmma::mem_row_major);
   }
-  __syncwarp();
-  half* gO = o + offset + m_warp * row_stride;
-  for (int i = lane_id; i < kTile * kHeadDim / kVector; i += kWarpSize) {
+  for (int i = 0; i < kElements; ++i) {
+    if (map.column(i) != 0) continue;
+    s_max[row_warp + map.row(i)] = row_max[i];
+    s_sum[row_warp + map.row(i)] = row_sum[i];
+  }
+  __syncthreads();
+  half* gO = o + offset + m_start * row_stride;
+  for (int i = threadIdx.x; i < kPartRows * kHeadDim / kVector; i += S::kThreads) {
     const int r = i / (kHeadDim / kVector);
     const int d = i % (kHeadDim / kVector) * kVector;
-    if (m_warp + r >= seqlen) break;
+    if (m_start + r >= seqlen) break;
+    float max = s_max[r];  // finite: the first part has seen key 0
+    for (int w = 1; w < kWarpsN; ++w) max = fmaxf(max, s_max[w * kPartRows + r]);
+    float sum = 0.0f;
+    float2 pairs[kVector / 2] = {};
+    for (int w = 0; w < kWarpsN; ++w) {
+      const int part_row = w * kPartRows + r;
+      const float scale = exp2f(score_scale * (s_max[part_row] - max));
+      sum += scale * s_sum[part_row];
+      for (int j = 0; j < kVector / 2; ++j) {
+        const float2 part =
+            *reinterpret_cast<const float2*>(sO + part_row * S::kStrideO + d + 2 * j);
+        pairs[j].x += scale * part.x;
+        pairs[j].y += scale * part.y;
+      }
+    }
     Halfs out;
     for (int j = 0; j < kVector / 2; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(sO + r * S::kStrideO + d + 2 * j);
-      out.x[j] = __float22half2_rn(pair);
+      out.x[j] = __float22half2_rn(make_float2(pairs[j].x / sum, pairs[j].y / sum));
     }
     *reinterpret_cast<Halfs*>(gO + r * row_stride + d) = out;
   }
@@ -381,29 +379,50 @@ cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBl
                        params.num_heads, params.softmax_scale, params.is_causal);
 }
 
+// The first of the shapes whose blocks run all at once, whose tile is no longer than the sequence
+// and which has room in shared memory, or else the last.
+template <typename Shape, typename... Others>
+cudaError_t launch_first(const Params& params, int multiprocessors, int smem_limit,
+                         cudaStream_t stream) {
+  if constexpr (sizeof...(Others) > 0) {
+    if (Shape::blocks(params) > int64_t{multiprocessors} * Shape::kBlocksAtOnce ||
+        Shape::kKeys > params.seqlen || Shape::kSmemBytes > smem_limit) {
+      return launch_first<Others...>(params, multiprocessors, smem_limit, stream);
+    }
+  }
+  return launch_shape(Shape{}, params, stream);
+}
+
 // Full blocks where they fill the device, split keys where they do not.
-template <typename Full, typename Split>
+template <typename Full, typename... Split>
 cudaError_t launch_one(const Params& params, cudaStream_t stream) {
-  int device, multiprocessors;
+  int device, multiprocessors, smem_limit;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int64_t blocks =
-      int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, Full::kBlockM);
-  return blocks < multiprocessors ? launch_shape(Split{}, params, stream)
-                                  : launch_shape(Full{}, params, stream);
+  error = cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  return Full::blocks(params) < multiprocessors
+             ? launch_first<Split...>(params, multiprocessors, smem_limit, stream)
+             : launch_shape(Full{}, params, stream);
 }
 
-// All that there is to tune. 64 KB of shared memory do for every shape.
+// All that there is to tune. The last of each list does with 64 KB of shared memory.
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   switch (params.head_dim) {  // head_dim, warps along M, along N, kBlockN, stages, blocks
     case 32:
-      return launch_one<Shape<32, 4, 1, 64, 2, 4>, Shape<32, 1, 4, 64, 2, 4>>(params, stream);
+      return launch_one<Shape<32, 4, 1, 64, 2, 4>,  // and these split the keys:
+                        Shape<32, 1, 4, 256, 3, 1>, Shape<32, 1, 4, 128, 2, 3>,
+                        Shape<32, 1, 4, 64, 2, 4>>(params, stream);
     case 64:
-      return launch_one<Shape<64, 4, 1, 64, 2, 3>, Shape<64, 1, 4, 64, 2, 3>>(params, stream);
+      return launch_one<Shape<64, 4, 1, 64, 2, 3>,  //
+                        Shape<64, 1, 4, 256, 3, 1>, Shape<64, 1, 4, 128, 2, 2>,
+                        Shape<64, 1, 4, 64, 2, 3>>(params, stream);
     case 128:
-      return launch_one<Shape<128, 4, 1, 32, 2, 2>, Shape<128, 2, 2, 32, 2, 2>>(params, stream);
+      return launch_one<Shape<128, 4, 1, 32, 2, 2>,  //
+                        Shape<128, 1, 4, 128, 3, 1>, Shape<128, 1, 4, 64, 3, 2>,
+                        Shape<128, 2, 2, 32, 2, 2>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
