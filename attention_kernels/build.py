@@ -44,6 +44,7 @@ HEAD_DIMS = (32, 64, 128)
 TAKES = re.compile(
     r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
 )
+INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.M)
 LOCK_TIMEOUT_S = 300.0
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
@@ -299,18 +300,33 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
 
     digest = hashlib.sha256()
     headers = [path for path in csrc.iterdir() if path.suffix in (".h", ".cuh")]
-    headers += [csrc / "binding.cpp", *version.path.parent.glob("*.cuh"), version.path]
     headers += (csrc / "emulator").iterdir() if target == "emulator" else ()
-    for path in sorted(headers):
+    for path in sorted({csrc / "binding.cpp", *headers, *_own_files(version.path)}):
         digest.update(path.read_bytes() + b"\0")
     compilers = [_identity(name, Path(name).stat().st_mtime) for name in {flags[0], gxx}]
-    digest.update(repr((compile_, link, torch.__version__, sorted(compilers))).encode())
+    nvcc_flags = [os.environ.get(f"NVCC_{where}PEND_FLAGS") for where in ("PRE", "AP")]
+    commands = (compile_, link, nvcc_flags if target == "cuda" else None)
+    digest.update(repr((commands, torch.__version__, sorted(compilers))).encode())
     where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
     stem = f"{version.op}-{where}-{digest.hexdigest()[:20]}"
     purpose = "for the CPU" if version.is_host else "for the CPU emulator"
     if target == "cuda":
         purpose = f"for sm_{arch.replace(',', ', sm_')}"
     return Plan(compile_, link, stem, f"{label or version.path.name} {purpose}")
+
+
+def _own_files(path: Path) -> set[Path]:
+    """A version file and all that it includes by a path of its own, not one of -I or the system."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        found.add(file)
+        for name in INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
+            included = Path(os.path.normpath(file.parent / name))
+            if included not in found and included.is_file():
+                waiting.append(included)
+    return found
 
 
 def cache_dir() -> Path:

@@ -34,6 +34,9 @@ from attention_kernels.registry import (
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
+# As in binding.cpp: 65,535 blocks on grid.y, each of 16 rows or more.
+MAX_SEQLEN = 65535 * 16
+MAX_INT = 2**31 - 1
 # A launch that failed with one of these has run nothing, and can never succeed on this device.
 _REFUSALS = (
     "InvalidValue",
@@ -209,7 +212,7 @@ def kernels(name: str, version: VersionHeader) -> Kernels:
             if not (reasons := _refusals(error, q, k, v)):
                 raise
             return reasons
-        return _misaligned(q, k, v)
+        return _unfit(q, k, v)
 
     return Kernels(attention, explain=explain)
 
@@ -218,7 +221,7 @@ def _refusals(error: RuntimeError, q: Tensor, k: Tensor, v: Tensor) -> list[str]
     """The reasons in an op's error that are about the call, not about a kernel that failed."""
     message = str(error).splitlines()[0]
     if not any(f"cudaError{code}" in message for code in _REFUSALS):
-        return _misaligned(q, k, v)
+        return _unfit(q, k, v)
     if q.device.type == "cuda":
         properties = torch.cuda.get_device_properties(q.device)
         limit = getattr(properties, "shared_memory_per_block_optin", "?")
@@ -236,9 +239,17 @@ def _with_line(message: str) -> str:
     return re.sub(r"in code at \+(0x[0-9a-f]+) of (.+?\.so)", line, message)
 
 
-def _misaligned(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """The kernels load 16 bytes at a time."""
+def _unfit(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """What binding.cpp refuses: sizes beyond a grid's or an int, and rows that are not aligned."""
+    batch, seqlen, num_heads, head_dim = q.shape
+    sizes = (
+        ("seqlen", seqlen, MAX_SEQLEN),
+        ("batch * num_heads", batch * num_heads, MAX_INT),
+        ("num_heads * head_dim", num_heads * head_dim, MAX_INT // 64),
+    )
     return [
+        f"{what} may be at most {limit}, not {size}" for what, size, limit in sizes if size > limit
+    ] + [
         f"{name} must begin at a multiple of 16 bytes, and so must its rows"
         for name, x in (("q", q), ("k", k), ("v", v))
         if x.data_ptr() % 16

@@ -55,7 +55,8 @@ using torch::stable::Tensor;
 constexpr int64_t kAlignment = 16;
 
 [[noreturn]] void fail(const std::string& complaint) {
-  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_VERSION) ": " + complaint);
+  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_VERSION) ": " +
+                           complaint);
 }
 
 int32_t dtype_of(const Tensor& tensor) {
@@ -123,10 +124,9 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   check_input("v", v, q);
   // Kernels index a tile, of up to 64 rows, with int, and have a block per 16 rows or more, on
   // grid.y.
-  if (q.size(0) * q.size(2) > INT_MAX || q.size(2) * q.size(3) > INT_MAX / 64 ||
-      q.size(1) > 65535 * int64_t{16}) {
-    fail("q is too large");
-  }
+  if (q.size(1) > 65535 * 16) fail("seqlen may be at most 1048560");
+  if (q.size(0) * q.size(2) > INT_MAX) fail("batch * num_heads may be at most 2147483647");
+  if (q.size(2) * q.size(3) > INT_MAX / 64) fail("num_heads * head_dim may be at most 33554431");
 
 #ifdef ATTENTION_EMULATOR
   const cudaStream_t stream = nullptr;

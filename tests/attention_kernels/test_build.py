@@ -235,10 +235,21 @@ def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
     assert len(libraries) == 3
 
 
-def test_a_header_beside_the_version_is_part_of_it(csrc, first, calls):
-    before = build.build(first, "emulator")
-    (csrc / "fp32" / "tiles.cuh").write_text("// tiles\n")
-    assert build.build(first, "emulator") != before
+def test_what_the_version_includes_is_part_of_it(csrc, first, calls):
+    """Also what that includes, and whatever its name; it may include itself again."""
+    first.path.write_text(
+        first.path.read_text() + '#include "tiles.cuh"\n  # include "no/such.h"\n'
+    )
+    (csrc / "fp32" / "tiles.cuh").write_text('#include "parts/sizes.h"\n')
+    sizes = csrc / "fp32" / "parts" / "sizes.h"
+    sizes.parent.mkdir()
+    libraries = set()
+    for text in ("1", "2"):
+        sizes.write_text(f'#include "../tiles.cuh"\nconstexpr int kSize = {text};\n')
+        libraries.add(build.build(first, "emulator"))
+    (csrc / "fp32" / "other.cuh").write_text("// nobody includes it\n")
+    libraries.add(build.build(first, "emulator"))
+    assert len(libraries) == 2
 
 
 @pytest.fixture
@@ -260,6 +271,17 @@ def test_nvcc_gets_the_versions_flags_and_every_architecture(first, calls, fake_
         assert {"-DTHIS", "--use_fast_math", "-DATTENTION_CONTIGUOUS"} <= {*words}
         for arch in ("80", "90"):
             assert f"-gencode=arch=compute_{arch},code=sm_{arch}" in words
+
+
+@pytest.mark.parametrize("name", ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"])
+def test_flags_that_nvcc_takes_from_the_environment_are_built_again(
+    name, first, fake_nvcc, monkeypatch
+):
+    libraries = [(build.build(first, "cuda", "90"), build.build(first, "emulator"))]
+    monkeypatch.setenv(name, "-DMORE")
+    libraries += [(build.build(first, "cuda", "90"), build.build(first, "emulator"))]
+    assert libraries[0][0] != libraries[1][0]
+    assert libraries[0][1] == libraries[1][1]
 
 
 def test_another_host_compiler_of_nvcc_is_built_again(first, fake_nvcc):

@@ -28,6 +28,7 @@ from tests.conftest import DEVICES, usable
 
 NAMES = [spec.name for spec in backends() if spec.name in ladder.versions()]
 FP32 = [spec.name for spec in backends() if spec.family == "custom-cuda"]
+PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in backends()}
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
 CONTIGUOUS = [name for name in NAMES if get_backend(name).needs_contiguous]
 NEGATIVE = Path(__file__).parent / "negative"
@@ -125,6 +126,19 @@ def test_a_future_that_is_not_finite_changes_nothing(name, device):
         v2[:, cut:, :, ::2] = torch.nan
         v2[:, cut:, :, 1::2] = torch.inf
         assert torch.equal(spec.attention(q, k2, v2)[:, :cut], before[:, :cut]), cut
+
+
+@on_every_device
+@pytest.mark.parametrize("name", [name for name in NAMES if "fp16" in PRECISIONS[name]])
+def test_tiles_that_no_row_sees_are_not_visited(name, device):
+    """0 * NaN would tell: no block with a row before 128 sees a key from 192 on."""
+    spec = usable(name, device)
+    for head_dim in spec.head_dims:
+        q, k, v = Case(256, head_dim, num_heads=1, dtype=torch.float16).inputs(device)
+        before = spec.attention(q, k, v)
+        v[:, 192:] = torch.nan
+        after = spec.attention(q, k, v)
+        assert torch.equal(after[:, :128], before[:, :128])
 
 
 @on_every_device
@@ -266,6 +280,24 @@ def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
         r"head_dim 128 on this device: .*bytes of dynamic shared memory are more than the 65536 of",
         caught.value.reasons[0],
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 2**20, 1, 32), "seqlen may be at most 1048560, not 1048576"),
+        ((2**16, 1, 2**15, 32), "batch * num_heads may be at most 2147483647, not 2147483648"),
+        ((1, 1, 2**20, 32), "num_heads * head_dim may be at most 33554431, not 33554432"),
+    ],
+)
+def test_a_size_beyond_the_grid_is_a_reason(shape, reason):
+    spec = usable(FP32[-1], "cpu")
+    q = torch.zeros(1, 1, 1, 32).expand(shape)
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(q, q, q)
+    assert caught.value.reasons == spec.unsupported_reasons(q, q, q) == [reason]
+    with pytest.raises(RuntimeError, match=re.escape(reason.split(", not")[0])):
+        ready_op(FP32[-1], "cpu")(q, q, q, 1.0, True)
 
 
 def test_misaligned_inputs_are_a_reason():
