@@ -157,6 +157,8 @@ def _kernel_comparison(file: str, results: Results) -> str:
         )
         naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
+        if not one and all(s.facts["error"] <= s.facts["budget"] for s in group if s.samples):
+            title += "; at every N what was timed was within its budget"
         limits = results.provenance.get("limits", {})
         if f"matmul_{dtype}_tflops" in limits:
             tflops, gbps = limits[f"matmul_{dtype}_tflops"], limits["copy_gbps"]
@@ -403,7 +405,7 @@ def _profile_facts(results: Results, name: str, before: str | None) -> list[str]
         *count("shared_load_bank_conflicts", "{:,.0f}", "bank conflicts on shared loads"),
         *count("shared_load_wavefronts", "{:,.0f}", "wavefronts of shared loads"),
         *count("registers_per_thread", "{:.0f}", "registers"),
-        *count("warps_active_percent", "{:.0f} %", "of the warps that fit are resident"),
+        *count("warps_active_percent", "{:.0f} %", "of the warps that a GPU can hold are active"),
         *count("issue_active_percent", "{:.0f} %", "of the issue slots are used"),
     ]
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+
+from attention_kernels import build
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +27,43 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(compile(code, "CONTRIBUTING.md", "exec"), {})
     assert run_case(get_backend("MY_BACKEND"), Case(33, 32), "cpu").passed
+
+
+def test_how_to_add_a_version_works_as_written(tmp_path):
+    """In a copy of the repository, as far as a machine without a GPU goes."""
+    if reason := build.missing_compiler("emulator"):
+        pytest.skip(reason)
+    section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    section = section.split("## How to add a version")[1].split("\n## ")[0]
+    assert len([line for line in section.splitlines() if line.strip()]) <= 15
+    for name in ("attention_kernels", "gpt2_infer", "scripts", "results", "README.md"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    folder = tmp_path / "attention_kernels" / "csrc" / "fp32"
+    last = build.version_files(folder)[-1]
+    number = build.version_number(last)
+    text = last.read_text().replace(f"// v{number} - ", f"// v{number + 1} - ", 1)
+    (folder / f"v{number + 1}_what_changed.cu").write_text(text)
+    section = section.replace("VERSION_13", f"VERSION_{number + 1}")
+    commands = [line.split("#")[0].split() for line in re.findall(r"^ {4}(.+)", section, re.M)]
+    ran = []
+    for program, *words in commands:
+        what = words[0]
+        if what == "scripts/compare_backends.py" or (what == "kernels" and not build.find_nvcc()):
+            continue
+        command = ["-m", "gpt2_infer", *words] if program == "gpt2-infer" else words
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        ran.append(what)
+    assert ran[-1] == "scripts/update_readme.py"
+    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (tmp_path / "README.md").read_text("utf-8")
 
 
 def test_the_readmes_python_works_as_written(capsys):

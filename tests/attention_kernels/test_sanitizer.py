@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer over every version of every ladder.
+"""NVIDIA's compute-sanitizer over every version of every ladder, and over Triton's.
 
 memcheck: no bad access. racecheck: no race in shared memory, which is all that it looks at. Both
 are first shown to find what is planted in the negative controls.
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer"),
 ]
-LADDERS = sorted({spec.family for spec in backends() if spec.name in ladder.versions()})
+OURS = {spec.family for spec in backends() if spec.name in ladder.versions()} | {"triton"}
 NEGATIVE = Path(__file__).parent / "negative"
 
 
@@ -32,7 +32,7 @@ def test_what_is_planted_is_found(tool, control):
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("family", LADDERS)
+@pytest.mark.parametrize("family", sorted(OURS))
 def test_sanitizer_is_silent(family, tool):
     names = [s.name for s in backends() if s.family == family and "cuda" in s.device_types]
     assert compute_sanitizer(tool, names) == []

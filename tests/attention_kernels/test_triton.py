@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import re
@@ -19,10 +20,6 @@ from tests.conftest import DEVICES, usable
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEAD_DIMS = (32, 64, 128)
-# One row, tiles that are not full, and more than one: the interpreter's tiles have 128 rows. Each
-# backend and dtype takes another fifth of these cases: the whole suite is for a GPU, and takes a
-# minute here, as gpt2-infer verify NAME --device cpu.
-INTERPRETED_LENGTHS = (1, 33, 127, 200)
 INF, NAN = torch.inf, torch.nan
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -72,12 +69,11 @@ def test_the_backends():
 @for_every_dtype
 def test_conformance(name, device, dtype):
     spec = usable(name, device)
-    if device == "cuda":
-        suite = list(cases(HEAD_DIMS, dtype))
-    else:
-        start = 3 * NAMES.index(name) + DTYPES.index(dtype)
-        suite = list(cases(HEAD_DIMS, dtype, lengths=INTERPRETED_LENGTHS))[start::5]
-        suite.append(Case(1023, 64, dtype=dtype, num_heads=1))
+    suite = list(cases(HEAD_DIMS, dtype))
+    if device == "cpu":
+        # One function runs them all, and an interpreter takes its time: each backend and dtype has
+        # another sixth of the cases. gpt2-infer verify NAME --device cpu runs all of them.
+        suite = suite[3 * NAMES.index(name) + DTYPES.index(dtype) :: 6]
     failed = [str(case) for case in suite if not run_case(spec, case, device).passed]
     assert not failed
 
@@ -93,6 +89,36 @@ def test_every_shape_of_a_tile(name, block_m, block_n, module, monkeypatch):
         for is_causal in (True, False):
             case = Case(seqlen, 32, num_heads=1, is_causal=is_causal)
             assert run_case(spec, case, "cpu").passed, case
+
+
+@for_every_name
+@pytest.mark.parametrize(("is_causal", "full", "masked"), [(True, 6, 4), (False, 12, 4)])
+def test_only_tiles_that_a_row_sees_are_visited_and_full_ones_unmasked(
+    name, is_causal, full, masked, module, monkeypatch
+):
+    """Four blocks of 64 rows; without the causal mask the last tile of keys is not full."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    calls = collections.Counter()
+
+    def count(method):
+        original = getattr(InterpreterBuilder, method)
+
+        def counted(*arguments, **keywords):
+            calls[method] += 1
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(InterpreterBuilder, method, counted)
+
+    for method in ("create_dot", "create_load", "create_masked_load"):
+        count(method)
+    monkeypatch.setattr(module, "INTERPRETED_TILE", {"block_m": 64, "block_n": 64})
+    case = Case(250, 32, num_heads=1, is_causal=is_causal)
+    assert run_case(usable(name, "cpu"), case, "cpu").passed
+    assert calls["create_dot"] == 2 * (full + masked)
+    assert calls["create_load"] == 2 * full
+    # It has a mask, then, and is one of these, which also load the queries of the four blocks.
+    assert calls["create_masked_load"] == 2 * (full + masked) + 4
 
 
 @on_every_device

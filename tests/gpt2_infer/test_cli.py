@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels import build
+from attention_kernels import build, ladder
 from gpt2_infer.cli import build_parser, main
 
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -325,12 +325,11 @@ def test_kernels_shows_one_ladder_or_all(capsys):
     only = ["--arch", "90", "--head-dim", "64"]
     assert main(["kernels", *only, "--json", "--family", "wmma-fa2"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert {row["version"] for row in rows} == {f"wmma_fa2_v0{n}" for n in (1, 2, 3)}
+    assert {row["version"] for row in rows} == {v.op for v in ladder.versions("wmma-fa2").values()}
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
     assert main(["kernels", *only]) == 0
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == {
-        f"v{n:02}" for n in range(1, 13)
-    }
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert shown == {version.name for version in build.versions()}
     assert main(["kernels", "--family", "fp32"]) == 2
     assert "there is no ladder fp32: there are custom-cuda, ablation" in capsys.readouterr().err
     assert main(["kernels", "--head-dim", "64", "7"]) == 2

@@ -1,9 +1,8 @@
 // v05 - the baseline in double precision
 //
 // Change: (from v01) the types: q, k, v, o and all between are double. The launch bounds ask for
-// one
-//         block on a multiprocessor: shared memory limits how many there are, so the compiler need
-//         not spill registers for more.
+//         one block on a multiprocessor: shared memory limits how many there are, so the compiler
+//         need not spill registers for more.
 // Why:    to tell a wrong algorithm from rounding: what is left of the error is double's own.
 // Cost:   four times the bytes of half precision, and the 64-bit units of a GPU that may have few.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 64

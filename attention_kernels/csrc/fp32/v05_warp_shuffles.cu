@@ -8,7 +8,7 @@
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
-// Expect: each lane computes one exponential; no scratch memory.
+// Expect: each lane computes one exponential of P; no scratch memory.
 
 #include "common.cuh"
 

@@ -6,7 +6,8 @@
 // Why:    loops of known length unroll: the loads of a tile are all in flight at once, addresses
 //         become immediates, and the compiler reads Q and P four floats at a time. __restrict__
 //         opens the read-only path to global memory (LDG.CONSTANT).
-// Cost:   one kernel is compiled for each head_dim.
+// Cost:   one kernel is compiled for each head_dim. To divide O it is read from global memory and
+//         written once more.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math

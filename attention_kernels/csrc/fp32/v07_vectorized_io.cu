@@ -3,12 +3,12 @@
 // Change: tiles are copied to shared memory, and K is read from it, as float4. The padding of K
 //         grows to four floats, to keep its rows aligned.
 // Why:    one instruction moves 16 bytes instead of 4.
-// Cost:   the tensors must be aligned to 16 bytes; more code.
+// Cost:   more code.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
 // Expect: a quarter of the load instructions for K and the same bytes: no gain where the bandwidth
-//         of shared memory is the limit, and at worst a percent lost to the longer rows of K.
+//         of shared memory is the limit, and at worst a percent or two lost.
 
 #include "common.cuh"
 

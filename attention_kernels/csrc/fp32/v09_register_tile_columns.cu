@@ -6,7 +6,9 @@
 // Why:    a value of Q, or of P, is read from shared memory once and used twice: 3 loads for 2
 //         multiplication-additions instead of 4.
 // Cost:   kBlockM x 4 more floats of shared memory; twice the registers, so that the 32 warps that
-//         fit a multiprocessor, half as many as before, have more loads in flight.
+//         fit a multiprocessor, half as many as before, have more loads in flight. Two rows of O
+//         at once are in conflict, 2-way, and so are stores of P: its padding of four banks is
+//         enough for its loads.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (16, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math

@@ -4,9 +4,9 @@
 //         has twice as many queries.
 // Why:    a value of K, or of V, is read from shared memory once and used twice, too: 4 loads for
 //         4 multiplication-additions instead of 3 for 2.
-// Cost:   half as many blocks, each with more work: at seqlen 1024 with 12 heads they are 192, too
-//         few to fill a large GPU evenly. The longest block then sets the time, and v09 can be the
-//         faster one; with more queries it is not.
+// Cost:   half as many blocks, each with more work: at seqlen 512 with 12 heads they are 96, fewer
+//         than a large GPU has multiprocessors. The longest block then sets the time, and v09 can
+//         be the faster one; with more queries it is not.
 // Tile:   kBlockM x kBlockN = 64 x 32, block (16, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math

@@ -1,16 +1,18 @@
 // v12 - O in registers, K swizzled, register tile 4 x 4
 //
 // Change: a thread keeps its elements of O in registers. K is swizzled, not padded: column d of row
-//         n is at d ^ swizzle(n). The shared memory that this frees holds 64 x 64 tiles, of which a
-//         thread computes 4 x 4 neighbours, so that P and V are read as vectors, too. And the tile
-//         for the next product is fetched from global memory while the present one is computed.
+//         n is at d ^ swizzle(n). The shared memory that this frees is most of what 64 x 64 tiles
+//         take, of which a thread computes 4 x 4 neighbours, so that P and V are read as vectors,
+//         too. And the tile for the next product is fetched from global memory while the present
+//         one is computed.
 // Why:    8 vector loads serve 64 multiplication-additions, and O needs none.
 // Cost:   registers: a multiprocessor has room for few warps, and each must hide its own latency;
 //         hence the fetch ahead. The blocks are as long as in v10.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: 64 KB of shared memory at head_dim 64; half of v11's shared-memory loads.
+// Expect: 64 KB of shared memory at head_dim 64; a quarter of v11's shared-memory
+//         loads, and half of their wavefronts.
 
 #include "common.cuh"
 
