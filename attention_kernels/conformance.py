@@ -100,7 +100,8 @@ def cases(
             for scale in SCALES:
                 yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
             if seqlen <= 200:
-                yield Case(seqlen, head_dim, batch=3, num_heads=3, dtype=dtype, seed=seed)
+                heads = 12 if seqlen == 33 else 3  # GPT-2's, once
+                yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
                 yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
                 yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
 

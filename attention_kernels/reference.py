@@ -74,23 +74,40 @@ class Verdict:
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    *,
+    first_row: int = 0,
 ) -> Tensor:
-    """Plain PyTorch in the dtype of its inputs; (batch, seqlen, num_heads, head_dim) in and out."""
+    """Plain PyTorch in the dtype of its inputs; (batch, seqlen, num_heads, head_dim) in and out.
+
+    q may have some of the rows only, those from first_row on.
+    """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * scale
     if is_causal:
-        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        ones = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+        future = ones.triu(1 + first_row)
         scores.masked_fill_(future, -torch.inf)
     return (torch.softmax(scores, dim=3) @ v).transpose(1, 2).contiguous()
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    *,
+    first_row: int = 0,
 ) -> Tensor:
     """naive_attention() in float64, whatever the dtype of the inputs."""
-    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
+    q, k, v = q.double(), k.double(), v.double()
+    return naive_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
 
 
 def naive_error(
@@ -100,6 +117,7 @@ def naive_error(
     softmax_scale: float | None = None,
     is_causal: bool = True,
     *,
+    first_row: int = 0,
     reference: Tensor | None = None,
 ) -> float:
     """How far plain PyTorch in the dtype of its inputs is from the reference.
@@ -111,8 +129,8 @@ def naive_error(
         q, k, v, reference = q.float(), k.float(), v.float(), None
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     if reference is None:
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
-    out = naive_attention(q, k, v, softmax_scale, is_causal)
+        reference = reference_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
+    out = naive_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
     return scale * (out.double() - reference).abs().max().item()
 
 
@@ -136,10 +154,11 @@ def judge(
     """
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     found = []
-    for part in _parts(q):
-        inputs = (q[part], k[part], v[part], softmax_scale, is_causal)
-        reference[part] = reference_attention(*inputs)
-        found.append(naive_error(*inputs, reference=reference[part]))
+    for batch, rows, heads in _parts(q):
+        part, keys, first = (batch, rows, heads), (batch, slice(None), heads), rows.start
+        inputs = (q[part], k[keys], v[keys], softmax_scale, is_causal)
+        reference[part] = reference_attention(*inputs, first_row=first)
+        found.append(naive_error(*inputs, first_row=first, reference=reference[part]))
     # Unlike Python's max(), torch's keeps a NaN.
     naive = torch.tensor(found, dtype=torch.float64).max().item()
     naive = naive_floor if naive < naive_floor else naive
@@ -204,12 +223,18 @@ def error_budget(precision: str, dtype: torch.dtype, naive: float, largest: floa
 
 
 def _parts(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices of whole heads whose float64 scores are within a few gigabytes, or one head each."""
+    """Slices along batch, rows and heads whose float64 scores are within a few gigabytes."""
     batch, seqlen, num_heads, _ = q.shape
     if batch * num_heads * seqlen**2 <= LARGEST_SCORES:
-        yield slice(None), slice(None), slice(None)
+        yield slice(None), slice(0, seqlen), slice(None)
         return
     heads = max(1, LARGEST_SCORES // seqlen**2)
-    for row in range(batch):
-        for first in range(0, num_heads, heads):
-            yield slice(row, row + 1), slice(None), slice(first, first + heads)
+    rows = min(seqlen, max(1, LARGEST_SCORES // seqlen))
+    for entry in range(batch):
+        for row in range(0, seqlen, rows):
+            for head in range(0, num_heads, heads):
+                yield (
+                    slice(entry, entry + 1),
+                    slice(row, row + rows),
+                    slice(head, head + heads),
+                )

@@ -598,7 +598,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if passed and is_emulated:
         print("  no timing: its source runs emulated, which says nothing about its speed")
     elif passed and not arguments.no_timing:
-        _print_short_timing(spec, device, dtypes or spec.dtypes)
+        passed = _short_timing(spec, device, dtypes or spec.dtypes)
     print("PASSED" if passed else "FAILED")
     return 0 if passed else EXIT_FAILED
 
@@ -644,7 +644,8 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
     return True
 
 
-def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> None:
+def _short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> bool:
+    """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
     from gpt2_infer import compare
 
     head_dim = _usual_head_dim(spec)
@@ -657,6 +658,11 @@ def _print_short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -
             if series.samples and series.labels["dtype"] == dtype:
                 low, high = series.spread
                 print(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
+    failed = [series for series in found if series.name == spec.name and series.status == "failed"]
+    for series in failed:
+        print(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {series.labels['dtype']}")
+        print(f"          {series.reason}")
+    return not failed
 
 
 def _diverge(arguments: argparse.Namespace) -> int:

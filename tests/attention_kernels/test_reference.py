@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from attention_kernels import reference
 from attention_kernels.conformance import Case
 from attention_kernels.reference import (
     Verdict,
@@ -97,14 +98,25 @@ def test_a_failure_says_where_it_is():
     )
 
 
-@pytest.mark.parametrize("limit", [1, 65 * 65, 2 * 65 * 65])
+@pytest.mark.parametrize("limit", [1, 7 * 65, 65 * 65, 2 * 65 * 65])
 def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
+    """Of a head's rows, of one head, of two."""
+    scores = []
+    original = reference.naive_attention
+
+    def noted(q, k, *others, **options):
+        scores.append(q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1])
+        return original(q, k, *others, **options)
+
+    monkeypatch.setattr(reference, "naive_attention", noted)
     q, k, v = Case(65, 32, batch=2, num_heads=3).inputs("cpu")
     wrong = naive_attention(q, k, v)
     wrong[1, 64, 2] += 1e-3
     whole = judge(wrong, q, k, v)
     monkeypatch.setattr("attention_kernels.reference.LARGEST_SCORES", limit)
+    scores.clear()
     parts = judge(wrong, q, k, v)
+    assert max(scores) <= max(limit, 65)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
     assert parts.where.endswith("32 of 12480 elements, in batch 1, row 64, head 2")
     assert parts.budget == pytest.approx(whole.budget, rel=0.2)  # batched products may round apart

@@ -18,6 +18,7 @@ from attention_kernels import (
     backends,
     build,
     get_backend,
+    register,
 )
 from attention_kernels.conformance import (
     Case,
@@ -437,6 +438,23 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, monkeypatch):
     (tmp_path / "v10_empty.cu").write_text("")
     assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2
     assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
+
+
+def test_what_fails_before_its_timing_has_not_passed(capsys, clean_registry):
+    def attention(q, k, v, softmax_scale, is_causal):
+        o = naive_attention(q, k, v, softmax_scale, is_causal)
+        return o + 1 if q.shape[1] == 256 else o  # a length that no case has
+
+    precisions = {"float32": "ieee-fp32"}
+    register(name="MINE", family="test", summary="Wrong once.", precisions=precisions)(
+        lambda: Kernels(attention)
+    )
+    assert main(["verify", "MINE", "--device", "cpu", "--no-timing"]) == 0
+    capsys.readouterr()
+    assert main(["verify", "MINE", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "  FAILED: N=256 H=12 head_dim=64, float32\n" in out
+    assert out.endswith("FAILED\n")
 
 
 def test_a_short_timing_names_the_baseline(capsys):
