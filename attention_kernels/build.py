@@ -301,7 +301,7 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     digest = hashlib.sha256()
     headers = [path for path in csrc.iterdir() if path.suffix in (".h", ".cuh")]
     headers += (csrc / "emulator").iterdir() if target == "emulator" else ()
-    for path in sorted({csrc / "binding.cpp", *headers, *_own_files(version.path)}):
+    for path in sorted({csrc / "binding.cpp", *headers, *own_files(version.path)}):
         digest.update(path.read_bytes() + b"\0")
     compilers = [_identity(name, Path(name).stat().st_mtime) for name in {flags[0], gxx}]
     nvcc_flags = [os.environ.get(f"NVCC_{where}PEND_FLAGS") for where in ("PRE", "AP")]
@@ -315,7 +315,7 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     return Plan(compile_, link, stem, f"{label or version.path.name} {purpose}")
 
 
-def _own_files(path: Path) -> set[Path]:
+def own_files(path: Path) -> set[Path]:
     """A version file and all that it includes by a path of its own, not one of -I or the system."""
     found: set[Path] = set()
     waiting = [path]

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 _ROOT = Path(__file__).parents[1]
+SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
@@ -35,14 +37,14 @@ def interleave(
     samples: dict[str, list[float]] | None = None,
     on_sample: Callable[[str], None] | None = None,
     on_rejected: Callable[[str, Rejected], None] | None = None,
-    what: str = "",
+    bar: tqdm[Any] | None = None,
 ) -> dict[str, list[float]]:
     """Samples of each run, taken A B C A B C so that a drift of the machine reaches all alike.
 
     Each run returns its own figure. The first `warm_up` rounds are not kept. samples: what an
     interrupted call had taken, which is completed in place; on_sample(name) is called after each,
-    and on_rejected(name, error) for a run that raises Rejected, which loses its samples. what: the
-    progress bar's name.
+    and on_rejected(name, error) for a run that raises Rejected, which loses its samples. bar: a
+    longer work's, whose total counts these runs; none for one of their own.
     """
     samples = {} if samples is None else samples
     for name in runs:
@@ -50,10 +52,13 @@ def interleave(
     todo = [n for index in range(rounds) for n in runs if len(samples[n]) <= index]
     warming = [name for name in runs if name in todo] * warm_up
     rejected: set[str] = set()
-    with tqdm(total=len(warming) + len(todo), desc=what, unit="run", disable=None) as bar:
+    with ExitStack() as stack:
+        if bar is None:
+            own = tqdm(total=len(warming) + len(todo), unit="run", disable=None)
+            bar = stack.enter_context(own)
         for position, name in enumerate(warming + todo):
-            bar.update()
             if name in rejected:
+                leave_out(bar, 1)
                 continue
             bar.set_postfix_str(name)
             try:
@@ -64,12 +69,19 @@ def interleave(
                 rejected.add(name)
                 samples[name].clear()
                 on_rejected(name, error)
-                continue
-            if position >= len(warming):
-                samples[name].append(figure)
-                if on_sample:
-                    on_sample(name)
+            else:
+                if position >= len(warming):
+                    samples[name].append(figure)
+                    if on_sample:
+                        on_sample(name)
+            bar.update()
     return samples
+
+
+def leave_out(bar: tqdm[Any], runs: int) -> None:
+    """Take runs that will not be made out of what a progress bar waits for."""
+    bar.total = (bar.total or 0) - runs
+    bar.refresh()
 
 
 def provenance() -> dict[str, Any]:
@@ -150,7 +162,7 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     for package in ("attention_kernels", "gpt2_infer"):
         for path in sorted((_ROOT / package).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp"):
+            if path.suffix in SOURCES:
                 digest.update(str(path.relative_to(_ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -20,17 +20,19 @@ import hashlib
 import inspect
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from attention_kernels import BackendSpec, UnsupportedError, backends, get_backend, ladder
+from attention_kernels import BackendSpec, UnsupportedError, backends, build, get_backend, ladder
 from attention_kernels.conformance import (
     KERNEL_ERRORS,
     Case,
@@ -42,7 +44,7 @@ from attention_kernels.contract import Kernels
 from attention_kernels.reference import check_precision
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer import bench
-from gpt2_infer.diverge import diverge
+from gpt2_infer.diverge import examine
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2
@@ -97,6 +99,7 @@ class KernelCell:
         return 4 * self.batch * self.num_heads * self.seqlen * self.head_dim * itemsize
 
 
+Cell = TypeVar("Cell", GenerationCell, KernelCell)
 KERNEL_SHAPE = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
 
 
@@ -116,13 +119,19 @@ class Contender:
 
 
 def select(
-    names: Sequence[str], device_type: str, *, families: Sequence[str] = ()
+    names: Sequence[str],
+    device_type: str,
+    *,
+    families: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
 ) -> list[BackendSpec]:
     """The named backends and those of the named families; for none, every one that runs there.
 
     A name may be the path of a version file that is in no ladder, *.cu. Of a family, what is
-    emulated or cannot run is left out. Raises UnknownBackendError, HeaderError, or RequestError for
-    a family that there is not or a named backend that cannot run.
+    emulated, cannot run or takes none of the dtypes (none for any) is left out; a line on stderr
+    names each family of which nothing is left.
+    Raises UnknownBackendError, HeaderError, or RequestError for a family that there is not, a named
+    backend that cannot run, or families of which nothing is left where nothing else is named.
     """
     known = {spec.family for spec in backends()}
     if missing := {*families} - known:
@@ -130,14 +139,33 @@ def select(
             f"no backend is of the family {', '.join(sorted(missing))}: there are "
             f"{', '.join(sorted(known))}"
         )
-    specs = [
-        spec
+
+    def untimed_reason(spec: BackendSpec) -> str | None:
+        if reason := spec.unavailable_reason(device_type):
+            return reason
+        if device_type in spec.emulated_on:
+            return EMULATED
+        if dtypes and not {*dtypes} & {*spec.dtypes}:
+            return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
+        return None
+
+    reasons = {
+        spec: untimed_reason(spec)
         for spec in backends()
-        if (spec.family in families or not (families or names))
-        and not spec.unavailable_reason(device_type)
-        and device_type not in spec.emulated_on
-    ]
+        if spec.family in families or not (families or names)
+    }
+    specs = [spec for spec, reason in reasons.items() if reason is None]
     specs += [ladder.resolve(name) for name in names]
+    left_out = []
+    for family in dict.fromkeys(families):
+        of_it = [reason for spec, reason in reasons.items() if spec.family == family]
+        if None not in of_it:
+            left_out.append(f"{family} ({'; '.join(dict.fromkeys(filter(None, of_it)))})")
+    if left_out:
+        sentence = f"nothing is measured on {device_type} of {', '.join(left_out)}"
+        if not specs:
+            raise RequestError(sentence)
+        print(sentence, file=sys.stderr)
     for spec in specs:
         if reason := spec.unavailable_reason(device_type):
             raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
@@ -147,11 +175,18 @@ def select(
 class Recorder:
     """The results of a run as they come in, kept in a file beside the output until they are whole.
 
-    Raises ResultsError where that file is of another run: other settings, source or machine.
+    specs: the backends; their sources are looked at once, as the run begins. Raises ResultsError
+    where that file is of another run: other settings, source or machine.
     """
 
     def __init__(
-        self, task: str, settings: dict[str, Any], out: Path | None, *, rounds: int
+        self,
+        task: str,
+        settings: dict[str, Any],
+        specs: Sequence[BackendSpec],
+        out: Path | None,
+        *,
+        rounds: int,
     ) -> None:
         if rounds < MIN_ROUNDS:
             raise RequestError(f"rounds must be {MIN_ROUNDS} or more, not {rounds}")
@@ -159,6 +194,7 @@ class Recorder:
         settings = {**settings, "rounds": rounds}
         self.results = Results(task, bench.provenance(), settings, [])
         self.rounds = rounds
+        self._sources = {spec.name: _source_digest(spec) for spec in specs}
         self._out = out
         self._partial = out.with_name(f"{out.name}.partial") if out else None
         if self._partial and self._partial.exists():
@@ -170,29 +206,75 @@ class Recorder:
                     f"{self._partial} is of another run ({keys} differ): delete it or name "
                     f"another output"
                 )
+            for series in earlier.series:
+                self._check_source(series)
             self.results.series = earlier.series
             resumed = [*earlier.provenance.get("resumed_from", ()), earlier.provenance["date"]]
             self.results.provenance["resumed_from"] = resumed
 
-    def measure(self, labels: Mapping[str, Any], contenders: Iterator[Contender]) -> None:
-        """Time the contenders of one cell, unless an earlier run has."""
-        old = {s.name: s for s in self.results.series if labels.items() <= s.labels.items()}
-        if old and all(
+    def measure(
+        self,
+        cells: Sequence[Cell],
+        contenders: Callable[[Cell], Iterator[Contender]],
+        count: Callable[[Cell], int],
+    ) -> Results:
+        """Time the contenders of each cell, unless an earlier run has, and write the output.
+
+        count: how many contenders a cell has. Each is a check and, where it passes, a run to warm
+        up and one per round: steps of one progress bar.
+        """
+        waiting = [cell for cell in cells if not self._is_done(dataclasses.asdict(cell))]
+        steps = sum(count(cell) for cell in waiting) * (2 + self.rounds)
+        with tqdm(total=steps, unit="run", disable=None) as bar:
+            for cell in waiting:
+                self._measure(dataclasses.asdict(cell), contenders(cell), count(cell), bar)
+        return self._finish()
+
+    def _is_done(self, labels: Mapping[str, Any]) -> bool:
+        """Whether an earlier run has measured the cell."""
+        old = [s for s in self.results.series if labels.items() <= s.labels.items()]
+        return bool(old) and all(
             s.status != "ok"
             or (len(s.samples) >= self.rounds and s.facts.get("checked_again", True))
-            for s in old.values()
-        ):
+            for s in old
+        )
+
+    def _check_source(self, series: Series) -> None:
+        """Raise ResultsError for a series of an earlier run whose backend may be another now."""
+        if series.name not in self._sources:  # FREE_ATTENTION, which is of this module
             return
-        cell = {contender.series.name: contender for contender in contenders}
-        for name, contender in cell.items():
-            if name in old and old[name].labels != contender.series.labels:
-                raise ResultsError(
-                    f"{name} has changed since {self._partial} was measured: delete that or name "
-                    f"another output"
-                )
+        now = self._sources[series.name]
+        if now is None or now != series.labels.get("source_digest"):
+            how = "has" if now else "(its source is in no file) may have"
+            raise ResultsError(
+                f"{series.name} {how} changed since {self._partial} was measured: delete that or "
+                f"name another output"
+            )
+
+    def _measure(
+        self,
+        labels: Mapping[str, Any],
+        contenders: Iterator[Contender],
+        count: int,
+        bar: tqdm[Any],
+    ) -> None:
+        """Time the contenders of one cell."""
+        bar.set_description(", ".join(f"{key} {value}" for key, value in labels.items()))
+        old = {s.name: s for s in self.results.series if labels.items() <= s.labels.items()}
+        cell: dict[str, Contender] = {}
+        bar.set_postfix_str("checking")
+        for contender in contenders:
+            name = contender.series.name
+            cell[name] = contender
+            if name in self._sources:
+                contender.series.labels["source_digest"] = self._sources[name]
             if name in old and old[name].status == contender.series.status == "ok":
                 contender.series.samples = old[name].samples
                 contender.series.facts = {**old[name].facts, **contender.series.facts}
+            bar.update()
+        missing = [self.rounds - len(c.series.samples) for c in cell.values() if c.sample]
+        runs = sum(1 + more for more in missing if more > 0)
+        bench.leave_out(bar, count * (1 + self.rounds) - runs)
         self.results.series = [s for s in self.results.series if s not in old.values()]
         self.results.series += [contender.series for contender in cell.values()]
 
@@ -216,7 +298,7 @@ class Recorder:
             samples={name: c.series.samples for name, c in cell.items()},
             on_sample=keep,
             on_rejected=reject,
-            what=", ".join(f"{key} {value}" for key, value in labels.items()),
+            bar=bar,
         )
         for contender in cell.values():
             contender.sample = None  # its graph's memory is free for what follows
@@ -229,7 +311,7 @@ class Recorder:
                     reject(name, error)
         self._save()
 
-    def finish(self) -> Results:
+    def _finish(self) -> Results:
         """Write the output, which is whole now."""
         if self._out and self._partial:
             self.results.write(self._out)
@@ -261,28 +343,32 @@ def compare_kernels(
     *,
     device: str,
     rounds: int = 7,
-    baseline: str = BASELINE,
+    baseline: str | BackendSpec = BASELINE,
     task: str = "kernel",
     out: Path | None = None,
 ) -> Results:
     """Time attention() alone: each cell's samples are microseconds per call.
 
     On CUDA a sample is one replay of a graph of calls over rotating inputs that together exceed the
-    L2. Backends that need contiguous inputs get them: the copies belong to the adapter.
+    L2. Backends that need contiguous inputs get them: the copies belong to the adapter. baseline: a
+    name, or a backend that may be in no registry; measured even where specs lack it.
     """
-    if baseline not in {spec.name for spec in specs}:
-        specs = [get_backend(baseline), *specs]
-    settings = {"measures": "kernel", "device": device, "baseline": baseline}
+    first, specs = _with_baseline(baseline, specs)
+    for cell in cells:
+        shape = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(cell).items())
+        _check_memory(f"inputs and output at {shape}", cell.min_bytes, device)
+    settings = {"measures": "kernel", "device": device, "baseline": first.name}
     settings |= _plan(specs, cells)
-    recorder = Recorder(task, settings, out, rounds=rounds)
+    recorder = Recorder(task, settings, specs, out, rounds=rounds)
     ladder.build_all(device, specs)
     if device == "cuda" and out:
         dtypes = sorted({cell.dtype for cell in cells})
         recorder.results.provenance["limits"] = bench.gpu_limits(dtypes)
-    for cell in cells:
-        contenders = _kernel_contenders(specs, cell, device)
-        recorder.measure(dataclasses.asdict(cell), contenders)
-    return recorder.finish()
+    return recorder.measure(
+        cells,
+        lambda cell: _kernel_contenders(specs, cell, device),
+        lambda cell: len(_takers(specs, cell)),
+    )
 
 
 def _kernel_contenders(
@@ -293,19 +379,25 @@ def _kernel_contenders(
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         rotated = max(2 * l2_bytes, MIN_ROTATED_BYTES)
         sets = max(-(-rotated // (cell.min_bytes * 3 // 4)), MIN_CALLS)
-    # What is read is rotated; numbers are drawn once, since they change no kernel's time.
-    fused = torch.stack([x.contiguous() for x in cell.case.inputs(device)], 2)
-    views = [tuple((fused.clone() if i else fused).unbind(2)) for i in range(sets)]
-    dense = functools.cache(lambda: [tuple(x.contiguous() for x in qkv) for qkv in views])
-    for spec in specs:
-        if cell.dtype not in spec.precisions:
-            continue
+
+    # Made on first use, where an error for want of memory is one of the cell's own.
+    @functools.cache
+    def views() -> list[tuple[Tensor, ...]]:
+        # What is read is rotated; numbers are drawn once, since they change no kernel's time.
+        fused = torch.stack([x.contiguous() for x in cell.case.inputs(device)], 2)
+        return [tuple((fused.clone() if i else fused).unbind(2)) for i in range(sets)]
+
+    @functools.cache
+    def dense() -> list[tuple[Tensor, ...]]:
+        return [tuple(x.contiguous() for x in qkv) for qkv in views()]
+
+    for spec in _takers(specs, cell):
         series = Series(spec.name, _labels(spec, dataclasses.asdict(cell), cell.dtype), "us")
         contender = Contender(series)
         try:
             _check(series, spec, [cell.case], device)
             if series.status == "ok":
-                inputs = dense() if spec.needs_contiguous else views
+                inputs = dense() if spec.needs_contiguous else views()
                 workspace = _workspace(spec, inputs[0], is_causal=cell.is_causal)
                 series.facts["workspace_bytes"] = workspace
                 contender.sample = kernel_sampler(spec, inputs, is_causal=cell.is_causal)
@@ -379,16 +471,17 @@ def compare_generation(
     *,
     name: str,
     rounds: int = 5,
-    baseline: str = BASELINE,
+    baseline: str | BackendSpec = BASELINE,
     task: str = "generation",
     out: Path | None = None,
 ) -> Results:
     """Time generation with each backend: each cell's samples are seconds from prompt to last token.
 
     load: the model in a dtype, called once for each. name: what it is called in the results. The
-    greedy tokens of each backend, in every call that is timed, are compared with the baseline's,
-    which is measured even where specs lack it; where they part, diverge() says whether that is a
-    tie. A contender FREE_ATTENTION, whose attention takes no time, bounds what any kernel can save.
+    greedy tokens of each backend, in every call that is timed, are compared with the baseline's;
+    where they part, diverge.examine() says whether that is a tie. baseline: as in
+    compare_kernels(); in a dtype that it does not take, texts are compared with none. A contender
+    FREE_ATTENTION, whose attention takes no time, bounds what any kernel can save.
     Capturing CUDA graphs (warm_up_s) and the whole call (call_s) are told apart in the facts.
     """
     if not cells:
@@ -396,9 +489,8 @@ def compare_generation(
     cells = sorted(cells, key=lambda cell: cell.dtype)
     if "float64" in {cell.dtype for cell in cells}:
         raise RequestError("text is generated in float32, float16 and bfloat16, not in float64")
-    if baseline not in {spec.name for spec in specs}:
-        specs = [get_backend(baseline), *specs]
-    settings: dict[str, Any] = {"measures": "generation", "model": name, "baseline": baseline}
+    first, specs = _with_baseline(baseline, specs)
+    settings: dict[str, Any] = {"measures": "generation", "model": name, "baseline": first.name}
     settings |= _plan(specs, cells)
     model = load(getattr(torch, cells[0].dtype))
     (ids,) = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
@@ -408,30 +500,36 @@ def compare_generation(
                 f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
                 f"{model.config.n_positions} positions"
             )
+        states = cell.batch * cell.max_tokens * model.config.n_embd * model.wte.weight.itemsize
+        what = f"the states between two layers at batch {cell.batch}, {cell.max_tokens} tokens"
+        _check_memory(what, states, model.device.type)
     settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
+    settings["prompt_digest"] = bench.token_digest([ids])
     settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": cells[0].dtype}
-    recorder = Recorder(task, settings, out, rounds=rounds)
+    recorder = Recorder(task, settings, specs, out, rounds=rounds)
     ladder.build_all(model.device.type, specs)
-    for cell in cells:
+    specs = [first, *(spec for spec in specs if spec.name != first.name)]
+
+    def contenders(cell: GenerationCell) -> Iterator[Contender]:
+        nonlocal model
         if model.dtype != getattr(torch, cell.dtype):
             model = load(getattr(torch, cell.dtype))
-        contenders = _generation_contenders(model, specs, cell, ids, baseline)
-        recorder.measure(dataclasses.asdict(cell), contenders)
-    return recorder.finish()
+        return _generation_contenders(model, specs, cell, ids)
+
+    # FREE_ATTENTION is one more.
+    return recorder.measure(cells, contenders, lambda cell: len(_takers(specs, cell)) + 1)
 
 
 def _generation_contenders(
-    model: GPT2, specs: Sequence[BackendSpec], cell: GenerationCell, ids: list[int], baseline: str
+    model: GPT2, specs: Sequence[BackendSpec], cell: GenerationCell, ids: list[int]
 ) -> Iterator[Contender]:
+    """The backends, the baseline first, and FREE_ATTENTION."""
     device = model.device.type
     prompts, new_tokens = [ids] * cell.batch, cell.max_tokens - len(ids)
     config, labels = model.config, dataclasses.asdict(cell)
     dtype = getattr(torch, cell.dtype)
-    expected: list[list[int]] | None = None
-    (first,) = (spec for spec in specs if spec.name == baseline)
-    for spec in [first, *(spec for spec in specs if spec is not first), _free_attention()]:
-        if cell.dtype not in spec.precisions:
-            continue
+    expected: Generation | None = None
+    for spec in _takers([*specs, _free_attention()], cell):
         series = Series(spec.name, _labels(spec, labels, cell.dtype), "s")
         contender = Contender(series)
         is_free = spec.name == FREE_ATTENTION
@@ -454,23 +552,20 @@ def _generation_contenders(
                 ]
                 _check(series, spec, cases, device, decode=cell.mode == "kv-cache")
             if series.status == "ok":
-                tokens, peak = _tokens_and_peak(call, model)
-                digest = bench.token_digest(tokens)
+                done, peak = _text_and_peak(call, model)
+                digest = bench.token_digest(done.tokens)
                 series.facts |= {"peak_memory_bytes": peak, "token_digest": digest}
-                expected = tokens if spec is first else expected
+                expected = done if spec is specs[0] else expected
                 series.facts["text_compared"] = expected is not None and not is_free
-                if series.facts["text_compared"] and tokens != expected:
-                    found = diverge(
-                        model, first, spec, ids, max_new_tokens=new_tokens, mode=cell.mode
-                    )
+                if expected and not is_free and done.tokens != expected.tokens:
+                    # Of the texts as they were written: alone, or again, they might be others.
+                    found = examine(model, [specs[0], spec], [expected, done])
                     series.facts["diverges"] = found.verdict
-                    fault = "; ".join(found.b.faults or found.a.faults)
-                    if found.step is None:  # alone, and again, it writes the baseline's text
-                        fault = "its text is another in a batch, or from run to run"
-                    if found.step is None or not found.passed:
+                    if not found.passed:
+                        fault = "; ".join(found.b.faults or found.a.faults)
                         series.status, series.reason = "failed", f"{found.verdict}: {fault}"
             if series.status == "ok":
-                wanted = None if is_free else tokens
+                wanted = None if is_free else done.tokens
                 contender.sample = functools.partial(_generation_sample, call, contender, wanted)
         except KERNEL_ERRORS as error:
             _fail(series, error, device)
@@ -492,17 +587,15 @@ def _generation_sample(
     return done.generation_s
 
 
-def _tokens_and_peak(
-    call: Callable[[], Generation], model: GPT2
-) -> tuple[list[list[int]], int | None]:
-    """The tokens, and the most memory allocated on the device meanwhile, weights included."""
+def _text_and_peak(call: Callable[[], Generation], model: GPT2) -> tuple[Generation, int | None]:
+    """The text, and the most memory allocated on the device meanwhile, weights included."""
     if model.device.type != "cuda":
-        return call().whole().tokens, None
+        return call().whole(), None
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
-    tokens = call().whole().tokens
-    return tokens, torch.cuda.max_memory_allocated(model.device)
+    done = call().whole()
+    return done, torch.cuda.max_memory_allocated(model.device)
 
 
 def _free_attention() -> BackendSpec:
@@ -550,18 +643,74 @@ def _plan(specs: Sequence[BackendSpec], cells: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def _with_baseline(
+    baseline: str | BackendSpec, specs: Sequence[BackendSpec]
+) -> tuple[BackendSpec, list[BackendSpec]]:
+    """The baseline, and the backends with it among them."""
+    first = get_backend(baseline) if isinstance(baseline, str) else baseline
+    lacks = first.name not in {spec.name for spec in specs}
+    return first, [*[first] * lacks, *specs]
+
+
+def _takers(specs: Sequence[BackendSpec], cell: GenerationCell | KernelCell) -> list[BackendSpec]:
+    """The backends that take a cell's dtype; to the others it is no cell."""
+    return [spec for spec in specs if cell.dtype in spec.precisions]
+
+
+def _check_memory(what: str, needed: int, device: str) -> None:
+    """Raise RequestError for what the memory of the device cannot hold, whatever the backend."""
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties().total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise RequestError(
+            f"{what} would take {needed >> 30:,} GiB, and {device} has {memory >> 30:,}"
+        )
+
+
 def _labels(spec: BackendSpec, cell: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What tells a series from others, and whether its backend's source is what it was."""
+    """What tells a series from others."""
     if spec.name == FREE_ATTENTION:
         return {**cell, "family": spec.family, "precision": "none"}
     labels = {**cell, "family": spec.family, "precision": spec.precisions[dtype]}
-    version = ladder.versions().get(spec.name)
-    source = version.path if version else inspect.getsourcefile(spec.loader)
-    if source:
-        labels["source_digest"] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    if version:
+    if version := ladder.versions().get(spec.name):
         labels |= {"flags": " ".join(version.flags), "change": version.title}
     return labels
+
+
+def _source_digest(spec: BackendSpec) -> str | None:
+    """SHA-256 over a backend's source files; None where there are none to be found."""
+    digest = hashlib.sha256()
+    for path in (files := _source_files(spec)):
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest() if files else None
+
+
+def _source_files(spec: BackendSpec) -> list[Path]:
+    """All that a backend's kernel may be made of, sorted; none where its loader is in no file.
+
+    Of a version file, all that its library is built of. Of a loader in Python, the source files of
+    its whole package, or its own file in none: what it imports it may import by a name that it puts
+    together, as those of numpy_ladder are, so that no list of imports is sure to be whole.
+    """
+    if version := ladder.versions().get(spec.name):
+        csrc = build.csrc_of(version)
+        shared = (path for kind in ("*.h", "*.cuh", "emulator/*.h") for path in csrc.glob(kind))
+        return sorted({csrc / "binding.cpp", *shared, *build.own_files(version.path)})
+    loader = inspect.unwrap(spec.loader)
+    try:
+        file = Path(inspect.getsourcefile(loader) or "")
+    except TypeError:  # no function: a partial, or an object that can be called
+        return []
+    if not file.is_file():  # <stdin>, <string>
+        return []
+    package = loader.__module__.partition(".")[0]
+    # This project's .cu files are version files, which no other backend is made of.
+    kinds = (".py",) if package == "attention_kernels" else bench.SOURCES
+    folders = map(Path, getattr(sys.modules.get(package), "__path__", ()))
+    found = {path for folder in folders for path in folder.rglob("*") if path.suffix in kinds}
+    return sorted({file, *filter(Path.is_file, found)})
 
 
 def _check(

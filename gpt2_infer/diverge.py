@@ -40,7 +40,7 @@ from attention_kernels.reference import (
 )
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import CPU_LENGTH_STEP, Mode, encode_prompts, generate
+from gpt2_infer.generation import CPU_LENGTH_STEP, Generation, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2, check_backend
 
 
@@ -217,18 +217,36 @@ def diverge(
     for spec in specs:
         check_backend(spec, model.config, model.dtype, model.device.type)
     rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
-    texts, length_step = _write(model, specs, rows, max_new_tokens, mode, progress)
-    parted = [i for i in range(max_new_tokens) if texts[0][i] != texts[1][i]]
-    step = parted[0] if parted else None
-    examined = max_new_tokens - 1 if step is None else step
-    prefix = rows[0] + texts[0][:examined]
-    rounded = -(-len(prefix) // length_step) * length_step
-    seqlen = min(rounded, model.config.n_positions)
+    return examine(model, specs, _write(model, specs, rows, max_new_tokens, mode, progress))
+
+
+def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation]) -> Divergence:
+    """What diverge() says of two backends' texts that are written already, whole.
+
+    runs: one of each backend, of the same prompt and mode, in as many rows. What is examined is the
+    row whose texts part first, in the batch that it was written in.
+    """
+    texts = [run.tokens for run in runs]
+    new_tokens = len(texts[0][0])
+    parted = [
+        (i, row)
+        for i in range(new_tokens)
+        for row, (one, other) in enumerate(zip(*texts, strict=True))
+        if one[i] != other[i]
+    ]
+    step, row = parted[0] if parted else (None, 0)
+    examined = new_tokens - 1 if step is None else step
+    # Up to there the other backend's are the same.
+    prefixes = [[*p, *t[:examined]] for p, t in zip(runs[0].prompts, texts[0], strict=True)]
+    length = len(prefixes[0])
+    length_step = runs[1].length_step if runs[1].mode == "recompute" else CPU_LENGTH_STEP
+    seqlen = min(-(-length // length_step) * length_step, model.config.n_positions)
+    padding = [0] * (seqlen - length)
+    padded = torch.tensor([prefix + padding for prefix in prefixes], device=model.device)
+    seqlens = torch.tensor([length] * len(prefixes), device=model.device)
 
     def logits(spec: BackendSpec) -> Tensor:
-        padded = torch.tensor([prefix + [0] * (seqlen - len(prefix))], device=model.device)
-        seqlens = torch.tensor([len(prefix)], device=model.device)
-        found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[0, 0]
+        found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
         return found.double()
 
     layers = _Layers(specs)
@@ -241,7 +259,7 @@ def diverge(
     sides = []
     for spec, own, text, places in zip(specs, owns, texts, layers.places, strict=True):
         first, second = own.topk(2).values.tolist()
-        token = text[examined]
+        token = text[row][examined]
         precision = layers.precision(spec)
         over = [place for place in places if not place.passed]
         sides.append(
@@ -260,10 +278,10 @@ def diverge(
     return Divergence(
         device=model.device.type,
         dtype=dtype_name(model.dtype),
-        prompt_tokens=len(rows[0]),
-        new_tokens=max_new_tokens,
+        prompt_tokens=length - examined,
+        new_tokens=new_tokens,
         step=step,
-        position=len(prefix),
+        position=length,
         seqlen=seqlen,
         a=sides[0],
         b=sides[1],
@@ -279,11 +297,10 @@ def _write(
     new_tokens: int,
     mode: Mode,
     progress: bool,
-) -> tuple[list[list[int]], int]:
-    """Each backend's new tokens, and what generation in recompute rounds its lengths up to."""
-    texts = []
-    for spec in specs:
-        run = generate(
+) -> list[Generation]:
+    """Each backend's text."""
+    return [
+        generate(
             model.with_attention(spec, spec if mode == "kv-cache" else None),
             rows,
             max_new_tokens=new_tokens,
@@ -292,15 +309,15 @@ def _write(
             progress=progress,
             cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
         ).whole()
-        texts.append(run.tokens[0])
-    return texts, run.length_step if mode == "recompute" else CPU_LENGTH_STEP
+        for spec in specs
+    ]
 
 
 class _Layers:
     """An attention kernel that answers in float64 and judges the backends on every call it gets.
 
     places: per backend, each layer's largest error. apart: each layer's largest difference between
-    the two backends. Batch 1.
+    the two backends.
     """
 
     def __init__(self, specs: Sequence[BackendSpec]) -> None:
@@ -338,8 +355,11 @@ class _Layers:
 
 
 def _place(layer: int, o: Tensor, other: Tensor, budget: float) -> Place:
-    """Where two outputs of a layer, (1, seqlen, num_heads, head_dim), differ most; NaN-strict."""
-    difference = (o.double() - other.double()).abs()[0].amax(2)
+    """Where two outputs of a layer, (batch, seqlen, num_heads, head_dim), differ most; NaN-strict.
+
+    In which entry of the batch is not told.
+    """
+    difference = (o.double() - other.double()).abs().amax((0, 3))
     difference = difference.where(difference.isfinite(), torch.inf)
     error = difference.max()
     row, head = (difference == error).nonzero()[0].tolist()

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -81,6 +82,13 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return count
 
 
+def task_name(text: str) -> str:
+    """The type of --name: what results/schema.json takes for a task."""
+    if not re.fullmatch("[a-z0-9_-]+", text):
+        raise argparse.ArgumentTypeError(f"must be of a-z, 0-9, _ and -, not {text!r}")
+    return text
+
+
 def output_file(text: str) -> Path:
     """The type of a benchmark's --out: what would lose a finished run is found before it begins.
 
@@ -123,6 +131,20 @@ def read(path: Path) -> Results:
     return Results(value["task"], value["provenance"], value["settings"], series)
 
 
+def read_finished(path: Path) -> Results:
+    """As read(), but not what an interrupted run has left: every series has all its samples."""
+    results = read(path)
+    rounds = results.settings.get("rounds", 1)
+    short = sum(s.status == "ok" and len(s.samples) < rounds for s in results.series)
+    if results.series and not short:
+        return results
+    lack = "it has no series"
+    if short:
+        what = f"fewer samples than its {rounds} rounds" if rounds > 1 else "no samples"
+        lack = f"{short} of its {len(results.series)} series have {what}"
+    raise ResultsError(f"{path} is of a run that is not finished: {lack}")
+
+
 def _is_results(path: Path) -> bool:
     try:
         return path.is_file() and bool(read(path))
@@ -138,7 +160,7 @@ def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
     for path in sorted(folder.glob("*.json")):
         if path.name == SCHEMA_FILE.name:
             continue
-        results = read(path)
+        results = read_finished(path)
         if (
             results.task not in found
             or results.provenance["date"] > found[results.task][1].provenance["date"]

@@ -155,8 +155,10 @@ def _kernel_comparison(file: str, results: Results) -> str:
             f"{_how(file, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
             f"against float64 are at N={chosen}"
         )
+        # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
         naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
-        title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
+        if naive and "NAIVE_PYTORCH" not in names and dtype != "float64":
+            title += f", where plain PyTorch's own error is {naive[0]:.1e}"
         if not one and all(s.facts["error"] <= s.facts["budget"] for s in group if s.samples):
             title += "; at every N what was timed was within its budget"
         limits = results.provenance.get("limits", {})

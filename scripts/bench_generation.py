@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers import GPT2Config as TransformersConfig
 
 from attention_kernels import AttentionError, backends
-from gpt2_infer import GPT2, bench, generate, tables
+from gpt2_infer import GPT2, GPT2InferError, bench, generate, tables
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import MIN_ROUNDS
 from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
@@ -161,7 +161,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(MIN_ROUNDS), default=5, help=ROUNDS_HELP)
     arguments = parser.parse_args()
 
-    contenders, settings = cpu_contenders() if arguments.device == "cpu" else cuda_contenders()
+    try:
+        contenders, settings = cpu_contenders() if arguments.device == "cpu" else cuda_contenders()
+    except (GPT2InferError, AttentionError) as error:
+        parser.error(str(error))
     expected, _ = contenders[0].run()
     good, series = [], {}
     for contender in contenders:

@@ -23,7 +23,7 @@ from gpt2_infer import GPT2, GPT2InferError, compare, tables
 from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES, Parser
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
-from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, at_least, output_file
+from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, at_least, output_file, task_name
 from gpt2_infer.weights import resolve_device
 
 GENERATION = {
@@ -47,10 +47,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--task", choices=("generation", "kernel"), default="generation")
     add("--out", type=output_file, required=True, help=OUT_HELP)
-    add("--name", help="the task's name in the results (default: what --task says)")
+    add("--name", type=task_name, help="the task's name in the results (default: what --task says)")
     add("--backends", nargs="+", default=[], metavar="NAME", help="or version files, *.cu")
     add("--families", nargs="+", default=[], metavar="NAME", help="see `gpt2-infer backends`")
-    add("--baseline", default=compare.BASELINE, metavar="NAME", help="default: %(default)s")
+    add(
+        "--baseline",
+        default=compare.BASELINE,
+        metavar="NAME",
+        help="or a version file, *.cu (default: %(default)s)",
+    )
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), default=["float32"])
     add("--batch-sizes", nargs="+", type=at_least(1), default=[1], metavar="N")
@@ -88,11 +93,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> Results:
     """Measure what the arguments name; the results are written."""
     device = str(resolve_device(arguments.device))
-    specs = compare.select(arguments.backends, device, families=arguments.families)
-    for spec in map(ladder.resolve, arguments.backends):
+    specs = compare.select(
+        arguments.backends, device, families=arguments.families, dtypes=arguments.dtypes
+    )
+    (baseline,) = compare.select([arguments.baseline], device)
+    for spec in [baseline, *map(ladder.resolve, arguments.backends)]:
         if not {*arguments.dtypes} & {*spec.dtypes}:
             raise RequestError(f"{spec.name} takes {', '.join(spec.dtypes)}: see --dtypes")
-    baseline = compare.select([arguments.baseline], device)[0].name
     options = {"rounds": arguments.rounds, "out": arguments.out, "baseline": baseline}
     task = arguments.name or arguments.task
     if arguments.task == "kernel":
@@ -110,7 +117,7 @@ def run(arguments: argparse.Namespace) -> Results:
             random_weights=arguments.random_weights,
             device=device,
             dtype=dtype,
-            attention=arguments.baseline,
+            attention=compare.BASELINE,  # never run as such, and there in every dtype
         )
 
     cells = [

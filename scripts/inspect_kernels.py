@@ -25,14 +25,16 @@ from attention_kernels.build import VersionHeader
 from attention_kernels.resources import Resources, resource_table
 from gpt2_infer import bench, tables
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file, task_name
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
-    parser.add_argument("--name", default="inspect", help="the task's name in the results")
+    parser.add_argument(
+        "--name", type=task_name, default="inspect", help="the task's name in the results"
+    )
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
     parser.add_argument("--arch", default="90", help="compute capability (default: %(default)s)")
     parser.add_argument("--seqlen", type=at_least(1), default=128)
@@ -50,9 +52,15 @@ def main() -> None:
     if not versions:
         families = ", ".join(ladder.families())
         sys.exit(f"no ladder is of the family {arguments.family}: there are {families}")
+    compiled = [version for version in versions.values() if not version.is_host]
+    head_dims = sorted({head_dim for version in compiled for head_dim in version.head_dims})
+    if arguments.head_dim not in head_dims:
+        sys.exit(
+            f"no version of {arguments.family} takes head_dim {arguments.head_dim}: there are "
+            f"{', '.join(map(str, head_dims))}"
+        )
     shape = ("seqlen", "batch", "heads", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in (*shape, "arch")}
-    compiled = [version for version in versions.values() if not version.is_host]
     rows = resource_table(compiled, [arguments.arch], [arguments.head_dim])
     nvcc = build.output_of([str(build.find_nvcc()), "--version"])
     release = re.search(r"release ([\d.]+)", nvcc)

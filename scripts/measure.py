@@ -27,6 +27,10 @@ FA1_CASE = "--batch-sizes 32 --heads 8 --head-dims 32 --seqlens 1024 --full"
 TRITON_CASE = (
     "--families pytorch triton --dtypes float16 float32 --heads 1 --seqlens 16384 --rounds 20"
 )
+WMMA = (
+    f"{KERNEL} --families pytorch wmma-fa2 --dtypes float16 --heads 1 --full {LENGTHS} --rounds 7"
+    f" {EFFICIENT}"
+)
 HALF = "--families pytorch wmma-fa2 triton flash-attention-1 --dtypes float16"
 
 # In the order of what matters most, should the time with the GPU run out.
@@ -42,8 +46,9 @@ RUNS = {
     "generation-cpu": "bench_generation.py cpu --rounds 7",
     "build": "bench_build.py",
     # Document 1: tensor cores through WMMA, at its shape, against the same precision.
-    "kernel-wmma": f"{KERNEL} --families pytorch wmma-fa2 --dtypes float16 --heads 1 --full"
-    f" {LENGTHS} --rounds 7 {EFFICIENT}",
+    "kernel-wmma": WMMA,
+    # The same again, to see how far a second run is from the first.
+    "kernel-wmma-again": WMMA,
     "inspect-wmma": "inspect_kernels.py --family wmma-fa2 --full",
     # Document 2: FlashAttention-1, at its case.
     "kernel-fa1": f"{KERNEL} --families pytorch flash-attention-1 --dtypes float16 float64"

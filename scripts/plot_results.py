@@ -5,7 +5,8 @@
 
 For the newest results file of each task, every plot that its kind has, as SVG and PNG, named
 <task>_<plot>; for each FILE the same, beside it or in --out, named <file>_<plot>. The same files
-give the same bytes; --check says whether the SVGs are current.
+give the same bytes; --check says which pictures are stale, missing or of no results. It holds an
+SVG to its text and a PNG to its pixels.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 
 mpl.use("Agg")  # before pyplot: no display is needed
 
@@ -28,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
-from gpt2_infer.results import Results, ResultsError, Series, newest, read
+from gpt2_infer.results import Results, ResultsError, Series, newest, read_finished
 from gpt2_infer.tables import counts, detail_seqlen, profiled_shape, where
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -107,7 +109,8 @@ def peak_memory(results: Results) -> Figure | None:
         return None
     figure, axes = _figure()
     _draw_lines(axes, lines, group)
-    _finish(axes, "Device memory at its peak, weights included", results)
+    title = "Device memory at its peak, weights included"
+    _title(axes, title, f"{where(results)}; one call each")
     axes.set(xlabel="tokens, prompt included", ylabel="MiB", xscale="log")
     _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
     return figure
@@ -245,8 +248,18 @@ def render(results: Results, stem: str | None = None) -> Iterator[tuple[str, byt
             plt.close(figure)
 
 
+def outdated(drawn: Mapping[Path, bytes], there: Iterable[Path]) -> dict[str, list[str]]:
+    """Names of pictures by what is wrong with them; there: files that should be among the drawn."""
+    found = {
+        "stale": [f.name for f, new in drawn.items() if f.is_file() and not _is_same(f, new)],
+        "missing": [file.name for file in drawn if not file.is_file()],
+        "of no results": sorted(file.name for file in {*there} - {*drawn}),
+    }
+    return {what: names for what, names in found.items() if names}
+
+
 def main() -> int:
-    """Plot, or say what is stale."""
+    """Plot, or say what is not current."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -258,34 +271,65 @@ def main() -> int:
     )
     add("--results", type=Path, help="a folder (default: results)")
     add("--out", type=Path, help="default: beside a FILE, else results/plots")
-    add("--check", action="store_true", help="exit 1 where an SVG is stale")
+    add("--check", action="store_true", help="draw nothing; exit 1 where a picture is not current")
     arguments = parser.parse_args()
     if arguments.files and arguments.results:
         parser.error("--results is a folder in place of FILE")
-    found: list[tuple[Path, str | None, Results]]
+    if arguments.out and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out is a folder, and {arguments.out} is none")
+    there: list[Path] = []
     try:
         if arguments.files:
-            found = [(file.parent, file.stem, read(file)) for file in arguments.files]
+            found = [(arguments.out or f.parent, f.stem, read_finished(f)) for f in arguments.files]
+            for folder, stem, _ in found:
+                there += _pictures(folder, stem)
         else:
-            newest_of = newest(arguments.results or RESULTS).values()
-            found = [(RESULTS / "plots", None, results) for _, results in newest_of]
+            folder = arguments.out or RESULTS / "plots"
+            results_of = newest(arguments.results or RESULTS)
+            found = [(folder, task, results) for task, (_, results) in results_of.items()]
+            there = [path for kind in METADATA for path in folder.glob(f"*.{kind}")]
     except ResultsError as error:
         parser.error(str(error))
-    stale, written = [], []
-    for beside, stem, results in found:
-        for name, content in render(results, stem):
-            file = (arguments.out or beside) / name
-            if not arguments.check:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content)
-                written.append(file)
-            elif name.endswith(".svg") and (not file.exists() or file.read_bytes() != content):
-                stale.append(name)
-    if stale:
-        print(f"stale: {', '.join(stale)}: run python scripts/plot_results.py", file=sys.stderr)
-    if not arguments.check:
-        print("\n".join(f"wrote {file}" for file in written) or "there was nothing to draw")
-    return int(bool(stale))
+    drawn = {
+        folder / name: content
+        for folder, stem, results in found
+        for name, content in render(results, stem)
+    }
+    if arguments.check:
+        if wrong := outdated(drawn, there):
+            told = "; ".join(f"{what}: {', '.join(names)}" for what, names in wrong.items())
+            hint = "draw again without --check, and delete what is of no results"
+            print(f"{told} ({hint})", file=sys.stderr)
+        return int(bool(wrong))
+    for file, content in drawn.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        except OSError as error:
+            parser.error(f"{file} cannot be written: {error.strerror}")
+        print(f"wrote {file}")
+    if not drawn:
+        print("there was nothing to draw")
+    return 0
+
+
+def _pictures(folder: Path, stem: str) -> list[Path]:
+    """The pictures in a folder that have a results file's name and a plot's."""
+    plots = {plot for of in PLOTS.values() for plot in of}
+    paths = [folder / f"{stem}_{plot}.{kind}" for plot in plots for kind in METADATA]
+    return [path for path in paths if path.exists()]
+
+
+def _is_same(file: Path, content: bytes) -> bool:
+    """Whether a picture is what is drawn now: of a PNG the pixels, however they are packed."""
+    old = file.read_bytes()
+    if old == content or file.suffix != ".png":
+        return old == content
+    try:
+        was, now = (plt.imread(io.BytesIO(png), format="png") for png in (old, content))
+    except (OSError, SyntaxError, ValueError):  # it is no whole PNG
+        return False
+    return np.array_equal(was, now)
 
 
 def _first_group(results: Results, *keys: str) -> list[Series]:

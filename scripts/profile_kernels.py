@@ -19,11 +19,12 @@ from collections.abc import Iterable
 
 import torch
 
-from attention_kernels import BackendSpec, backends, ladder
+from attention_kernels import AttentionError, BackendSpec, backends, ladder
 from attention_kernels.conformance import Case
-from gpt2_infer import bench, tables
+from gpt2_infer import GPT2InferError, bench, tables
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
+from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file, task_name
+from gpt2_infer.weights import resolve_device
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -49,7 +50,9 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=output_file, required=True, help=OUT_HELP)
-    parser.add_argument("--name", default="profile", help="the task's name in the results")
+    parser.add_argument(
+        "--name", type=task_name, default="profile", help="the task's name in the results"
+    )
     parser.add_argument("--family", default="custom-cuda", help="default: %(default)s")
     parser.add_argument("--seqlen", type=at_least(1), default=1024)
     parser.add_argument("--batch", type=at_least(1), default=1)
@@ -66,13 +69,17 @@ def main() -> None:
     if arguments.worker:
         launch_each(arguments)
         return
+    specs = specs_of(arguments.family)
     shape = ("batch", "heads", "seqlen", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in shape} | {"measures": "profile"}
     counters, settings["not_on_this_gpu"] = known_counters()
     results = Results(arguments.name, bench.provenance(), settings, [])
-    launch_each(arguments)  # builds what is not built, outside the profiler
+    try:
+        launch_each(arguments)  # builds what is not built, outside the profiler
+    except (GPT2InferError, AttentionError) as error:
+        sys.exit(str(error))
     rows = profile(counters)
-    ops = {ladder.versions()[spec.name].op: spec.name for spec in specs_of(arguments.family)}
+    ops = {ladder.versions()[spec.name].op: spec.name for spec in specs}
     if missing := ops.keys() - rows.keys():
         sys.exit(f"ncu reported nothing for {', '.join(sorted(missing))}")
     for op, name in ops.items():
@@ -93,6 +100,7 @@ def specs_of(family: str) -> list[BackendSpec]:
 
 def launch_each(arguments: argparse.Namespace) -> None:
     """One call of every version."""
+    resolve_device("cuda")
     specs = specs_of(arguments.family)
     ladder.build_all("cuda", specs)
     for spec in specs:
@@ -113,7 +121,11 @@ def known_counters() -> tuple[list[str], list[str]]:
 
     Asking it for one that it does not know would end the profile.
     """
-    done = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
+    query = ["ncu", "--query-metrics"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        sys.exit("ncu, of Nsight Compute, is not on PATH")
     listed = {line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line.strip()}
     if done.returncode or not listed:
         sys.exit(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")

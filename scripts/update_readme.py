@@ -52,17 +52,19 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 where a table is stale")
     arguments = parser.parse_args()
     readme = ROOT / "README.md"
-    before = readme.read_text("utf-8")
     try:
+        before = readme.read_text("utf-8")
         after = render(before, ROOT / "results")
+        if not arguments.check:
+            readme.write_text(after, "utf-8")
+            return 0
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be used: {error.strerror}")
     except ResultsError as error:
         parser.error(str(error))
-    if arguments.check:
-        if before != after:
-            print("README.md is stale: run python scripts/update_readme.py", file=sys.stderr)
-        return int(before != after)
-    readme.write_text(after, "utf-8")
-    return 0
+    if before != after:
+        print("README.md is stale: run python scripts/update_readme.py", file=sys.stderr)
+    return int(before != after)
 
 
 if __name__ == "__main__":

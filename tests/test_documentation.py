@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import build
+from gpt2_infer.results import newest
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,6 +80,23 @@ def test_links_in_the_documents_lead_somewhere():
     for document in (*ROOT.glob("*.md"), ROOT / "results" / "README.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text("utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_how_far_a_second_run_is_from_the_first():
+    results = newest(ROOT / "results")
+    first, again = (
+        {(s.name, s.labels["seqlen"]): s for s in results[task][1].series}
+        for task in ("kernel-wmma", "kernel-wmma-again")
+    )
+    assert first.keys() == again.keys()
+    inside, apart = 0, 0.0
+    for key, series in first.items():
+        low, high = series.spread
+        inside += low <= again[key].median <= high
+        apart = max(apart, abs(again[key].median / series.median - 1))
+    text = " ".join((ROOT / "results" / "README.md").read_text("utf-8").split())
+    assert f"{inside} of {len(first)} medians" in text
+    assert f"{apart:.1%} apart" in text.replace(" %", "%")
 
 
 def test_the_takeaways_quote_the_tables():

@@ -1,23 +1,30 @@
 from __future__ import annotations
 
+import functools
+import importlib
+import io
 import math
+import sys
 import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from attention_kernels import (
     ArgumentError,
     BackendSpec,
     UnknownBackendError,
     get_backend,
+    ladder,
     register,
 )
 from attention_kernels.conformance import Case
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import Verdict, naive_attention
-from gpt2_infer import compare, tables
+from attention_kernels.reference import Verdict, naive_attention, reference_attention
+from gpt2_infer import GPT2, compare, tables
 from gpt2_infer.compare import FREE_ATTENTION, GenerationCell, KernelCell
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
@@ -106,7 +113,6 @@ def test_only_what_runs_here_is_selected():
     assert [s.name for s in compare.select(["naive-pytorch", "NAIVE_PYTORCH"], "cpu")] == [names[0]]
     of_torch = compare.select([], "cpu", families=["pytorch"])
     assert {spec.family for spec in of_torch} == {"pytorch"}
-    assert not compare.select([], "cpu", families=["custom-cuda"])
     named = compare.select(["CUSTOM_CUDA_VERSION_2"], "cpu", families=["pytorch"])
     assert named == [*of_torch, get_backend("CUSTOM_CUDA_VERSION_2")]
     with pytest.raises(RequestError, match="no backend is of the family nvidia: there are"):
@@ -115,6 +121,24 @@ def test_only_what_runs_here_is_selected():
         compare.select(["no-such"], "cpu")
     with pytest.raises(RequestError, match="cannot be compared on cpu: runs on cuda only"):
         compare.select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
+
+
+def test_a_family_that_cannot_be_measured_here_is_told(capsys):
+    pytorch = compare.select([], "cpu", families=["pytorch"])
+    assert capsys.readouterr().err == ""
+    assert compare.select([], "cpu", families=["pytorch", "custom-cuda", "triton"]) == pytorch
+    err = capsys.readouterr().err
+    assert err.startswith("nothing is measured on cpu of custom-cuda (its source runs in the CPU ")
+    assert "would mean nothing), triton (" in err
+    assert err.count("\n") == 1
+    named = compare.select(["CUSTOM_CUDA_VERSION_2"], "cpu", families=["custom-cuda"])
+    assert named == specs_of("CUSTOM_CUDA_VERSION_2")  # it is checked, as whoever names it asks
+    with pytest.raises(RequestError, match=r"^nothing is measured on cpu of custom-cuda \("):
+        compare.select([], "cpu", families=["custom-cuda"])
+    numpy = compare.select([], "cpu", families=["numpy"], dtypes=["float16", "float64"])
+    assert {spec.family for spec in numpy} == {"numpy"}
+    with pytest.raises(RequestError, match=r"of numpy \(takes float32, float64, not float16\)"):
+        compare.select([], "cpu", families=["numpy"], dtypes=["float16"])
 
 
 def test_the_modules_example_works_as_written(capsys):
@@ -187,16 +211,115 @@ def test_what_is_left_of_another_run_is_refused(monkeypatch, tmp_path):
     for options, key in (({"rounds": 3}, "rounds"), ({"cells": CELLS[:1]}, "cells")):
         with pytest.raises(ResultsError, match=f"is of another run \\({key} differ\\): delete it"):
             run(out, **options)
-    label = compare._labels
-    monkeypatch.setattr(compare, "_labels", lambda *a: label(*a) | {"source_digest": "edited"})
-    with pytest.raises(ResultsError, match=r"NAIVE_PYTORCH has changed since .* was measured"):
-        run(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "_source_digest", lambda _: "edited")
+        with pytest.raises(ResultsError, match=r"NAIVE_PYTORCH has changed since .* was measured"):
+            run(out)
     monkeypatch.setattr(compare.bench, "source_digest", lambda: "other")
     with pytest.raises(ResultsError, match=r"another run \(source_digest differ\)"):
         run(out)
     (tmp_path / "r.json.partial").write_text("{")
     with pytest.raises(ResultsError, match="is truncated or not JSON"):
         run(out)
+
+
+@pytest.mark.parametrize("count", [1, 6])  # in the first cell, and after it
+def test_a_plug_in_that_was_edited_is_not_gone_on_with(
+    clean_registry, monkeypatch, tmp_path, count
+):
+    """Its kernel is in another file than its loader."""
+    package = tmp_path / "plugged_in"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from attention_kernels.contract import Kernels\n"
+        "from plugged_in.kernel import attention\n"
+        "def load(): return Kernels(attention)\n"
+    )
+    kernel = package / "kernel.py"
+    kernel.write_text("from attention_kernels.reference import naive_attention as attention\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("plugged_in", "plugged_in.kernel"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    loader = importlib.import_module("plugged_in").load
+    fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_PLUGGED_IN", **fields)(loader)
+    specs = specs_of("NAIVE_PYTORCH", "TEST_PLUGGED_IN")
+
+    def run():
+        compare.compare_kernels(specs, CELLS, device="cpu", rounds=2, out=tmp_path / "r.json")
+
+    for calls in (count, 1):  # gone on with as long as it is the same
+        interrupted_after(monkeypatch, calls)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    kernel.write_text(kernel.read_text() + "# another\n")
+    with pytest.raises(ResultsError, match=r"TEST_PLUGGED_IN has changed since .* was measured"):
+        run()
+
+
+def test_a_backends_source_is_all_that_its_kernel_is_made_of(tmp_path):
+    root = Path(compare.__file__).parents[1] / "attention_kernels"
+    for name in ("TRITON_FLASH_ATTENTION", "NUMPY_BASIC"):
+        files = compare._source_files(get_backend(name))
+        assert {root / "triton_flash_attention.py", root / "numpy_ladder" / "basic.py"} <= {*files}
+        assert {path.suffix for path in files} == {".py"}
+    file, included = tmp_path / "v08_mine.cu", tmp_path / "mine.cuh"
+    source = (root / "csrc" / "fp32" / "v08_o_in_shared.cu").read_text()
+    file.write_text(source + '#include "mine.cuh"\n')
+    included.write_text("// mine\n")
+    spec = ladder.resolve(str(file))
+    files = compare._source_files(spec)
+    assert {file, included, *(root / "csrc" / f for f in ("binding.cpp", "common.cuh"))} <= {*files}
+    assert not any(path.suffix == ".py" for path in files)
+    digests = {compare._source_digest(spec)}
+    for path in (file, included):
+        path.write_text(path.read_text() + "// edited\n")
+        digests.add(compare._source_digest(spec))
+    assert len(digests) == 3
+
+
+def test_a_loader_without_a_file_has_no_known_source(clean_registry, monkeypatch, tmp_path):
+    """As one that is typed into `python -`: how far it is the same, nobody can tell."""
+    scope = {"Kernels": Kernels, "attention": naive_attention, "__name__": "__main__"}
+    exec(compile("def load(): return Kernels(attention)", "<stdin>", "exec"), scope)
+    fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_TYPED", **fields)(scope["load"])
+    register(name="TEST_PARTIAL", **fields)(functools.partial(Kernels, naive_attention))
+    for name in ("TEST_TYPED", "TEST_PARTIAL"):
+        out = tmp_path / f"{name}.json"
+
+        def run(name=name, out=out):
+            return compare.compare_kernels(specs_of(name), CELLS, device="cpu", rounds=2, out=out)
+
+        with monkeypatch.context() as patch:
+            interrupted_after(patch, 3)
+            with pytest.raises(KeyboardInterrupt):
+                run()
+        with pytest.raises(ResultsError, match=f"{name} .* may have changed since .* was measured"):
+            run()
+        out.with_name(f"{out.name}.partial").unlink()
+        series = by_name(run())[name]
+        assert (series.status, series.labels["source_digest"]) == ("ok", None)
+
+
+def test_what_is_left_of_another_prompt_is_refused(demo, monkeypatch, tmp_path):
+    def run(prompt):
+        cells = [GenerationCell(10)]
+        options = {"name": "demo", "rounds": 2, "out": tmp_path / "r.json"}
+        return compare.compare_generation(
+            lambda dtype: demo, specs_of(*TWO), cells, prompt, **options
+        )
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "_generation_sample", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run([5, 6, 7])
+    with pytest.raises(ResultsError, match=r"is of another run \(prompt_digest differ\)"):
+        run([5, 6, 8])
+    assert run([5, 6, 7]).settings["prompt_digest"] == compare.bench.token_digest([[5, 6, 7]])
 
 
 @pytest.mark.parametrize(
@@ -427,9 +550,53 @@ def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_r
     assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
     batch, later = found["TEST_WRONG_IN_A_BATCH"], found["TEST_WRONG_LATER"]
     assert (batch.status, batch.samples) == ("failed", [])
-    assert batch.reason == "equal: its text is another in a batch, or from run to run"
+    assert batch.reason.startswith("bug in B: the first layer over its budget: layer 0, ")
     assert (later.status, later.samples) == ("failed", [])
     assert later.reason == "its text is another from run to run"
+
+
+def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry):
+    """Alone it is plain PyTorch, and in a batch right to the last bit."""
+
+    def naive_alone(q, k, v, softmax_scale, is_causal):
+        kernel = naive_attention if len(q) == 1 else reference_attention
+        return kernel(q, k, v, softmax_scale, is_causal).to(q.dtype)
+
+    spec = add("TEST_NAIVE_ALONE", naive_alone, precisions={"bfloat16": "bf16"})
+    model = GPT2.from_pretrained("demo", device="cpu", dtype=torch.bfloat16)
+    found = by_name(
+        compare.compare_generation(
+            lambda dtype: model,
+            [spec],
+            [GenerationCell(48, 2, "bfloat16")],
+            PROMPT,
+            name="demo",
+            rounds=2,
+        )
+    )
+    ours, plain = found["TEST_NAIVE_ALONE"], found["NAIVE_PYTORCH"]
+    assert ours.facts["token_digest"] != plain.facts["token_digest"]
+    assert (ours.status, ours.reason, ours.facts["diverges"]) == ("ok", "", "tie")
+    assert len(ours.samples) == 2
+
+
+def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_registry):
+    """And not as it is written again."""
+    calls = []
+
+    def wrong_once(q, k, v, softmax_scale, is_causal):
+        wrong = q.shape[1] == 32 and calls.count(32) < 16 * 6  # steps of the first text, layers
+        calls.append(q.shape[1])
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    spec = add("TEST_WRONG_ONCE", wrong_once)
+    results = compare.compare_generation(
+        lambda dtype: demo, [spec], [GenerationCell(40)], PROMPT, name="demo", rounds=2
+    )
+    series = by_name(results)["TEST_WRONG_ONCE"]
+    assert series.status == "failed"
+    assert series.reason.startswith("bug in B: rounding does not explain its token, ")
+    assert "state between calls" in series.reason
 
 
 def test_a_kernel_that_answers_from_memory_is_caught(clean_registry):
@@ -483,6 +650,109 @@ def test_what_would_make_no_comparison_is_refused(demo):
             run([GenerationCell(10)])
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_the_baseline_may_be_in_no_registry(demo):
+    spec = BackendSpec(
+        name="TEST_UNREGISTERED",
+        family="test",
+        summary="A test's.",
+        loader=lambda: Kernels(naive_attention),
+        precisions={"float32": "ieee-fp32"},
+    )
+    options = {"rounds": 2, "baseline": spec}
+    cell = KernelCell(8, num_heads=1, head_dim=32)
+    kernels = compare.compare_kernels(specs_of(*TWO), [cell], device="cpu", **options)
+    texts = compare.compare_generation(
+        lambda dtype: demo, specs_of(*TWO), [GenerationCell(10)], PROMPT, name="demo", **options
+    )
+    for results in (kernels, texts):
+        assert results.settings["baseline"] == "TEST_UNREGISTERED"
+        found = by_name(results)
+        assert {"TEST_UNREGISTERED", *TWO} <= {*found}
+        assert {series.status for series in found.values()} == {"ok"}
+
+
+def test_what_no_memory_holds_is_refused_before_anything_runs(demo, monkeypatch):
+    monkeypatch.setattr(compare.ladder, "build_all", pytest.fail)
+    for cell in (
+        KernelCell(64, num_heads=10**12),
+        KernelCell(64, batch=10**30),
+        KernelCell(64, head_dim=10**12, dtype="float16"),
+    ):
+        with pytest.raises(RequestError, match=r"would take .* GiB, and cpu has \d"):
+            compare.compare_kernels(specs_of(*TWO), [CELLS[0], cell], device="cpu")
+    with pytest.raises(RequestError, match=r"batch 10{15}, .* GiB, and cpu has \d"):
+        compare.compare_generation(
+            lambda dtype: demo, specs_of(*TWO), [GenerationCell(10, 10**15)], PROMPT, name="demo"
+        )
+
+
+def test_inputs_that_there_is_no_memory_for_are_a_failure_of_their_cell(monkeypatch):
+    monkeypatch.setattr(compare, "_check", lambda *_, **__: None)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(compare.torch, "stack", no_memory)
+    results = compare.compare_kernels(specs_of(*TWO), CELLS, device="cpu", rounds=2)
+    assert [(series.status, series.reason) for series in results.series] == [
+        ("failed", "OutOfMemoryError: no memory")
+    ] * 4
+
+
+# Progress
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """The progress bars of the run, and how far they were at each of its ends."""
+    made = []
+
+    def bar(*arguments, **options):
+        made.append(tqdm(*arguments, **(options | {"disable": False, "file": io.StringIO()})))
+        return made[-1]
+
+    monkeypatch.setattr(compare, "tqdm", bar)
+    return made
+
+
+def test_one_bar_tells_of_all_cells_and_of_the_checks(demo, clean_registry, monkeypatch, bars):
+    add("TEST_WRONG", off_by_one)
+    add("TEST_HALF", naive_attention, precisions={"float16": "fp16"})
+    specs = specs_of(*TWO, "TEST_WRONG", "TEST_HALF")
+    at = []
+    check = compare._check
+    monkeypatch.setattr(
+        compare, "_check", lambda *a, **o: (at.append((bars[0].n, bars[0].total)), check(*a, **o))
+    )
+    compare.compare_kernels(specs, CELLS, device="cpu", rounds=2)
+    # Per cell 3 checks and, of those that pass, 1 + 2 runs each.
+    assert at == [(0, 24), (1, 24), (2, 24), (9, 21), (10, 21), (11, 21)]
+    (bar,) = bars
+    assert (bar.n, bar.total) == (18, 18)
+    assert bar.disable is True  # closed
+    bars.clear()
+    compare.compare_generation(
+        lambda dtype: demo, specs, [GenerationCell(10)], PROMPT, name="demo", rounds=2
+    )
+    (bar,) = bars
+    assert (bar.n, bar.total) == (4 + 9, 4 + 9)  # FREE_ATTENTION is one more
+
+
+def test_the_bar_of_a_run_that_goes_on_is_of_what_is_left(monkeypatch, tmp_path, bars):
+    interrupted_after(monkeypatch, 8)  # one cell, and two warm-ups
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r.json")
+    assert bars[0].disable is True
+    assert (bars[0].n, bars[0].total) == (2 * 2 + 8, 2 * 2 + 12)
+    interrupted_after(monkeypatch, 3)  # 2 warm-ups again, and 1 sample
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r.json")
+    assert (bars[1].n, bars[1].total) == (2 + 3, 2 + 6)
+    interrupted_after(monkeypatch, 1000)
+    run(tmp_path / "r.json")
+    assert (bars[2].n, bars[2].total) == (2 + 5, 2 + 5)
 
 
 # Tables

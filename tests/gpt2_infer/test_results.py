@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import functools
 import json
+import operator
 
 import pytest
 
 from gpt2_infer import bench
-from gpt2_infer.results import SCHEMA_FILE, Results, ResultsError, Series, newest, read
+from gpt2_infer.results import (
+    SCHEMA_FILE,
+    Results,
+    ResultsError,
+    Series,
+    newest,
+    read,
+    read_finished,
+)
 
 
 def example() -> Results:
@@ -53,6 +63,96 @@ def test_a_file_that_is_not_whole_and_current_is_one_line(spoil, words, tmp_path
     assert "\n" not in str(caught.value)
 
 
+KERNEL = "2026-11-20_cpu_kernel-cpu.json"
+GENERATION = "2026-11-20_h200_generation-kv.json"
+INSPECTION = "2026-11-20_cpu_inspect-wmma.json"
+PROFILE = "2026-11-20_h200_profile-wmma.json"
+BESIDE = "2026-11-20_cpu_generation-cpu.json"
+PUBLISHED = "2026-11-20_published_case-study.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *((name, ("provenance", "gpu")) for name in (KERNEL, GENERATION, INSPECTION, BESIDE)),
+        *((name, ("provenance", "cpu_threads")) for name in (KERNEL, PROFILE, BESIDE)),
+        *((name, ("provenance", "packages", "torch")) for name in (KERNEL, INSPECTION, BESIDE)),
+        (BESIDE, ("provenance", "packages", "transformers")),
+        (GENERATION, ("provenance", "gpu", "name")),
+        *((name, ("provenance", "source_digest")) for name in (KERNEL, GENERATION)),
+        *((name, ("settings", "rounds")) for name in (KERNEL, GENERATION, BESIDE)),
+        *((name, ("settings", "baseline")) for name in (KERNEL, GENERATION)),
+        *((name, ("settings", "cells")) for name in (KERNEL, GENERATION)),
+        *((name, ("settings", "prompt_tokens")) for name in (GENERATION, BESIDE)),
+        *((name, ("settings", "heads")) for name in (INSPECTION, PROFILE)),
+        (INSPECTION, ("settings", "nvcc")),
+        (PUBLISHED, ("settings", "note")),
+        *(
+            (KERNEL, ("series", 0, "labels", label))
+            for label in ("precision", "family", "seqlen", "head_dim", "is_causal")
+        ),
+        *(
+            (GENERATION, ("series", 0, "labels", label))
+            for label in ("precision", "family", "max_tokens", "mode")
+        ),
+        (PROFILE, ("series", 0, "labels", "metric")),
+        (INSPECTION, ("series", 0, "labels", "change")),
+        (INSPECTION, ("series", 0, "labels", "metric")),
+        (BESIDE, ("series", 0, "labels", "program")),
+        (PUBLISHED, ("series", 0, "labels", "gpu")),
+        (KERNEL, ("series", 0, "facts")),
+        *(
+            (KERNEL, ("series", 0, "facts", fact))
+            for fact in ("error", "budget", "naive_error", "relative_error", "workspace_bytes")
+        ),
+    ],
+)
+def test_what_a_table_or_a_plot_needs_is_in_the_schema(name, path, tmp_path):
+    value = json.loads((SCHEMA_FILE.parent / name).read_text("utf-8"))
+    *folders, missing = path
+    del functools.reduce(operator.getitem, folders, value)[missing]
+    (tmp_path / name).write_text(json.dumps(value))
+    with pytest.raises(ResultsError) as caught:
+        read(tmp_path / name)
+    place = ".".join(map(str, folders))
+    assert str(caught.value).endswith(f"schema at {place}: '{missing}' is a required property")
+
+
+def test_what_was_not_timed_needs_no_facts(tmp_path):
+    value = json.loads((SCHEMA_FILE.parent / KERNEL).read_text("utf-8"))
+    first = value["series"][0]
+    first |= {"samples": [], "status": "refused", "reason": "it does not take this", "facts": {}}
+    (tmp_path / KERNEL).write_text(json.dumps(value))
+    assert read_finished(tmp_path / KERNEL).series[0].facts == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda results: results.series.clear(), "it has no series"),
+        (
+            lambda results: results.series[0].samples.pop(),
+            "1 of its 2 series have fewer samples than its 3 rounds",
+        ),
+        (
+            lambda results: (results.settings.clear(), results.series[0].samples.clear()),
+            "1 of its 2 series have no samples",
+        ),
+    ],
+)
+def test_a_run_that_is_not_finished_is_read_only_to_go_on(change, words, tmp_path):
+    file = tmp_path / "r.json"
+    results = example()
+    results.write(file)
+    assert read_finished(file) == results
+    change(results)
+    results.write(file)
+    assert read(file) == results
+    for use in (read_finished, lambda file: newest(file.parent)):
+        with pytest.raises(ResultsError, match=f"r.json is of a run that is not finished: {words}"):
+            use(file)
+
+
 def test_nothing_invalid_is_written(tmp_path):
     results = example()
     results.task = "No Such Task"
@@ -78,8 +178,7 @@ def test_the_newest_results_of_a_task_are_used(tmp_path):
 def test_committed_results_fit_the_schema():
     files = [path for path in SCHEMA_FILE.parent.glob("*.json") if path != SCHEMA_FILE]
     for file in files:
-        results = read(file)
-        assert results.series, file
+        results = read_finished(file)
         assert results.task in file.name.replace("_", "-"), file
         assert not any("/work" in value for value in json.dumps(results.provenance).split('"'))
 

@@ -136,3 +136,22 @@ def test_the_picture_names_every_version_and_its_change(inspected):
     for words in ("CUSTOM_CUDA_VERSION_12", "1,000 + 31,000", "pad the rows of K in shared memory"):
         assert words in svg
     assert "CUSTOM_CUDA_VERSION_3<" not in svg
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--head-dim", "48"], "no version of custom-cuda takes head_dim 48: there are 32, 64, 12"),
+        (["--family", "flash-attention-1", "--head-dim", "7"], "no version of flash-attention-1 t"),
+        (["--family", "nope"], "no ladder is of the family nope: there are custom-cuda"),
+    ],
+)
+def test_what_no_version_takes_is_refused_before_anything_is_compiled(
+    words, complaint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(inspect_kernels, "resource_table", None)
+    file = tmp_path / "r.json"
+    monkeypatch.setattr("sys.argv", ["inspect_kernels.py", "--out", str(file), *words])
+    with pytest.raises(SystemExit, match=f"^{complaint}"):
+        inspect_kernels.main()
+    assert not file.exists()

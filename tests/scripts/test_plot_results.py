@@ -125,6 +125,14 @@ def test_a_line_is_its_backends_medians(plot, results, place, label, points, dra
     assert len(legend.get_texts()) >= len(BACKENDS)
 
 
+def test_memory_is_of_one_call_and_not_of_the_rounds(drawn):
+    told = [
+        {text.get_text().split("; ")[-1] for text in drawn(plot, generation()).axes[0].texts}
+        for plot in (plot_results.peak_memory, plot_results.generation_time)
+    ]
+    assert told == [{"one call each"}, {"medians of 3 interleaved rounds"}]
+
+
 def test_only_one_shape_is_in_a_plot(drawn):
     """That of the first cell: a point of another would be taken for one of its line."""
     results = generation()
@@ -175,17 +183,57 @@ def test_a_backend_without_samples_has_no_line():
 def test_the_command_writes_and_checks(tmp_path, monkeypatch, capsys):
     results = kernels()
     results.write(tmp_path / "2026-01-01_x_kernel-test.json")
-    command = ["plot_results.py", "--results", str(tmp_path), "--out", str(tmp_path / "plots")]
-    monkeypatch.setattr("sys.argv", [*command, "--check"])
-    assert plot_results.main() == 1
-    assert "stale: kernel-test_time.svg" in capsys.readouterr().err
+    plots = tmp_path / "plots"
+    command = ["plot_results.py", "--results", str(tmp_path), "--out", str(plots)]
+
+    def checked() -> str:
+        monkeypatch.setattr("sys.argv", [*command, "--check"])
+        status, err = plot_results.main(), capsys.readouterr().err
+        assert status == bool(err)
+        return err
+
+    names = [f"kernel-test_{plot}.{kind}" for plot in PLOTS for kind in ("svg", "png")]
+    assert checked().startswith(f"missing: {', '.join(names)} (")
+    assert not plots.exists()
     monkeypatch.setattr("sys.argv", command)
     assert plot_results.main() == 0
-    monkeypatch.setattr("sys.argv", [*command, "--check"])
+    capsys.readouterr()
+    time, error, bars = (plots / f"kernel-test_{plot}.png" for plot in ("time", "error", "bars"))
+    pixels = plt.imread(time)
+    plt.imsave(time, pixels, pil_kwargs={"compress_level": 1})  # the same, in other bytes
+    assert checked() == ""
+    pixels = pixels.copy()
+    pixels[5, 7, :3] = 0
+    plt.imsave(time, pixels)
+    error.write_bytes(error.read_bytes()[:5000])
+    bars.unlink()
+    (plots / "kernel-test_bars.svg").unlink()
+    for name in ("gone_bars.png", "gone_bars.svg", "notes.txt"):
+        (plots / name).write_text("")
+    stale, missing, orphaned = checked().split("; ")
+    assert stale == "stale: kernel-test_time.png, kernel-test_error.png"
+    assert missing == "missing: kernel-test_bars.svg, kernel-test_bars.png"
+    assert orphaned.startswith("of no results: gone_bars.png, gone_bars.svg (")
+    assert orphaned.count("\n") == 1
+    monkeypatch.setattr("sys.argv", command)
     assert plot_results.main() == 0
     results.series[0].samples[1] += 1.0
     results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    assert "stale: kernel-test_time.svg, kernel-test_time.png; of no" in checked()
+
+
+def test_a_picture_beside_a_file_that_it_no_longer_has_is_told(tmp_path, monkeypatch, capsys):
+    results = kernels()
+    results.series = results.series[4:]
+    results.write(tmp_path / "mine.json")
+    command = ["plot_results.py", str(tmp_path / "mine.json")]
+    monkeypatch.setattr("sys.argv", command)
+    assert plot_results.main() == 0
+    for name in ("mine_time.png", "mine_other.png", "other_time.png"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setattr("sys.argv", [*command, "--check"])
     assert plot_results.main() == 1
+    assert capsys.readouterr().err.startswith("of no results: mine_time.png (")
 
 
 def test_files_are_drawn_beside_themselves_or_into_a_folder(tmp_path, monkeypatch, capsys):
@@ -201,11 +249,53 @@ def test_files_are_drawn_beside_themselves_or_into_a_folder(tmp_path, monkeypatc
     for words, complaint in (
         ([str(files[0]), "--results", str(tmp_path)], "--results is a folder in place of FILE"),
         ([str(tmp_path / "none.json")], "none.json cannot be read: No such file"),
+        ([str(files[0]), "--out", str(files[1])], "--out is a folder, and {1} is none"),
+        ([str(files[0]), "--out", str(files[1]), "--check"], "--out is a folder, and {1} is none"),
+        ([str(files[0]), "--out", "/proc/x"], "/proc/x/mine_time.svg cannot be written: No such"),
     ):
+        before = files[1].read_bytes()
         monkeypatch.setattr("sys.argv", ["plot_results.py", *words])
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as caught:
             plot_results.main()
-        assert complaint in capsys.readouterr().err
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert complaint.format(*files) in err
+        assert err.count("\n") == 1
+        assert files[1].read_bytes() == before
+
+
+def test_what_is_not_finished_is_not_drawn(tmp_path, monkeypatch, capsys):
+    """Its medians would be of fewer rounds than the title says."""
+    results = kernels()
+    for series in results.series[5:]:
+        del series.samples[2]
+    results.series[3].samples, results.series[3].status = [], "failed"  # it will have none
+    file = tmp_path / "r.json.partial"
+    results.write(file)
+    monkeypatch.setattr("sys.argv", ["plot_results.py", str(file)])
+    with pytest.raises(SystemExit) as caught:
+        plot_results.main()
+    assert caught.value.code == 2
+    complaint = "3 of its 8 series have fewer samples than its 3 rounds"
+    assert f"{file} is of a run that is not finished: {complaint}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("script", [plot_results, update_readme])
+def test_a_folder_with_a_file_of_no_series_is_one_line(script, tmp_path, monkeypatch, capsys):
+    results = kernels()
+    results.series = []
+    results.write(tmp_path / "2026-01-01_x_kernel-test.json")
+    (tmp_path / "results").symlink_to(tmp_path)
+    (tmp_path / "README.md").write_text("<!-- table kernel-test -->\n<!-- end -->\n")
+    monkeypatch.setattr(script, "ROOT" if script is update_readme else "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["script.py", "--check"])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "kernel-test.json is of a run that is not finished: it has no series" in err
+    assert err.count("\n") == 1
 
 
 def test_the_committed_plots_are_current(monkeypatch):

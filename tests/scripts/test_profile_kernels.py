@@ -77,6 +77,7 @@ def test_every_version_is_launched_as_asked(monkeypatch):
 
     monkeypatch.setattr(Case, "inputs", lambda case, device: (case, case, case))
     monkeypatch.setattr(BackendSpec, "attention", attention)
+    monkeypatch.setattr(profile_kernels, "resolve_device", lambda _: None)
     monkeypatch.setattr(profile_kernels.ladder, "build_all", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for words, is_causal in ((FAMILY, False), ([w for w in FAMILY if w != "--full"], True)):
@@ -173,3 +174,19 @@ def test_only_ladders_are_profiled():
     }
     with pytest.raises(SystemExit, match="no ladder is of the family pytorch: there are custom-cu"):
         profile_kernels.specs_of("pytorch")
+
+
+def test_what_the_machine_has_not_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["profile_kernels.py", "--out", str(tmp_path / "r.json")]
+    monkeypatch.setattr("sys.argv", [*command, "--family", "nope"])
+    with pytest.raises(SystemExit, match=r"^no ladder is of the family nope: there are"):
+        profile_kernels.main()
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match=r"^ncu, of Nsight Compute, is not on PATH$"):
+        profile_kernels.main()
+    monkeypatch.setattr(profile_kernels, "known_counters", lambda: ([], []))
+    with pytest.raises(SystemExit, match=r"^cuda: this machine has no CUDA device"):
+        profile_kernels.main()
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts import update_readme
 from scripts.update_readme import ROOT, render
 
@@ -33,6 +35,20 @@ def test_the_command_tells_what_is_stale_and_writes(tmp_path: Path, monkeypatch,
         assert (readme.read_text() != before) == (not words)
         assert ("README.md is stale" in capsys.readouterr().err) == (stale and bool(words))
     assert "old" not in readme.read_text()
+
+
+def test_a_readme_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    for words in ([], ["--check"]):
+        monkeypatch.setattr("sys.argv", ["update_readme.py", *words])
+        with pytest.raises(SystemExit) as caught:
+            update_readme.main()
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert f"{tmp_path / 'README.md'} cannot be used: No such file or directory" in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_a_picture_is_shown_once_it_is_drawn(tmp_path: Path):

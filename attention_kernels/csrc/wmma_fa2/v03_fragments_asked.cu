@@ -322,11 +322,10 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   __syncthreads();
 
   // O, with the statistics of its rows: kWarpsN parts of each, one from each warp.
-  constexpr int kPartRows = S::kBlockM;
   float* sO = reinterpret_cast<float*>(smem);
-  float* s_max = sO + kWarpsN * kPartRows * S::kStrideO;
-  float* s_sum = s_max + kWarpsN * kPartRows;
-  const int row_warp = warp_n * kPartRows + warp_m * kTile;
+  float* s_max = sO + kWarpsN * S::kBlockM * S::kStrideO;
+  float* s_sum = s_max + kWarpsN * S::kBlockM;
+  const int row_warp = warp_n * S::kBlockM + warp_m * kTile;
   for (int d = 0; d < S::kTilesD; ++d) {
     wmma::store_matrix_sync(sO + row_warp * S::kStrideO + d * kTile, rO[d], S::kStrideO,
                             wmma::mem_row_major);
@@ -338,16 +337,16 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   }
   __syncthreads();
   half* gO = o + offset + m_start * row_stride;
-  for (int i = threadIdx.x; i < kPartRows * kHeadDim / kVector; i += S::kThreads) {
+  for (int i = threadIdx.x; i < S::kBlockM * kHeadDim / kVector; i += S::kThreads) {
     const int r = i / (kHeadDim / kVector);
     const int d = i % (kHeadDim / kVector) * kVector;
     if (m_start + r >= seqlen) break;
     float max = s_max[r];  // finite: the first part has seen key 0
-    for (int w = 1; w < kWarpsN; ++w) max = fmaxf(max, s_max[w * kPartRows + r]);
+    for (int w = 1; w < kWarpsN; ++w) max = fmaxf(max, s_max[w * S::kBlockM + r]);
     float sum = 0.0f;
     float2 pairs[kVector / 2] = {};
     for (int w = 0; w < kWarpsN; ++w) {
-      const int part_row = w * kPartRows + r;
+      const int part_row = w * S::kBlockM + r;
       const float scale = exp2f(score_scale * (s_max[part_row] - max));
       sum += scale * s_sum[part_row];
       for (int j = 0; j < kVector / 2; ++j) {
