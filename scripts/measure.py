@@ -63,9 +63,7 @@ RUNS = {
     " --backends attention_kernels/csrc/ablation/no_maximum/v09_no_maximum.cu"
     " --seqlens 1024 --full --rounds 5 --baseline ABLATION_STEP_2",
     "inspect-ablation": "inspect_kernels.py --family ablation --full",
-    # Several batch entries, for the last step, and few tiles: ncu replays every launch.
-    "profile-ablation": "profile_kernels.py --family ablation --batch 4 --heads 4 --seqlen 256"
-    " --full",
+    "profile-ablation": "profile_kernels.py --family ablation --heads 1 --seqlen 512 --full",
     # Document 5: Triton, at its shape.
     "kernel-triton": f"{KERNEL} {TRITON_CASE}",
     "kernel-triton-full": f"{KERNEL} {TRITON_CASE} --full",
