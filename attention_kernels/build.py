@@ -45,6 +45,8 @@ TAKES = re.compile(
     r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.M)
+# What the environment adds to every compilation, the last two of them nvcc's own.
+FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 LOCK_TIMEOUT_S = 300.0
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
@@ -275,7 +277,7 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     arch: the compute capabilities to build for, e.g. "90" or "80,90"; none for the emulator.
     """
     csrc = csrc_of(version)
-    extra = shlex.split(os.environ.get("ATTENTION_KERNELS_FLAGS", ""))
+    extra = shlex.split(os.environ.get(FLAGS[0], ""))
     flags, gxx = compile_flags(version, target, arch), str(find_gxx())
     torch_folder = Path(torch.__file__).parent
     torch_libraries = torch_folder / "lib"
@@ -301,11 +303,11 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     digest = hashlib.sha256()
     headers = [path for path in csrc.iterdir() if path.suffix in (".h", ".cuh")]
     headers += (csrc / "emulator").iterdir() if target == "emulator" else ()
-    for path in sorted({csrc / "binding.cpp", *headers, *own_files(version.path)}):
+    for path in sorted({csrc / "binding.cpp", *headers, *own_files(version)}):
         digest.update(path.read_bytes() + b"\0")
     compilers = [_identity(name, Path(name).stat().st_mtime) for name in {flags[0], gxx}]
-    nvcc_flags = [os.environ.get(f"NVCC_{where}PEND_FLAGS") for where in ("PRE", "AP")]
-    commands = (compile_, link, nvcc_flags if target == "cuda" else None)
+    nvcc_flags = [os.environ.get(name) for name in FLAGS[1:]] if target == "cuda" else None
+    commands = (compile_, link, nvcc_flags)
     digest.update(repr((commands, torch.__version__, sorted(compilers))).encode())
     where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
     stem = f"{version.op}-{where}-{digest.hexdigest()[:20]}"
@@ -315,17 +317,19 @@ def plan(version: VersionHeader, target: Target, arch: str = "", label: str = ""
     return Plan(compile_, link, stem, f"{label or version.path.name} {purpose}")
 
 
-def own_files(path: Path) -> set[Path]:
-    """A version file and all that it includes by a path of its own, not one of -I or the system."""
+def own_files(version: VersionHeader) -> set[Path]:
+    """A version file and all that it includes, in quotes, but for what every version may."""
+    csrc = csrc_of(version)
     found: set[Path] = set()
-    waiting = [path]
+    waiting = [version.path]
     while waiting:
         file = waiting.pop()
         found.add(file)
         for name in INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
-            included = Path(os.path.normpath(file.parent / name))
-            if included not in found and included.is_file():
-                waiting.append(included)
+            for folder in (file.parent, csrc):
+                included = Path(os.path.normpath(folder / name))
+                if included.parent != csrc and included not in found and included.is_file():
+                    waiting.append(included)
     return found
 
 

@@ -25,7 +25,7 @@ DEFAULT_BUDGET_FACTOR = 2.0
 # The absolute term, in units in the last place of the largest output: a floor where the naive error
 # is luckily zero.
 ABSOLUTE_TERM_ULPS = 4
-# How many scores judge() computes at once: 2 GiB in float64.
+# How many scores are computed at once: 2 GiB in float64.
 LARGEST_SCORES = 2**28
 RELATIVE_FROM = 1e-3
 # What the axes of an output are called: one, several.
@@ -134,6 +134,21 @@ def naive_error(
     return scale * (out.double() - reference).abs().max().item()
 
 
+def reference_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+) -> tuple[Tensor, float]:
+    """reference_attention() and naive_error(), with few scores at once whatever the shape."""
+    reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    found = []
+    for batch, rows, heads in _parts(q):
+        part, keys, first = (batch, rows, heads), (batch, slice(None), heads), rows.start
+        inputs = (q[part], k[keys], v[keys], softmax_scale, is_causal)
+        reference[part] = reference_attention(*inputs, first_row=first)
+        found.append(naive_error(*inputs, first_row=first, reference=reference[part]))
+    # Unlike Python's max(), torch's keeps a NaN.
+    return reference, torch.tensor(found, dtype=torch.float64).max().item()
+
+
 def judge(
     out: Tensor,
     q: Tensor,
@@ -152,15 +167,7 @@ def judge(
     least, for inputs so small that it may be zero by luck (see conformance.naive_floor).
     A wrong shape or dtype, a NaN or an infinity gives an infinite error.
     """
-    reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    found = []
-    for batch, rows, heads in _parts(q):
-        part, keys, first = (batch, rows, heads), (batch, slice(None), heads), rows.start
-        inputs = (q[part], k[keys], v[keys], softmax_scale, is_causal)
-        reference[part] = reference_attention(*inputs, first_row=first)
-        found.append(naive_error(*inputs, first_row=first, reference=reference[part]))
-    # Unlike Python's max(), torch's keeps a NaN.
-    naive = torch.tensor(found, dtype=torch.float64).max().item()
+    reference, naive = reference_in_parts(q, k, v, softmax_scale, is_causal)
     naive = naive_floor if naive < naive_floor else naive
     budget = error_budget(precision, q.dtype, naive, reference.abs().max().item())
     if out.shape != q.shape or out.dtype != q.dtype:

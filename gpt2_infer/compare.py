@@ -331,6 +331,7 @@ def _identity(results: Results) -> dict[str, str]:
     shared = {"task": results.task, "gpu": gpu.get("name"), "driver": gpu.get("driver_version")}
     keys = ("source_digest", "packages", "cpu", "cpu_threads", "precision")
     shared |= {**results.settings, **{key: facts[key] for key in keys}}
+    shared["build_flags"] = facts.get("build_flags")
     return {key: repr(value) for key, value in shared.items()}
 
 
@@ -500,7 +501,8 @@ def compare_generation(
                 f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
                 f"{model.config.n_positions} positions"
             )
-        states = cell.batch * cell.max_tokens * model.config.n_embd * model.wte.weight.itemsize
+        itemsize = getattr(torch, cell.dtype).itemsize
+        states = cell.batch * cell.max_tokens * model.config.n_embd * itemsize
         what = f"the states between two layers at batch {cell.batch}, {cell.max_tokens} tokens"
         _check_memory(what, states, model.device.type)
     settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
@@ -697,7 +699,7 @@ def _source_files(spec: BackendSpec) -> list[Path]:
     if version := ladder.versions().get(spec.name):
         csrc = build.csrc_of(version)
         shared = (path for kind in ("*.h", "*.cuh", "emulator/*.h") for path in csrc.glob(kind))
-        return sorted({csrc / "binding.cpp", *shared, *build.own_files(version.path)})
+        return sorted({csrc / "binding.cpp", *shared, *build.own_files(version)})
     loader = inspect.unwrap(spec.loader)
     try:
         file = Path(inspect.getsourcefile(loader) or "")

@@ -2,7 +2,7 @@
 
 Both backends write text from one prompt in recompute mode. At the first step where their tokens
 differ (the last step where none does) the model is run again on the tokens before it, at the length
-that generation ran, and each backend is held to the model with float64 attention twice:
+that the second one's generation ran, and each is held to the model with float64 attention twice:
 
 layers: each layer gets what float64 attention, not either backend, made of the layers before it, so
 that no error is inherited, and each backend's output of that layer has the budget of
@@ -36,7 +36,7 @@ from attention_kernels.reference import (
     error_budget,
     judge,
     naive_attention,
-    reference_attention,
+    reference_in_parts,
 )
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.errors import RequestError
@@ -341,7 +341,7 @@ class _Layers:
             outputs.append(
                 spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
             )
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        reference, _ = reference_in_parts(q, k, v, softmax_scale, is_causal)
         budgets = []
         for spec, o, places in zip(self.specs, outputs, self.places, strict=True):
             precision = self.precision(spec)

@@ -122,8 +122,8 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   check_input("q", q, q);
   check_input("k", k, q);
   check_input("v", v, q);
-  // Kernels index a tile, of up to 64 rows, with int, and have a block per 16 rows or more, on
-  // grid.y.
+  // Kernels that index a tile with int have tiles of up to 64 rows; all have a block per 16 rows or
+  // more, on grid.y.
   if (q.size(1) > 65535 * 16) fail("seqlen may be at most 1048560");
   if (q.size(0) * q.size(2) > INT_MAX) fail("batch * num_heads may be at most 2147483647");
   if (q.size(2) * q.size(3) > INT_MAX / 64) fail("num_heads * head_dim may be at most 33554431");

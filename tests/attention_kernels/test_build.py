@@ -235,17 +235,18 @@ def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
     assert len(libraries) == 3
 
 
-def test_what_the_version_includes_is_part_of_it(csrc, first, calls):
+@pytest.mark.parametrize("folder", ["fp32", "."])
+def test_what_the_version_includes_is_part_of_it(folder, csrc, first, calls):
     """Also what that includes, and whatever its name; it may include itself again."""
     first.path.write_text(
         first.path.read_text() + '#include "tiles.cuh"\n  # include "no/such.h"\n'
     )
     (csrc / "fp32" / "tiles.cuh").write_text('#include "parts/sizes.h"\n')
-    sizes = csrc / "fp32" / "parts" / "sizes.h"
+    sizes = csrc / folder / "parts" / "sizes.h"
     sizes.parent.mkdir()
     libraries = set()
     for text in ("1", "2"):
-        sizes.write_text(f'#include "../tiles.cuh"\nconstexpr int kSize = {text};\n')
+        sizes.write_text(f'#include "fp32/tiles.cuh"\nconstexpr int kSize = {text};\n')
         libraries.add(build.build(first, "emulator"))
     (csrc / "fp32" / "other.cuh").write_text("// nobody includes it\n")
     libraries.add(build.build(first, "emulator"))

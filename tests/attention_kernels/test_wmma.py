@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, backends, build, get_backend
+from attention_kernels import BackendSpec, backends, build, get_backend, resources
 from attention_kernels.conformance import Case, run_case
 from attention_kernels.reference import judge, reference_attention
 from tests.attention_kernels.test_ladders import spec_of
@@ -385,11 +386,25 @@ def test_version_3_assumes_no_layout_of_fragments(seqlen, monkeypatch):
             assert run_case(spec, case, "cpu").passed, case
 
 
-@pytest.mark.parametrize("arch", ["75", "86", "90"])  # 64, 99 and 227 KB of shared memory
-def test_the_tiles_of_version_3_where_blocks_do_not_fill_the_device(arch, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arch", "keys"),  # of 64, 99 and 227 KB of shared memory
+    [
+        ("75", {32: 128, 64: 64, 128: 32}),
+        ("86", {32: 128, 64: 128, 128: 32}),
+        ("90", {32: 256, 64: 256, 128: 128}),
+    ],
+)
+def test_the_tiles_of_version_3_where_blocks_do_not_fill_the_device(
+    arch, keys, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     limit = "  error = cudaDeviceGetAttribute(&smem_limit"
     spec = variant(tmp_path, V03, large=(limit, f"  multiprocessors = 132;\n{limit}"))
+    # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
+    launches = resources._launches(build.parse_header(tmp_path / V03.name, "large_"), [*keys])
+    shapes = [re.findall(r"\d+", launch.kernel) for launch in launches]
+    assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
+    assert all(int(warps) > 1 for _, _, warps, *_ in shapes)
     for seqlen, head_dim in itertools.product((127, 128, 300, 600), (32, 64, 128)):
         case = Case(seqlen, head_dim, 8.0, num_heads=1, dtype=torch.float16)
         assert run_case(spec, case, "cpu").passed, case

@@ -673,6 +673,27 @@ def test_the_baseline_may_be_in_no_registry(demo):
         assert {series.status for series in found.values()} == {"ok"}
 
 
+def test_the_memory_of_states_is_that_of_each_cells_dtype(demo, monkeypatch):
+    needed = []
+    monkeypatch.setattr(compare, "_check_memory", lambda _, n, device: needed.append(n))
+    monkeypatch.setattr(compare.Recorder, "measure", lambda *_: None)
+    cells = [GenerationCell(10, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    compare.compare_generation(lambda _: demo, specs_of(*TWO), cells, PROMPT, name="demo")
+    assert sorted(needed) == [10 * 256 * 2, 10 * 256 * 4]
+
+
+def test_other_build_flags_are_another_run(tmp_path, monkeypatch):
+    def settings_of():
+        return compare._identity(compare.Recorder("t", {}, [], None, rounds=2).results)
+
+    before = settings_of()
+    for name in ("ATTENTION_KERNELS_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.setenv(name, "-DMORE")
+        assert settings_of() != before
+        monkeypatch.delenv(name)
+    assert settings_of() == before
+
+
 def test_what_no_memory_holds_is_refused_before_anything_runs(demo, monkeypatch):
     monkeypatch.setattr(compare.ladder, "build_all", pytest.fail)
     for cell in (

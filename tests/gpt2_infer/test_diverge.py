@@ -14,7 +14,7 @@ from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention, reference_attention
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import main
-from gpt2_infer.diverge import diverge
+from gpt2_infer.diverge import diverge, examine
 from tests.conftest import DEVICES, rewrite
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
@@ -274,6 +274,22 @@ def test_the_step_is_run_again_at_the_length_of_the_generation(add, save_checkpo
     last = seqlens.index(60)
     assert set(seqlens[:last]) == {48}
     assert set(seqlens[last:]) == {60}
+
+
+def test_of_a_batch_the_row_whose_text_parts_first_is_examined(demo):
+    plain = get_backend(PLAIN)
+    prompts = [demo.tokenizer.encode(text) for text in ("Once upon a", "The old man")]
+    assert len({len(prompt) for prompt in prompts}) == 1
+    one, other = (generate(demo, prompts, max_new_tokens=6, ignore_eos=True) for _ in range(2))
+    assert one.tokens[0] != one.tokens[1]
+    other.tokens = [[*row] for row in one.tokens]
+    other.tokens[0][5] = other.tokens[1][3] = 7  # no token that these write
+    found = examine(demo, [plain, plain], [one, other])
+    assert (found.step, found.a.token, found.b.token) == (3, one.tokens[1][3], 7)
+    assert found.a.shortfall == 0 < found.b.shortfall
+    assert found.a.margin == found.b.margin
+    alone = diverge(demo, plain, plain, prompts[1], max_new_tokens=4)
+    assert found.a.margin == pytest.approx(alone.a.margin, rel=1e-3)
 
 
 def test_a_model_that_upcasts_is_judged_in_float32(save_checkpoint):

@@ -63,12 +63,11 @@ def test_a_file_that_is_not_whole_and_current_is_one_line(spoil, words, tmp_path
     assert "\n" not in str(caught.value)
 
 
-KERNEL = "2026-11-20_cpu_kernel-cpu.json"
-GENERATION = "2026-11-20_h200_generation-kv.json"
-INSPECTION = "2026-11-20_cpu_inspect-wmma.json"
-PROFILE = "2026-11-20_h200_profile-wmma.json"
-BESIDE = "2026-11-20_cpu_generation-cpu.json"
-PUBLISHED = "2026-11-20_published_case-study.json"
+# Files as they are committed, of whatever date: one of each kind.
+NAMES = {task: path.name for task, (path, _) in newest(SCHEMA_FILE.parent).items()}
+KERNEL, GENERATION = NAMES["kernel-cpu"], NAMES["generation-kv"]
+INSPECTION, PROFILE = NAMES["inspect-wmma"], NAMES["profile-wmma"]
+BESIDE, PUBLISHED = NAMES["generation-cpu"], NAMES["case-study"]
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@
 //         the mask and a maximum for each row stay in registers. Q does, too. Rows of K and V are
 //         padded by 16 bytes in shared memory, and the next tile is copied there while the present
 //         one is used. 4 warps share the tiles: each has 16 queries of its own or, where there are
-//         too few blocks for the device, a part of each tile's keys. Tiles are then as long as the
-//         shared memory of the blocks that run at once allows. head_dim 32, 64, 128; strided
-//         inputs.
+//         too few blocks for the device, a part of each tile's keys. Tiles are then longer, as
+//         shared memory allows. head_dim 32, 64, 128; strided inputs.
 // Why:    v02 spends most of its time on S and P in shared memory and on loading fragments in
 //         conflict; and one warp has nobody to hide its waiting.
 // Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
 //         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
 //         shared memory. Splitting the keys costs a merge at the end.
-// Tile:   kBlockM x kBlockN = 64 x 64, block 128; with split keys 16 x 64 to 16 x 256, see launch()
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128; for head_dim 128 and split keys see launch()
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
@@ -378,8 +377,8 @@ cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBl
                        params.num_heads, params.softmax_scale, params.is_causal);
 }
 
-// The first of the shapes whose blocks run all at once, whose tile is no longer than the sequence
-// and which has room in shared memory, or else the last.
+// The first of the shapes whose blocks run all at once, as far as registers go, whose tile is no
+// longer than the sequence and of which a block has room in shared memory, or else the last.
 template <typename Shape, typename... Others>
 cudaError_t launch_first(const Params& params, int multiprocessors, int smem_limit,
                          cudaStream_t stream) {
