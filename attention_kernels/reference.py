@@ -74,40 +74,27 @@ class Verdict:
 
 
 def naive_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    *,
-    first_row: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
     """Plain PyTorch in the dtype of its inputs; (batch, seqlen, num_heads, head_dim) in and out.
 
-    q may have some of the rows only, those from first_row on.
+    q may have fewer rows than k: the causal mask is bottom-right aligned.
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * scale
     if is_causal:
         ones = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-        future = ones.triu(1 + first_row)
+        future = ones.triu(1 + k.shape[2] - q.shape[2])
         scores.masked_fill_(future, -torch.inf)
     return (torch.softmax(scores, dim=3) @ v).transpose(1, 2).contiguous()
 
 
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    *,
-    first_row: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
     """naive_attention() in float64, whatever the dtype of the inputs."""
-    q, k, v = q.double(), k.double(), v.double()
-    return naive_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
+    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
 
 
 def naive_error(
@@ -117,7 +104,6 @@ def naive_error(
     softmax_scale: float | None = None,
     is_causal: bool = True,
     *,
-    first_row: int = 0,
     reference: Tensor | None = None,
 ) -> float:
     """How far plain PyTorch in the dtype of its inputs is from the reference.
@@ -129,8 +115,8 @@ def naive_error(
         q, k, v, reference = q.float(), k.float(), v.float(), None
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     if reference is None:
-        reference = reference_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
-    out = naive_attention(q, k, v, softmax_scale, is_causal, first_row=first_row)
+        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+    out = naive_attention(q, k, v, softmax_scale, is_causal)
     return scale * (out.double() - reference).abs().max().item()
 
 
@@ -141,10 +127,11 @@ def reference_in_parts(
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     found = []
     for batch, rows, heads in _parts(q):
-        part, keys, first = (batch, rows, heads), (batch, slice(None), heads), rows.start
-        inputs = (q[part], k[keys], v[keys], softmax_scale, is_causal)
-        reference[part] = reference_attention(*inputs, first_row=first)
-        found.append(naive_error(*inputs, first_row=first, reference=reference[part]))
+        part = batch, rows, heads
+        seen = batch, slice(rows.stop if is_causal else None), heads
+        inputs = (q[part], k[seen], v[seen], softmax_scale, is_causal)
+        reference[part] = reference_attention(*inputs)
+        found.append(naive_error(*inputs, reference=reference[part]))
     # Unlike Python's max(), torch's keeps a NaN.
     return reference, torch.tensor(found, dtype=torch.float64).max().item()
 
@@ -242,6 +229,6 @@ def _parts(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
             for head in range(0, num_heads, heads):
                 yield (
                     slice(entry, entry + 1),
-                    slice(row, row + rows),
+                    slice(row, min(row + rows, seqlen)),
                     slice(head, head + heads),
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_kernels import ladder
-from gpt2_infer.compare import FREE_ATTENTION, KERNEL_SHAPE, KernelCell
+from gpt2_infer.compare import BASELINE, FREE_ATTENTION, KERNEL_SHAPE, KernelCell
 from gpt2_infer.results import Results, Series
 
 WITHIN_SPREAD = "~"  # in place of a figure
@@ -157,7 +157,7 @@ def _kernel_comparison(file: str, results: Results) -> str:
         )
         # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
         naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
-        if naive and "NAIVE_PYTORCH" not in names and dtype != "float64":
+        if naive and BASELINE not in names and dtype != "float64":
             title += f", where plain PyTorch's own error is {naive[0]:.1e}"
         if not one and all(s.facts["error"] <= s.facts["budget"] for s in group if s.samples):
             title += "; at every N what was timed was within its budget"
