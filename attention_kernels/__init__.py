@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# The folder `backends` and the function backends() share a name. Importing the folder binds it
-# here, once; the function, imported after it, is what the name then means for good.
-import attention_kernels.backends  # noqa: F401
 from attention_kernels import contract
 from attention_kernels.errors import (
     ArgumentError,
@@ -20,7 +17,13 @@ from attention_kernels.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from attention_kernels.registry import BackendSpec, backends, default_backend, get_backend, register
+from attention_kernels.registry import (
+    BackendSpec,
+    default_backend,
+    get_backend,
+    list_backends,
+    register,
+)
 
 __all__ = [
     "ArgumentError",
@@ -31,9 +34,9 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedError",
     "attention",
-    "backends",
     "default_backend",
     "get_backend",
+    "list_backends",
     "register",
 ]
 

@@ -30,7 +30,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.output_capturing import _active_collector
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.registry import BackendSpec, backends, default_decode_backend, get_backend
+from attention_kernels.registry import (
+    BackendSpec,
+    default_decode_backend,
+    get_backend,
+    list_backends,
+)
 
 # What models hand to every layer and attention has no use for. (From position_ids transformers
 # tells packed sequences, before it asks for the mask.)
@@ -51,7 +56,7 @@ def register(*, decode_backend: str | None = None) -> None:
     the backend that decodes, whatever the attn_implementation. Raises UnknownBackendError.
     """
     decoder = get_backend(decode_backend) if decode_backend is not None else None
-    for spec in backends():
+    for spec in list_backends():
         no_mask = type(spec.name, (_NoMask,), {})()
         AttentionMaskInterface.register(spec.name, functools.partial(_mask, no_mask))
         AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))

@@ -33,7 +33,7 @@ from attention_kernels.errors import (
 )
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
-LISTED_FIRST = ("pytorch", "custom_cuda")  # modules of attention_kernels.backends
+LISTED_FIRST = ("pytorch", "cuda")  # modules of attention_kernels.backends
 PRECISIONS = ("ieee-fp32", "3xtf32", "tf32", "fp16", "bf16", "fp64")
 # The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
 PLAIN_PRECISIONS = {
@@ -319,7 +319,7 @@ def register_broken(
         raise RuntimeError(reason)
 
 
-def backends() -> list[BackendSpec]:
+def list_backends() -> list[BackendSpec]:
     """Every registered backend, in the order of registration."""
     _discover()
     return list(_specs.values())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from attention_kernels import build
+from attention_kernels.ladder import compilers
 
 _ROOT = Path(__file__).parents[1]
 SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
@@ -101,7 +101,7 @@ def provenance() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "gpu": gpu_facts(),
-        "build_flags": {name: os.environ[name] for name in build.FLAGS if name in os.environ},
+        "build_flags": {name: os.environ[name] for name in compilers.FLAGS if name in os.environ},
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "precision": {
             "matmul_allow_tf32": matmul.allow_tf32,

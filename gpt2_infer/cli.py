@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from attention_kernels.build import VersionHeader
     from attention_kernels.conformance import Failure, Report
+    from attention_kernels.ladder.header import VersionHeader
     from gpt2_infer.generation import Generation
     from gpt2_infer.model import GPT2
 
@@ -529,9 +529,9 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _backends(arguments: argparse.Namespace) -> int:
-    from attention_kernels import backends
+    from attention_kernels import list_backends
 
-    rows = [_describe(spec) for spec in backends()]
+    rows = [_describe(spec) for spec in list_backends()]
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -560,7 +560,7 @@ def _backends(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from attention_kernels import UnsupportedError, conformance, ladder
-    from attention_kernels.sanitize import sanitize
+    from attention_kernels.inspection.sanitize import sanitize
 
     spec = ladder.resolve(arguments.name)
     device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
@@ -630,14 +630,15 @@ def _print_findings(report: Report) -> None:
 
 def _nvcc_compiles(version: VersionHeader) -> bool:
     """Whether nvcc takes what the emulator ran, in a line; true where there is no nvcc to ask."""
-    from attention_kernels import build, resources
+    from attention_kernels.inspection import resources
+    from attention_kernels.ladder import compilers
 
-    if build.find_nvcc() is None:
+    if compilers.find_nvcc() is None:
         print("  nvcc is not here: its flags were not tried")
         return True
     try:
         summary = resources.compile_summary(version, NVCC_ARCH)
-    except build.BuildError as error:
+    except compilers.BuildError as error:
         print(f"  FAILED: nvcc does not compile it for sm_{NVCC_ARCH}: {error}")
         return False
     print(f"  nvcc: compiles for sm_{NVCC_ARCH}, {summary}")
@@ -695,7 +696,8 @@ def _diverge(arguments: argparse.Namespace) -> int:
 def _kernels(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import UnsupportedError, ladder, resources
+    from attention_kernels import UnsupportedError, ladder
+    from attention_kernels.inspection import resources
     from gpt2_infer.errors import RequestError
 
     family = arguments.family or "custom-cuda"
@@ -741,7 +743,7 @@ def _version(what: str) -> tuple[str, VersionHeader]:
 def _accesses(arguments: argparse.Namespace) -> int:
     import dataclasses
 
-    from attention_kernels import accesses
+    from attention_kernels.inspection import accesses
 
     _, version = _version(arguments.name)
     head_dim = arguments.head_dim or _usual_head_dim(version)

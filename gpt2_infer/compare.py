@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_kernels import BackendSpec, UnsupportedError, backends, build, get_backend, ladder
+from attention_kernels import BackendSpec, UnsupportedError, get_backend, ladder, list_backends
 from attention_kernels.conformance import (
     KERNEL_ERRORS,
     Case,
@@ -41,6 +41,7 @@ from attention_kernels.conformance import (
     run_case,
 )
 from attention_kernels.contract import Kernels
+from attention_kernels.ladder import build, header
 from attention_kernels.reference import check_precision
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer import bench
@@ -133,7 +134,7 @@ def select(
     Raises UnknownBackendError, HeaderError, or RequestError for a family that there is not, a named
     backend that cannot run, or families of which nothing is left where nothing else is named.
     """
-    known = {spec.family for spec in backends()}
+    known = {spec.family for spec in list_backends()}
     if missing := {*families} - known:
         raise RequestError(
             f"no backend is of the family {', '.join(sorted(missing))}: there are "
@@ -151,7 +152,7 @@ def select(
 
     reasons = {
         spec: untimed_reason(spec)
-        for spec in backends()
+        for spec in list_backends()
         if spec.family in families or not (families or names)
     }
     specs = [spec for spec, reason in reasons.items() if reason is None]
@@ -694,10 +695,10 @@ def _source_files(spec: BackendSpec) -> list[Path]:
 
     Of a version file, all that its library is built of. Of a loader in Python, the source files of
     its whole package, or its own file in none: what it imports it may import by a name that it puts
-    together, as those of numpy_ladder are, so that no list of imports is sure to be whole.
+    together, as those of backends.numpy are, so that no list of imports is sure to be whole.
     """
     if version := ladder.versions().get(spec.name):
-        csrc = build.csrc_of(version)
+        csrc = header.csrc_of(version)
         shared = (path for kind in ("*.h", "*.cuh", "emulator/*.h") for path in csrc.glob(kind))
         return sorted({csrc / "binding.cpp", *shared, *build.own_files(version)})
     loader = inspect.unwrap(spec.loader)

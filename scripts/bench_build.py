@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 
-from attention_kernels import build
+from attention_kernels.ladder import build, compilers, header
 from gpt2_infer import bench
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import MIN_ROUNDS
@@ -27,20 +27,20 @@ def main() -> None:
     parser.add_argument("--arch", default="90", help="compute capability, e.g. 90")
     parser.add_argument("--rounds", type=at_least(MIN_ROUNDS), default=3)
     arguments = parser.parse_args()
-    versions = build.versions()
-    targets: dict[str, tuple[build.Target, str]] = {
+    versions = header.versions()
+    targets: dict[str, tuple[compilers.Target, str]] = {
         f"nvcc, sm_{arguments.arch}": ("cuda", arguments.arch),
         "g++, emulator": ("emulator", ""),
     }
 
-    def cold(target: build.Target, arch: str) -> float:
+    def cold(target: compilers.Target, arch: str) -> float:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["ATTENTION_KERNELS_CACHE"] = cache
             started = time.perf_counter()
             built = build.build_many(versions, target, arch)
             seconds = time.perf_counter() - started
         for op, outcome in built.items():
-            if isinstance(outcome, build.BuildError):
+            if isinstance(outcome, compilers.BuildError):
                 raise SystemExit(f"{op} was not built: {outcome}")
         return seconds
 

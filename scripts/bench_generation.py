@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers import GPT2Config as TransformersConfig
 
-from attention_kernels import AttentionError, backends
+from attention_kernels import AttentionError, list_backends
 from gpt2_infer import GPT2, GPT2InferError, bench, generate, tables
 from gpt2_infer.cli import Parser
 from gpt2_infer.compare import MIN_ROUNDS
@@ -133,7 +133,7 @@ def cuda_contenders() -> tuple[list[Contender], dict[str, Any]]:
     )
     reference = reference.to("cuda").eval()
     contenders = []
-    for spec in backends():
+    for spec in list_backends():
         if spec.family != "pytorch" or "float32" not in spec.precisions:
             continue
         if spec.unavailable_reason("cuda"):

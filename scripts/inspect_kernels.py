@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tqdm import tqdm
 
-from attention_kernels import UnsupportedError, build, ladder
-from attention_kernels.accesses import Access, count_accesses
-from attention_kernels.build import VersionHeader
-from attention_kernels.resources import Resources, resource_table
+from attention_kernels import UnsupportedError, ladder
+from attention_kernels.inspection.accesses import Access, count_accesses
+from attention_kernels.inspection.resources import Resources, resource_table
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import bench, tables
 from gpt2_infer.cli import Parser
 from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file, task_name
@@ -62,7 +63,7 @@ def main() -> None:
     shape = ("seqlen", "batch", "heads", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in (*shape, "arch")}
     rows = resource_table(compiled, [arguments.arch], [arguments.head_dim])
-    nvcc = build.output_of([str(build.find_nvcc()), "--version"])
+    nvcc = compilers.output_of([str(compilers.find_nvcc()), "--version"])
     release = re.search(r"release ([\d.]+)", nvcc)
     settings |= {"measures": "inspection", "nvcc": release[1] if release else nvcc}
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from attention_kernels import AttentionError, BackendSpec, backends, ladder
+from attention_kernels import AttentionError, BackendSpec, ladder, list_backends
 from attention_kernels.conformance import Case
 from gpt2_infer import GPT2InferError, bench, tables
 from gpt2_infer.cli import Parser
@@ -95,7 +95,9 @@ def specs_of(family: str) -> list[BackendSpec]:
     """The backends of a ladder that run on a GPU."""
     if family not in ladder.families():
         sys.exit(f"no ladder is of the family {family}: there are {', '.join(ladder.families())}")
-    return [spec for spec in backends() if spec.family == family and "cuda" in spec.device_types]
+    return [
+        spec for spec in list_backends() if spec.family == family and "cuda" in spec.device_types
+    ]
 
 
 def launch_each(arguments: argparse.Namespace) -> None:

@@ -88,9 +88,9 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
 @pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the test registers is forgotten after it."""
-    from attention_kernels import backends, registry
+    from attention_kernels import list_backends, registry
 
-    backends()  # discover first: what is found once must not be found into the copy
+    list_backends()  # discover first: what is found once must not be found into the copy
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels import build
+from attention_kernels.ladder import compilers, header
 from gpt2_infer.results import newest
 from gpt2_infer.tables import spread_percent
 
@@ -33,7 +33,7 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
 
 def test_how_to_add_a_version_works_as_written(tmp_path):
     """In a copy of the repository, as far as a machine without a GPU goes."""
-    if reason := build.missing_compiler("emulator"):
+    if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     section = section.split("## How to add a version")[1].split("\n## ")[0]
@@ -45,8 +45,8 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     folder = tmp_path / "attention_kernels" / "csrc" / "fp32"
-    last = build.version_files(folder)[-1]
-    number = build.version_number(last)
+    last = header.version_files(folder)[-1]
+    number = header.version_number(last)
     text = last.read_text().replace(f"// v{number} - ", f"// v{number + 1} - ", 1)
     (folder / f"v{number + 1}_what_changed.cu").write_text(text)
     section = section.replace("VERSION_13", f"VERSION_{number + 1}")
@@ -54,7 +54,9 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     ran = []
     for program, *words in commands:
         what = words[0]
-        if what == "scripts/compare_backends.py" or (what == "kernels" and not build.find_nvcc()):
+        if what == "scripts/compare_backends.py" or (
+            what == "kernels" and not compilers.find_nvcc()
+        ):
             continue
         command = ["-m", "gpt2_infer", *words] if program == "gpt2-infer" else words
         done = subprocess.run(

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import UnsupportedError, build, ladder
-from attention_kernels.sanitize import sanitize
+from attention_kernels import UnsupportedError, ladder
+from attention_kernels.inspection.sanitize import sanitize
+from attention_kernels.ladder import compilers
 
 RIGHT, SPIN, BARRIERS, ABOVE, BELOW, NULL, DIVERGENCE = range(1, 8)
 SOURCE = """\
@@ -56,7 +57,7 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
 """
 
 pytestmark = pytest.mark.skipif(
-    build.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
 )
 
 

@@ -26,9 +26,9 @@ from attention_kernels import (
     BackendSpec,
     UnknownBackendError,
     UnsupportedError,
-    backends,
     get_backend,
     hf,
+    list_backends,
     register,
 )
 from attention_kernels.contract import Kernels
@@ -41,7 +41,7 @@ from attention_kernels.reference import (
 from tests.conftest import DEVICES
 
 ROOT = Path(__file__).parents[2]
-NAMES = [spec.name for spec in backends()]
+NAMES = [spec.name for spec in list_backends()]
 LADDER = "CUSTOM_CUDA_VERSION_12"
 VOCABULARY = 97
 REFUSAL = f"attention backend {LADDER} cannot take this call: "
@@ -262,10 +262,10 @@ import attention_kernels
 assert "transformers" not in sys.modules
 import attention_kernels.hf
 from transformers import AttentionInterface, AttentionMaskInterface
-names = {{spec.name for spec in attention_kernels.backends()}}
+names = {{spec.name for spec in attention_kernels.list_backends()}}
 assert names <= {{*AttentionInterface()}} and names <= {{*AttentionMaskInterface()}}
 assert {LADDER!r} in names and {LADDER.lower()!r} not in AttentionInterface()
-assert not [spec.name for spec in attention_kernels.backends() if spec._kernels]
+assert not [spec.name for spec in attention_kernels.list_backends() if spec._kernels]
 assert not torch.cuda.is_initialized()
 """
     cache = tmp_path / "cache"

@@ -15,13 +15,13 @@ from attention_kernels import (
     OutputError,
     UnknownBackendError,
     UnsupportedError,
-    backends,
     get_backend,
+    list_backends,
     register,
 )
 from attention_kernels.contract import Kernels
 
-NAMES = [spec.name for spec in backends()]
+NAMES = [spec.name for spec in list_backends()]
 FIELDS = {
     "family": "test",
     "summary": "A backend of a test.",
@@ -221,8 +221,8 @@ def run_python(code: str, path: Path | None = None) -> str:
 def test_importing_is_free():
     out = run_python(
         "import sys, attention_kernels, gpt2_infer, torch\n"
-        "from attention_kernels import backends\n"
-        "names = [spec.name for spec in backends()]\n"
+        "from attention_kernels import list_backends\n"
+        "names = [spec.name for spec in list_backends()]\n"
         "print(torch.cuda.is_initialized(), 'triton' in sys.modules, 'transformers' in sys.modules,"
         " 'torch.utils.cpp_extension' in sys.modules)"
     )
@@ -250,11 +250,11 @@ def test_plugins_register_and_a_broken_one_breaks_nothing(tmp_path):
     )
     install_plugin(tmp_path, "bad_plugin", "raise ImportError('libfoo.so is missing')\n")
     out = run_python(
-        "import torch\nfrom attention_kernels import backends, get_backend, attention\n"
+        "import torch\nfrom attention_kernels import list_backends, get_backend, attention\n"
         "q = torch.ones(1, 2, 1, 4)\n"
         "print(attention(q, q, q, backend='plugged-in').sum().item())\n"
         "print(get_backend('BAD_PLUGIN').unavailable_reason())\n"
-        "print(len(backends()))",
+        "print(len(list_backends()))",
         tmp_path,
     ).splitlines()
     assert out[0] == "8.0"
@@ -274,4 +274,4 @@ def test_half_a_registry_is_never_gone_on_with(monkeypatch):
     monkeypatch.setattr(registry.importlib, "import_module", fail)
     for _ in range(2):
         with pytest.raises(ImportError):
-            backends()
+            list_backends()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels import build
+from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
 from gpt2_infer.cli import build_parser, main
 from gpt2_infer.results import read
@@ -68,8 +68,8 @@ def listed(site: Path) -> dict[str, dict]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def skip_without_compiler(name: str, target: build.Target) -> None:
-    if "CUDA" in name and (reason := build.missing_compiler(target)):
+def skip_without_compiler(name: str, target: compilers.Target) -> None:
+    if "CUDA" in name and (reason := compilers.missing_compiler(target)):
         pytest.skip(reason)
 
 
@@ -78,7 +78,7 @@ def test_it_is_listed(site):
     tiled, cuda = (rows[name] for name in NAMES)
     assert tiled["family"] == cuda["family"] == "my-backend"
     assert tiled["unavailable"]["cpu"] is None
-    assert cuda["unavailable"]["cpu"] == build.missing_compiler("emulator")
+    assert cuda["unavailable"]["cpu"] == compilers.missing_compiler("emulator")
     assert cuda["emulated_on"] == ["cpu"]
     assert cuda["summary"] == "One warp per query, one key per lane."
 

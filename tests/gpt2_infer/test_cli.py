@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels import build, ladder
+from attention_kernels import ladder
+from attention_kernels.ladder import compilers, header
 from gpt2_infer.cli import build_parser, main
 
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -166,14 +167,14 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
 
 
 def test_backends_lists_every_backend(capsys):
-    from attention_kernels import backends
+    from attention_kernels import list_backends
 
     status, out, _ = run(capsys, "backends")
     assert status == 0
     status, machine, _ = run(capsys, "backends", "--json")
     assert status == 0
     rows = {row["name"]: row for row in json.loads(machine)}
-    assert list(rows) == [spec.name for spec in backends()]
+    assert list(rows) == [spec.name for spec in list_backends()]
     assert all(name in out for name in rows)
     assert out.startswith("pytorch\n  NAIVE_PYTORCH ")
     assert "\n\ncustom-cuda\n" in out
@@ -320,7 +321,7 @@ def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
     assert "tokens_per_second" not in report
 
 
-@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_kernels_shows_one_ladder_or_all(capsys):
     only = ["--arch", "90", "--head-dim", "64"]
     assert main(["kernels", *only, "--json", "--family", "wmma-fa2"]) == 0
@@ -329,17 +330,17 @@ def test_kernels_shows_one_ladder_or_all(capsys):
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
     assert main(["kernels", *only]) == 0
     shown = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
-    assert shown == {version.name for version in build.versions()}
+    assert shown == {version.name for version in header.versions()}
     assert main(["kernels", "--family", "fp32"]) == 2
     assert "there is no ladder fp32: there are custom-cuda, ablation" in capsys.readouterr().err
     assert main(["kernels", "--head-dim", "64", "7"]) == 2
     assert "no version of custom-cuda takes head_dim 7" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_kernels_takes_backends_and_version_files(capsys, tmp_path):
     file = tmp_path / "v13_mine.cu"
-    right = (build.CSRC / "fp32" / "v08_o_in_shared.cu").read_text()
+    right = (header.CSRC / "fp32" / "v08_o_in_shared.cu").read_text()
     file.write_text(right.replace("// v08 - ", "// v13 - "))
     only = ["--arch", "90", "--head-dim", "64", "--json"]
     assert main(["kernels", str(file), "custom-cuda-version-8", *only]) == 0

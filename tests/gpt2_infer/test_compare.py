@@ -261,7 +261,9 @@ def test_a_backends_source_is_all_that_its_kernel_is_made_of(tmp_path):
     root = Path(compare.__file__).parents[1] / "attention_kernels"
     for name in ("TRITON_FLASH_ATTENTION", "NUMPY_BASIC"):
         files = compare._source_files(get_backend(name))
-        assert {root / "triton_flash_attention.py", root / "numpy_ladder" / "basic.py"} <= {*files}
+        assert {root / "backends/triton/flash_attention.py", root / "backends/numpy/basic.py"} <= {
+            *files
+        }
         assert {path.suffix for path in files} == {".py"}
     file, included = tmp_path / "v08_mine.cu", tmp_path / "mine.cuh"
     source = (root / "csrc" / "fp32" / "v08_o_in_shared.cu").read_text()

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from attention_kernels import backends
+from attention_kernels import list_backends
 from gpt2_infer import GPT2, generate
 from gpt2_infer.cli import DTYPES
 from gpt2_infer.diverge import diverge
@@ -16,7 +16,7 @@ from tests.conftest import DEVICES, usable
 HEAD_DIM = 64  # the bundled model's
 NAMES = [
     spec.name
-    for spec in backends()
+    for spec in list_backends()
     if spec.family not in ("pytorch", "numpy")
     and HEAD_DIM in (spec.head_dims or (HEAD_DIM,))
     and {*spec.dtypes} & {*DTYPES}

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from attention_kernels import UnsupportedError
-from attention_kernels.accesses import Access
-from attention_kernels.resources import Resources
+from attention_kernels.inspection.accesses import Access
+from attention_kernels.inspection.resources import Resources
 from gpt2_infer import results
 from scripts import inspect_kernels, plot_results, update_readme
 

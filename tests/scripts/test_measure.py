@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from attention_kernels import backends, ladder
+from attention_kernels import ladder, list_backends
 from scripts import compare_backends, measure
 from scripts.plot_results import PLOTS
 
@@ -18,11 +18,11 @@ def test_every_run_is_a_command_that_its_script_takes(name, tmp_path):
     if script == "scripts/compare_backends.py":
         parsed = compare_backends.parse(arguments)
         assert parsed.name == name
-        assert {*parsed.families} <= {spec.family for spec in backends()}
+        assert {*parsed.families} <= {spec.family for spec in list_backends()}
         for backend in (*parsed.backends, parsed.baseline):
             ladder.resolve(backend)
     elif script == "scripts/profile_kernels.py":
-        assert arguments[arguments.index("--family") + 1] in {s.family for s in backends()}
+        assert arguments[arguments.index("--family") + 1] in {s.family for s in list_backends()}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_every_table_of_the_readme_has_a_command_behind_it():
     plots = {plot for plots in PLOTS.values() for plot in plots}
     assert {*re.findall(r"<!-- plot [a-z0-9-]+ (\w+) -->", text)} <= plots
     for family, *others in (m.split() for m in re.findall(r"<!-- ladder ([a-z0-9 -]+) -->", text)):
-        assert family in {spec.family for spec in backends()}
+        assert family in {spec.family for spec in list_backends()}
         tasks += others
     assert {*tasks} <= {*measure.RUNS, "case-study"}
 

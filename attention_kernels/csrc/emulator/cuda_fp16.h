@@ -7,7 +7,7 @@
 #include "cuda_emulator.h"
 
 // Nothing here has a state, and nothing is hidden: a kernel would be, too, that has a hidden type
-// in its parameters, and launch_recorder.cpp could not tell its name.
+// in its parameters, and recorders/launches.cpp could not tell its name.
 
 namespace attention::emulator {
 

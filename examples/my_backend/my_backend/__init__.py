@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention_kernels import build, register
+from attention_kernels import register
 from attention_kernels.contract import Kernels
-from attention_kernels.ladder import register_ladder
+from attention_kernels.ladder import header, register_ladder
 
 BLOCK_N = 64  # keys per tile
 
@@ -60,6 +60,6 @@ def load() -> Kernels:
 register_ladder(
     Path(__file__).parent,
     family="my-backend",
-    name=lambda file: f"MY_CUDA_VERSION_{build.version_number(file)}",
+    name=lambda file: f"MY_CUDA_VERSION_{header.version_number(file)}",
     op_prefix="my_backend_",
 )

@@ -1,0 +1,275 @@
+"""What each kernel takes of a multiprocessor: registers, spills, shared memory, occupancy.
+
+Registers, spills and static shared memory are ptxas's own report; block size and dynamic shared
+memory are recorded from the version's launch(), compiled for the host. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import VersionHeader
+
+ARCHS = ("75", "80", "90", "120")
+WARP_SIZE = 32
+REGISTERS_PER_SM = 65536
+# Registers are given to a warp in units of this many; shared memory to a block, likewise.
+REGISTER_UNIT = 256
+SHARED_UNIT = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a multiprocessor has, and what its own bookkeeping takes of each block's shared memory.
+
+    From the tables of technical specifications in the CUDA C++ Programming Guide.
+    """
+
+    warps: int
+    blocks: int
+    shared_kb: int
+    shared_kb_per_block: int
+    reserved_bytes: int = 1024
+
+
+LIMITS = {
+    "75": Limits(32, 16, 64, 64, reserved_bytes=0),
+    "80": Limits(64, 32, 164, 163),
+    "86": Limits(48, 16, 100, 99),
+    "89": Limits(48, 24, 100, 99),
+    "90": Limits(64, 32, 228, 227),
+    "100": Limits(64, 32, 228, 227),
+    "120": Limits(48, 24, 100, 99),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One kernel, as one version launches it for one head_dim on one architecture; sizes in bytes.
+
+    blocks: how many fit a multiprocessor at once, 0 where not even one does; warps: how many that
+    makes, of max_warps; limited_by: what runs out first.
+    """
+
+    version: str
+    arch: str
+    kernel: str
+    head_dim: int
+    threads: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+    dynamic_smem: int
+    blocks: int
+    warps: int
+    max_warps: int
+    limited_by: str
+
+    @property
+    def occupancy(self) -> float:
+        """Resident warps over the most that there can be."""
+        return self.warps / self.max_warps
+
+
+@dataclass(frozen=True)
+class _Launch:
+    head_dim: int
+    threads: int
+    dynamic_smem: int
+    symbol: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+
+
+def resource_table(
+    versions: Sequence[VersionHeader],
+    archs: Sequence[str] = ARCHS,
+    head_dims: Iterable[int] = (32, 64, 128),
+) -> list[Resources]:
+    """The resources of every kernel of the versions, one row per head_dim and architecture.
+
+    Raises BuildError where a compiler is missing or a version does not compile.
+    """
+    if unknown := {*archs} - {*LIMITS}:
+        raise BuildError(
+            f"no limits known for {', '.join(sorted(unknown))}: there are {', '.join(LIMITS)}"
+        )
+    head_dims = list(head_dims)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        launches = {
+            v.op: pool.submit(_launches, v, [d for d in head_dims if d in v.head_dims])
+            for v in versions
+        }
+        compiled = {(v.op, a): pool.submit(_compile, v, a) for v in versions for a in archs}
+        futures: list[Future[Any]] = [*launches.values(), *compiled.values()]
+        for _ in tqdm(as_completed(futures), "compiling kernels", len(futures), unit=""):
+            pass
+    return [
+        _row(version.op, arch, launch, compiled[version.op, arch].result())
+        for version in versions
+        for arch in archs
+        for launch in dict.fromkeys(launches[version.op].result())  # some are launched often
+    ]
+
+
+def _row(version: str, arch: str, launch: _Launch, compiled: dict[str, _Compiled]) -> Resources:
+    if launch.symbol not in compiled:
+        raise BuildError(f"{version} launches {launch.kernel}, which ptxas has not compiled")
+    kernel = compiled[launch.symbol]
+    shared = kernel.static_smem + launch.dynamic_smem
+    blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
+    return Resources(
+        version=version,
+        arch=arch,
+        kernel=launch.kernel,
+        head_dim=launch.head_dim,
+        threads=launch.threads,
+        registers=kernel.registers,
+        spill_stores=kernel.spill_stores,
+        spill_loads=kernel.spill_loads,
+        static_smem=kernel.static_smem,
+        dynamic_smem=launch.dynamic_smem,
+        blocks=blocks,
+        warps=blocks * -(-launch.threads // WARP_SIZE),
+        max_warps=LIMITS[arch].warps,
+        limited_by=limited_by,
+    )
+
+
+def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
+    """How many blocks a multiprocessor holds at once, and what the limit is."""
+    limits = LIMITS[arch]
+    if shared > limits.shared_kb_per_block * 1024:
+        return 0, "shared memory"
+    warps = -(-threads // WARP_SIZE)
+    registers_per_warp = _round_up(registers * WARP_SIZE, REGISTER_UNIT)
+    # A multiprocessor has four parts, and a warp stays in one.
+    warps_by_registers = REGISTERS_PER_SM // 4 // registers_per_warp * 4
+    fits = {
+        "warps": limits.warps // warps,
+        "blocks": limits.blocks,
+        "registers": warps_by_registers // warps,
+        "shared memory": limits.shared_kb
+        * 1024
+        // max(_round_up(shared + limits.reserved_bytes, SHARED_UNIT), 1),
+    }
+    least = min(fits, key=lambda name: fits[name])
+    return fits[least], least
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
+    """What the version launches for each head_dim, from csrc/recorders/launches.cpp."""
+    flags = compilers.compile_flags(version, "emulator", "")
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/recorder"
+        recorder = header.csrc_of(version) / "recorders" / "launches.cpp"
+        source = f'-DATTENTION_SOURCE="{version.path}"'
+        link = ["-rdynamic", "-o", program, "-pthread", "-ldl"]
+        compilers.output_of([*flags, "-O0", source, str(recorder), *link])
+        output = compilers.output_of([program, *map(str, head_dims)])
+    launches = []
+    for line in output.splitlines():
+        head_dim, threads, smem, symbol, words = line.split("\t")
+        name = re.search(r"(\w+(<[^(]*>)?)\(", words)
+        launches.append(
+            _Launch(int(head_dim), int(threads), int(smem), symbol, name[1] if name else words)
+        )
+    return launches
+
+
+def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
+    """What ptxas reports of every kernel of a version, by mangled name."""
+    flags = compilers.compile_flags(version, "cuda", arch)
+    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", os.devnull]
+    return parse_ptxas(compilers.output_of(command))
+
+
+def compile_summary(version: VersionHeader, arch: str) -> str:
+    """What ptxas reports of all kernels of a version, in a phrase.
+
+    Raises BuildError where there is no nvcc or it does not compile.
+    """
+    kernels = _compile(version, arch).values()
+    registers = sorted({kernel.registers for kernel in kernels})
+    most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
+    spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
+    return f"{most} registers, {f'up to {spilled} bytes of spills' if spilled else 'no spills'}"
+
+
+def parse_ptxas(output: str) -> dict[str, _Compiled]:
+    """The numbers in the output of `ptxas -v`, by mangled name."""
+    entry = re.compile(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers([^\n]*)",
+        re.S,
+    )
+    kernels = {}
+    for symbol, stores, loads, registers, rest in entry.findall(output):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        static = int(shared[1]) if shared else 0
+        kernels[symbol] = _Compiled(int(registers), int(stores), int(loads), static)
+    return kernels
+
+
+COLUMNS = (
+    "version", "arch", "head_dim", "kernel", "threads", "registers", "spills st/ld",
+    "static smem", "dynamic smem", "blocks/SM", "warps/SM", "occupancy", "limited by",
+)  # fmt: skip
+
+
+def format_table(rows: Iterable[Resources]) -> str:
+    """The table for people: one line per row, sizes in bytes, columns aligned."""
+    cells = [COLUMNS]
+    for r in rows:
+        cells.append(
+            (
+                r.version,
+                f"sm_{r.arch}",
+                str(r.head_dim),
+                r.kernel,
+                str(r.threads),
+                str(r.registers),
+                f"{r.spill_stores}/{r.spill_loads}",
+                str(r.static_smem),
+                str(r.dynamic_smem),
+                str(r.blocks),
+                f"{r.warps}/{r.max_warps}",
+                f"{r.occupancy:.0%}" if r.blocks else "does not fit",
+                r.limited_by,
+            )
+        )
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in cells
+    )

@@ -1,0 +1,146 @@
+"""Run backends under a sanitizer: what a right output hides.
+
+On the CPU emulated kernels run in a build with AddressSanitizer, and again with their threads in
+other orders, which must not change a bit. On a GPU NVIDIA's compute-sanitizer looks for bad
+accesses (memcheck) and for races in shared memory (racecheck).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from attention_kernels import ladder
+from attention_kernels.conformance import Case
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.ladder import build, compilers
+from attention_kernels.registry import BackendSpec
+
+TOOLS = ("memcheck", "racecheck")
+ASAN_FLAGS = "-fsanitize=address -g -O1"
+_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # what it finds no line for, addr2line often does
+# Small, for both sanitizers are slow: seqlen, head_dim, batch, num_heads.
+SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
+ORDERS = ("reverse", "shuffle:1")
+_EXIT = 77  # compute-sanitizer's, where it found something
+
+
+def sanitize(whats: Sequence[str], device: str) -> list[str]:
+    """Run backends, by name or version file, under the device's sanitizers; a sentence per fault.
+
+    The first fault ends a run. Raises UnavailableBackendError where a sanitizer is missing, and
+    UnsupportedError on the CPU for a backend that is not emulated.
+    """
+    specs = [ladder.resolve(what) for what in whats]
+    for spec in specs:
+        if reason := spec.unavailable_reason(device):
+            raise UnavailableBackendError(spec.name, reason)
+        in_ladder = spec.name in ladder.versions() and device in spec.emulated_on
+        if device == "cpu" and not in_ladder:
+            raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
+    if device == "cpu":
+        return _address_sanitizer(specs[0].name, list(whats))
+    if shutil.which("compute-sanitizer") is None:
+        raise UnavailableBackendError(specs[0].name, "needs compute-sanitizer on PATH")
+    return [fault for tool in TOOLS for fault in compute_sanitizer(tool, whats)]
+
+
+def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
+    # libstdc++ before torch brings it: the sanitizer looks for its __cxa_throw when it starts.
+    names = ("libasan.so", "libstdc++.so.6")
+    gxx = str(compilers.find_gxx())
+    libraries = [compilers.execute([gxx, f"-print-file-name={name}"])[1].strip() for name in names]
+    if not os.path.isabs(libraries[0]):
+        raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
+    environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": _ASAN_OPTIONS}
+    # Built without LD_PRELOAD, or the compiler would run under it, too.
+    built = _worker(["build", *whats], environment)
+    if built.returncode != 0:
+        return [f"the sanitizer's build failed: {_last_line(built.stderr)}"]
+    done = _worker(["cpu", *whats], environment | {"LD_PRELOAD": ":".join(libraries)})
+    if done.returncode == 0:
+        return []
+    found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
+    if not found:
+        return [_last_line(done.stderr)]
+    # The frames of the access; those of an allocation may follow.
+    report = re.split(r"\n\n", done.stderr[found.end() :])[0]
+    frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
+    lines = (compilers.source_line(*frame) for frame in frames)
+    return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
+
+
+def compute_sanitizer(tool: str, whats: Sequence[str]) -> list[str]:
+    """Run backends on the GPU under one of TOOLS."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
+    command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
+    # Inside torch's pool an access beyond a tensor is not beyond an allocation.
+    done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, command)
+    summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
+    if done.returncode == 0 and summary in done.stdout:
+        return []
+    faults = [
+        line for line in done.stdout.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)
+    ]
+    what = faults[0].lstrip("= ") if faults else _last_line(done.stdout + done.stderr)
+    return [f"{tool}: {what}"]
+
+
+def _worker(
+    arguments: list[str], environment: dict[str, str], before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*before, sys.executable, "-m", "attention_kernels.sanitize", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it died without a word"])[-1]
+
+
+def _run(spec: BackendSpec, device: str) -> None:
+    """Every shape once; in the emulator in every order."""
+    for seqlen, head_dim, batch, num_heads in SHAPES:
+        if spec.head_dims and head_dim not in spec.head_dims:
+            continue
+        for dtype, is_causal in ((d, c) for d in spec.dtypes for c in (True, False)):
+            case = Case(seqlen, head_dim, 1.0, batch, num_heads, dtype=getattr(torch, dtype))
+            inputs = case.inputs(device)
+            try:
+                expected = spec.attention(*inputs, is_causal=is_causal)
+            except UnsupportedError:  # too much shared memory for this device
+                continue
+            for order in ORDERS if device == "cpu" else ():
+                os.environ["ATTENTION_EMULATOR_ORDER"] = order
+                if not torch.equal(spec.attention(*inputs, is_causal=is_causal), expected):
+                    sys.exit(f"{spec.name}: {case}: the order of its threads changes the output")
+                del os.environ["ATTENTION_EMULATOR_ORDER"]
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(mode: str, *whats: str) -> None:
+    """What a run under a sanitizer runs: build, cpu or cuda."""
+    for what in whats:
+        spec = ladder.resolve(what)
+        if mode == "build":
+            build.build(ladder.versions()[spec.name], "emulator")
+        else:
+            _run(spec, mode)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,29 @@
+"""Ladders: folders of version files, each of them a backend.
+
+header reads a version file, compilers finds nvcc and g++, build makes the shared library, and op
+loads it and turns it into a backend.
+"""
+
+from attention_kernels.ladder.op import (
+    architectures,
+    build_all,
+    define_op,
+    families,
+    load_op,
+    register_ladder,
+    resolve,
+    unregistered,
+    versions,
+)
+
+__all__ = [
+    "architectures",
+    "build_all",
+    "define_op",
+    "families",
+    "load_op",
+    "register_ladder",
+    "resolve",
+    "unregistered",
+    "versions",
+]

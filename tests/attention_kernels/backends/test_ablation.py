@@ -1,0 +1,271 @@
+"""The ablation: that neighbours differ by their step alone, and what its last question answers.
+
+That each step is right is in test_ladders.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attention_kernels import BackendSpec, get_backend, list_backends
+from attention_kernels.conformance import Case, run_case
+from attention_kernels.inspection import resources
+from attention_kernels.ladder import header
+from attention_kernels.reference import judge
+from tests.attention_kernels.backends.test_cuda import spec_of, usable
+from tests.conftest import DEVICES
+
+FOLDER = header.CSRC / "ablation"
+STEPS = header.versions(FOLDER, "ablation_")
+NO_MAXIMUM = header.parse_header(FOLDER / "no_maximum" / "v09_no_maximum.cu", "no_maximum_")
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def step(number: int) -> BackendSpec:
+    return get_backend(f"ABLATION_STEP_{number}")
+
+
+# Neighbours
+
+
+def test_the_steps_are_the_files():
+    assert [version.number for version in STEPS] == list(range(1, 9))
+    specs = [spec for spec in list_backends() if spec.family == "ablation"]
+    assert specs == [step(version.number) for version in STEPS]
+    for spec, version in zip(specs, STEPS, strict=True):
+        assert dict(spec.precisions) == {"float32": "ieee-fp32"}
+        assert spec.head_dims == version.head_dims == (32, 64)
+        assert spec.needs_contiguous
+        assert version.flags == ()
+        assert version.tile.startswith("kBlockM x kBlockN = 32 x 32")
+        assert version.tile.endswith("block (32, 32)")
+
+
+def code(version: header.VersionHeader) -> list[str]:
+    """The lines after the header."""
+    return version.path.read_text().split("#include", 1)[1].splitlines()
+
+
+def changes(number: int) -> tuple[list[str], list[str]]:
+    """The lines that a step removes from the one before it, and those that it adds."""
+    diff = list(difflib.ndiff(code(STEPS[number - 2]), code(STEPS[number - 1])))
+    removed, added = ([line[2:].strip() for line in diff if line[0] == sign] for sign in "-+")
+    return removed, added
+
+
+def test_unrolling_padding_and_barriers_change_nothing_else():
+    assert changes(3) == ([], ["#pragma unroll"] * 10)
+    padding = ["constexpr int kStride = kHeadDim;"], ["constexpr int kStride = kHeadDim + 1;"]
+    assert changes(4) == padding
+    removed, added = changes(7)
+    assert {*removed} == {"__syncthreads();"}
+    assert {*added} == {"__syncwarp();"}
+
+
+def test_every_loop_of_a_kernel_is_unrolled_from_step_3_on():
+    for version in STEPS:
+        kernels = "\n".join(code(version)).split("int64_t scratch_floats")[0]
+        loops = len(re.findall(r"\bfor \((?!int n_start)", kernels))  # of constant length
+        assert loops > 5
+        assert kernels.count("#pragma unroll\n") == (loops if version.number >= 3 else 0)
+
+
+def test_step_1_has_no_shared_memory():
+    for version in STEPS:
+        assert ("__shared__" in "\n".join(code(version))) == (version.number > 1)
+
+
+def test_kernels_and_launches_fall_where_the_headers_say_so():
+    """One batch entry, 1,024 keys: 32 tiles of them."""
+    launches = {}
+    for number in (4, 5, 6):
+        recorded = resources._launches(STEPS[number - 1], [64])
+        assert {launch.threads for launch in recorded} == {1024}
+        launches[number] = Counter(launch.kernel.split("<")[0] for launch in recorded)
+    stages = ["qk_dot_kernel", "row_max_kernel", "exp_kernel", "row_sum_kernel", "update_kernel"]
+    once = {"init_kernel": 1}
+    copies = {"copy_in_kernel": 3, "copy_out_kernel": 1}
+    assert launches[4] == dict.fromkeys(stages, 32) | once | copies
+    assert launches[5] == dict.fromkeys(stages, 32) | once
+    assert launches[6] == {"attention_kernel": 1}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_all_steps_give_the_same_bits(is_causal):
+    """They compute the same numbers in the same order."""
+    q, k, v = Case(70, 64, scale=2.0, batch=2, num_heads=3).inputs("cpu")
+    expected = usable("ABLATION_STEP_1", "cpu").attention(q, k, v, is_causal=is_causal)
+    for version in STEPS[1:]:
+        o = step(version.number).attention(q, k, v, is_causal=is_causal)
+        assert torch.equal(o, expected), version.path.name
+
+
+@on_every_device
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_batch_in_parallel_gives_the_same_bits(device, is_causal):
+    usable("ABLATION_STEP_8", device)
+    for seqlen, head_dim in ((1, 64), (33, 32), (200, 64)):
+        q, k, v = Case(seqlen, head_dim, batch=3, num_heads=4).inputs(device)
+        o, expected = (step(n).attention(q, k, v, is_causal=is_causal) for n in (8, 7))
+        assert torch.equal(o, expected)
+
+
+# The barriers that are left
+
+
+def test_each_barrier_that_is_left_is_needed(tmp_path, monkeypatch):
+    """Without any one of them the order of threads shows in the output of step 7."""
+    usable("ABLATION_STEP_7", "cpu")
+    barriers = 0
+
+    def droppable(barrier: re.Match[str]) -> str:
+        nonlocal barriers
+        barriers += 1
+        return f'if (kept("{barriers}")) {barrier[0]}'
+
+    header, body = STEPS[6].path.read_text().split('#include "common.cuh"\n')
+    body = re.sub(r"__sync(threads|warp)\(\);", droppable, body)
+    assert barriers == 6
+    (tmp_path / "v07_droppable.cu").write_text(f"""{header}#include "common.cuh"
+#include <cstdlib>
+#include <cstring>
+inline bool kept(const char* barrier) {{
+  const char* const dropped = std::getenv("DROPPED_BARRIER");
+  return dropped == nullptr || std::strcmp(dropped, barrier) != 0;
+}}
+{body}""")
+    spec = spec_of(header.parse_header(tmp_path / "v07_droppable.cu", "droppable_"))
+    q, k, v = Case(70, 32, num_heads=1).inputs("cpu")
+    expected = step(7).attention(q, k, v)
+
+    def is_right_in_any_order() -> bool:
+        outputs = []
+        for order in ("", "reverse", "shuffle:1", "shuffle:2"):
+            monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+            outputs.append(spec.attention(q, k, v))
+        return all(torch.equal(o, expected) for o in outputs)
+
+    assert is_right_in_any_order()
+    for barrier in range(1, barriers + 1):
+        monkeypatch.setenv("DROPPED_BARRIER", str(barrier))
+        assert not is_right_in_any_order(), f"barrier {barrier} of step 7 orders nothing"
+
+
+# Do we need the maximum?
+
+LARGEST = math.log(torch.finfo(torch.float32).max)  # 88.72, the logarithm of FLT_MAX
+SMALLEST = math.log(torch.finfo(torch.float32).tiny)  # -87.34, of the smallest normal number
+ZERO = -150 * math.log(2)  # -103.97, of half the smallest subnormal one: 0 from there on
+
+
+@pytest.fixture(scope="module")
+def no_maximum() -> BackendSpec:
+    return spec_of(NO_MAXIMUM)
+
+
+def equal_scores(score: float, keys: int, value: float | None, device: str):
+    """q, k, v of `keys` keys that all queries score alike; values in -1 .. 1, or all the same."""
+    q = torch.zeros(1, keys, 1, 32)
+    k, v = torch.zeros_like(q), torch.full_like(q, value or 0.0)
+    q[..., 0], k[..., 0] = score, 1.0
+    if value is None:
+        v.uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    return q.to(device), k.to(device), v.to(device)
+
+
+def output(spec: BackendSpec, *inputs) -> torch.Tensor:
+    return spec.attention(*equal_scores(*inputs), softmax_scale=1.0, is_causal=False)
+
+
+def is_right(spec: BackendSpec, *inputs) -> bool:
+    """Whether it is within its budget."""
+    q, k, v = equal_scores(*inputs)
+    floor = 1e-6 * v.abs().max().item()  # or rounding alone might decide
+    o = output(spec, *inputs)
+    return judge(o, q, k, v, 1.0, is_causal=False, naive_floor=floor).passed
+
+
+def first_wrong(holds: Callable[[float], bool], right: float, wrong: float) -> float:
+    """Where, between the two, it ceases to hold, by bisection."""
+    assert holds(right)
+    assert not holds(wrong)
+    for _ in range(20):
+        middle = (right + wrong) / 2
+        right, wrong = (middle, wrong) if holds(middle) else (right, middle)
+    return wrong
+
+
+def test_the_version_without_a_maximum_is_no_backend(no_maximum):
+    assert "NO_MAXIMUM" not in " ".join(spec.name for spec in list_backends())
+    failed = {
+        scale: not run_case(no_maximum, Case(64, 64, scale), "cpu").passed
+        for scale in (0.02, 1.0, 8.0)
+    }
+    assert failed == {0.02: False, 1.0: False, 8.0: True}
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("keys", "value"), [(1, None), (32, None), (64, None), (300, None), (1, 1000.0), (64, 1000.0)]
+)
+def test_the_smallest_score_that_overflows(no_maximum, device, keys, value):
+    """An exponential overflows at 88.72; a sum of n, or a value times one, before that."""
+    found = first_wrong(lambda score: is_right(no_maximum, score, keys, value, device), 0, 200)
+    assert found == pytest.approx(LARGEST - math.log(keys * (value or 1.0)), abs=0.01)
+    assert not output(no_maximum, 200.0, keys, value, device).isfinite().any()
+    assert is_right(usable("ABLATION_STEP_8", device), found, keys, value, device)
+    assert is_right(step(8), 200.0, keys, value, device)
+
+
+@on_every_device
+def test_a_sum_that_overflows_can_look_like_an_answer(no_maximum, device):
+    """In the last tile: the product with V is finite, and finite / infinity is 0."""
+    o = output(no_maximum, LARGEST - math.log(32) + 0.5, 32, 0.25, device)
+    assert torch.equal(o, torch.zeros_like(o))
+
+
+@on_every_device
+@pytest.mark.parametrize("keys", [1, 64])
+def test_the_largest_score_that_underflows(no_maximum, device, keys):
+    """Below -87.34 an exponential is subnormal and loses digits; below -103.97 it is 0."""
+    found = first_wrong(lambda score: is_right(no_maximum, score, keys, None, device), 0, -200)
+    assert SMALLEST - 6 < found < SMALLEST
+    assert output(no_maximum, ZERO + 0.1, keys, None, device).isfinite().all()
+    assert output(no_maximum, ZERO - 0.1, keys, None, device).isnan().all()
+    assert is_right(usable("ABLATION_STEP_8", device), found, keys, None, device)
+    assert is_right(step(8), ZERO - 0.1, keys, None, device)
+
+
+@on_every_device
+def test_the_smallest_scale_of_normal_inputs_that_breaks_it(no_maximum, device):
+    """At a scale of about 4 the largest score of a thousand keys reaches the limit."""
+
+    def case(scale: float) -> Case:
+        return Case(200, 64, scale)
+
+    def holds(scale: float) -> bool:
+        return run_case(no_maximum, case(scale), device).passed
+
+    found = first_wrong(holds, 1.0, 8.0)
+    q, k, _ = case(found).inputs("cpu")
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(64)
+    assert LARGEST - 10 < scores.tril().max() < LARGEST + 1
+    assert 3 < found < 6
+    assert run_case(usable("ABLATION_STEP_8", device), case(found), device).passed
+
+
+def test_the_bundled_model_needs_the_maximum(no_maximum, demo):
+    """Its first layer has scores of several thousands, at position 0."""
+    tokens = torch.tensor([demo.tokenizer.encode("Once upon a time, there was a little girl")])
+    expected = demo.with_attention("NAIVE_PYTORCH")(tokens)
+    logits = demo.with_attention(usable("ABLATION_STEP_8", "cpu"))(tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+    assert demo.with_attention(no_maximum)(tokens).isnan().any()

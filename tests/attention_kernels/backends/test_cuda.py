@@ -1,0 +1,554 @@
+"""Every ladder of version files: the same suite on the GPU and, from that source, emulated."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    get_backend,
+    ladder,
+    list_backends,
+)
+from attention_kernels.conformance import Case, cases, future_leaks, run_case
+from attention_kernels.inspection import sanitize as sanitizers
+from attention_kernels.inspection.sanitize import sanitize
+from attention_kernels.ladder import build, compilers, header, op
+from attention_kernels.ladder.header import HeaderError
+from attention_kernels.registry import PLAIN_PRECISIONS
+from tests.conftest import DEVICES, usable
+
+NAMES = [spec.name for spec in list_backends() if spec.name in ladder.versions()]
+FP32 = [spec.name for spec in list_backends() if spec.family == "custom-cuda"]
+PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends()}
+STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
+CONTIGUOUS = [name for name in NAMES if get_backend(name).needs_contiguous]
+NEGATIVE = Path(__file__).parents[1] / "negative"
+FOLDER = header.CSRC / "fp32"
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_every_version = pytest.mark.parametrize("name", NAMES)
+
+
+def ready_op(name: str, device: str):
+    usable(name, device)
+    ladder.load_op(name, device)
+    return getattr(torch.ops.attention_kernels, ladder.versions()[name].op).default
+
+
+def dtype_of(spec: BackendSpec) -> torch.dtype:
+    """A version file takes one."""
+    (name,) = spec.dtypes
+    return getattr(torch, name)
+
+
+def inputs_of(name: str, device: str, seqlen: int, head_dim: int = 64, **fields):
+    """q, k, v that the backend takes, with its nearest head_dim."""
+    spec = get_backend(name)
+    head_dim = min(spec.head_dims, key=lambda known: abs(known - head_dim))
+    return Case(seqlen, head_dim, dtype=dtype_of(spec), **fields).inputs(device)
+
+
+def spec_of(version: header.VersionHeader) -> BackendSpec:
+    """A backend of a version file that is in no ladder."""
+    name = f"TEST_{version.op.upper()}"
+    return BackendSpec(
+        name=name,
+        family="test",
+        summary="A version file of a test.",
+        loader=lambda: ladder.kernels(name, version),
+        precisions={version.dtype: PLAIN_PRECISIONS[version.dtype]},
+        head_dims=version.head_dims,
+        needs_contiguous=version.layout == "contiguous",
+    )
+
+
+# Right results
+
+
+def test_the_ladder_is_the_files():
+    files = header.version_files(FOLDER)
+    assert [f"CUSTOM_CUDA_VERSION_{header.version_number(file)}" for file in files] == FP32
+    assert len(files) >= 12
+    for name in FP32:
+        spec = get_backend(name)
+        assert dict(spec.precisions) == {"float32": "ieee-fp32"}
+        assert spec.head_dims == (32, 64, 128)
+        assert spec.emulated_on == ("cpu",)
+    assert [name for name in STRIDED if name in FP32][:2] == [
+        "CUSTOM_CUDA_VERSION_11",
+        "CUSTOM_CUDA_VERSION_12",
+    ]
+
+
+@on_every_device
+@for_every_version
+def test_conformance(name, device):
+    spec = usable(name, device)
+    dims = list(spec.head_dims)
+    q = torch.zeros(1, 1, 1, dims[-1], device=device, dtype=dtype_of(spec))
+    if reasons := spec.unsupported_reasons(q, q, q):  # a GPU whose shared memory is too small
+        assert device == "cuda"
+        assert "head_dim 128" in reasons[0]
+        dims.remove(128)
+    suite = cases(tuple(dims), dtype_of(spec))
+    failed = [str(case) for case in suite if not run_case(spec, case, device).passed]
+    assert not failed
+
+
+@on_every_device
+@for_every_version
+def test_the_future_does_not_change_the_past(name, device):
+    spec = usable(name, device)
+    for head_dim in spec.head_dims[:2]:
+        for cut in (1, 41, 64, 99):
+            case = Case(100, head_dim, dtype=dtype_of(spec))
+            assert not future_leaks(spec, case, device, cut)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", FP32)  # tensor cores multiply V by a P of 0: 0 * NaN is not 0
+def test_a_future_that_is_not_finite_changes_nothing(name, device):
+    spec = usable(name, device)
+    q, k, v = Case(70, 32, num_heads=1).inputs(device)
+    before = spec.attention(q, k, v)
+    for cut in (41, 66):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, cut:] = torch.nan
+        v2[:, cut:, :, ::2] = torch.nan
+        v2[:, cut:, :, 1::2] = torch.inf
+        assert torch.equal(spec.attention(q, k2, v2)[:, :cut], before[:, :cut]), cut
+
+
+@on_every_device
+@pytest.mark.parametrize("name", [name for name in NAMES if "fp16" in PRECISIONS[name]])
+def test_tiles_that_no_row_sees_are_not_visited(name, device):
+    """0 * NaN would tell: no block with a row before 128 sees a key from 192 on."""
+    spec = usable(name, device)
+    for head_dim in spec.head_dims:
+        q, k, v = Case(256, head_dim, num_heads=1, dtype=torch.float16).inputs(device)
+        before = spec.attention(q, k, v)
+        v[:, 192:] = torch.nan
+        after = spec.attention(q, k, v)
+        assert torch.equal(after[:, :128], before[:, :128])
+
+
+@on_every_device
+@for_every_version
+def test_other_seeds_and_shapes(name, device):
+    spec = usable(name, device)
+    for seed, (seqlen, batch, num_heads) in enumerate([(47, 3, 5), (48, 2, 1), (49, 1, 12)]):
+        for is_causal in (True, False):
+            fields = {"batch": batch, "num_heads": num_heads, "is_causal": is_causal, "seed": seed}
+            case = Case(seqlen, spec.head_dims[-1], dtype=dtype_of(spec), **fields)
+            assert run_case(spec, case, device).passed, case
+
+
+@for_every_version
+def test_neither_the_order_of_threads_nor_unwritten_memory_matters(name, monkeypatch):
+    """A race or a read of what nobody wrote would show as a difference between these runs."""
+    spec = usable(name, "cpu")
+    inputs = [inputs_of(name, "cpu", 70, head_dim) for head_dim in spec.head_dims]
+    expected = [spec.attention(*qkv) for qkv in inputs]
+    for variable, value in (
+        ("ATTENTION_EMULATOR_ORDER", "reverse"),
+        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
+        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
+        ("ATTENTION_EMULATOR_THREADS", "1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            for qkv, o in zip(inputs, expected, strict=True):
+                assert torch.equal(spec.attention(*qkv), o), (variable, value)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_views_need_no_copy(name, device, monkeypatch):
+    spec = usable(name, device)
+    monkeypatch.setattr("attention_kernels.contract.contiguous", None)
+    torch.manual_seed(0)
+    d, like = spec.head_dims[0], {"device": device, "dtype": dtype_of(spec)}
+    q = torch.randn(2, 3, 50, d, **like).transpose(1, 2)  # heads before positions
+    one_key = torch.randn(2, 1, 3, d, **like).expand(2, 50, 3, d)  # whatever it is, O is the same
+    one_head = torch.randn(4, 50, 1, 2 * d, **like)[::2, ..., :d].expand(2, 50, 3, d)
+    v = torch.randn(4, 60, 3, 4 * d, **like)[1:3, 7:57, :, d : 2 * d]
+    for k in (one_key, one_head):
+        o = spec.attention(q, k, v)
+        expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
+        assert torch.equal(o, expected)
+        assert o.is_contiguous()
+
+
+# Part of torch
+
+
+@on_every_device
+@for_every_version
+def test_opcheck(name, device):
+    op = ready_op(name, device)
+    q, k, v = (x.contiguous() for x in inputs_of(name, device, 33, 32, batch=2))
+    torch.library.opcheck(op, (q, k, v, 0.2, True))
+
+
+@on_every_device
+@for_every_version
+def test_torch_compile_fullgraph(name, device):
+    """From a cold start: what tracing reaches first is built outside of it."""
+    spec = usable(name, device)
+
+    def model(q, k, v):
+        return spec.attention(q * 2, k, v, softmax_scale=0.1) + 1
+
+    q, k, v = inputs_of(name, device, 33)
+    spec._kernels.clear()
+    ladder._loaded.discard((name, device))
+    torch.compiler.reset()
+    # Inductor for one of them, which also runs what it compiles; on a GPU that takes triton.
+    inductor = name == FP32[-1] and (device == "cpu" or importlib.util.find_spec("triton"))
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if inductor else "aot_eager")
+    tolerance = 8 * torch.finfo(q.dtype).eps
+    torch.testing.assert_close(compiled(q, k, v), model(q, k, v), rtol=0, atol=tolerance)
+
+
+BAD = torch.zeros(1, 4, 2, 32)
+
+
+@pytest.mark.parametrize("name", [FP32[0], FP32[-1]])
+@pytest.mark.parametrize(
+    ("q", "k", "words"),
+    [
+        (BAD[0], BAD, "q must be (batch, seqlen, num_heads, head_dim)"),
+        (BAD, BAD[0], "k must be (batch, seqlen, num_heads, head_dim)"),
+        (BAD, BAD[:, :3], "k must have the shape of q"),
+        (BAD.half(), BAD, "q must be float32"),
+        (BAD, BAD.double(), "k must be float32"),
+        (BAD, BAD.mT.contiguous().mT, "k must have a last stride of 1"),
+        (BAD, torch.zeros(257)[1:].view(1, 4, 2, 32), "k must begin at a multiple of 16 bytes"),
+    ],
+)
+def test_the_op_checks_who_calls_it_directly(name, q, k, words):
+    op = ready_op(name, "cpu")
+    with pytest.raises(RuntimeError) as caught:
+        op(q, k, BAD, 1.0, True)
+    assert str(caught.value).startswith(f"attention_kernels::{op.name().split('::')[1]}: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CONTIGUOUS)
+def test_the_op_of_a_contiguous_kernel_refuses_views(name):
+    op = ready_op(name, "cpu")
+    q, k, v = inputs_of(name, "cpu", 5)
+    with pytest.raises(RuntimeError, match="q must be contiguous"):
+        op(q, k, v, 1.0, True)
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_the_op_of_a_strided_kernel_refuses_rows_that_are_not_aligned(name):
+    op = ready_op(name, "cpu")
+    good = torch.zeros(1, 4, 2, 32, dtype=dtype_of(get_backend(name)))
+    q = good.new_zeros(1, 4, 2, 33)[..., :32]
+    with pytest.raises(RuntimeError, match="q must begin at a multiple of 16 bytes"):
+        op(q, good, good, 1.0, True)
+
+
+def test_the_op_takes_an_empty_batch():
+    assert ready_op(FP32[0], "cpu")(BAD[:0], BAD[:0], BAD[:0], 1.0, True).shape == (0, 4, 2, 32)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", [FP32[0], FP32[-1]])
+def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
+    spec = usable(name, "cpu")
+    q, k, v = Case(5, 128).inputs("cpu")
+    assert spec.unsupported_reasons(q, k, v) == []
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(q, k, v)
+    assert caught.value.reasons == spec.unsupported_reasons(q, k, v)
+    assert re.search(
+        r"head_dim 128 on this device: .*bytes of dynamic shared memory are more than the 65536 of",
+        caught.value.reasons[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 2**20, 1, 32), "seqlen may be at most 1048560, not 1048576"),
+        ((2**16, 1, 2**15, 32), "batch * num_heads may be at most 2147483647, not 2147483648"),
+        ((1, 1, 2**20, 32), "num_heads * head_dim may be at most 33554431, not 33554432"),
+    ],
+)
+def test_a_size_beyond_the_grid_is_a_reason(shape, reason):
+    name = "CUSTOM_CUDA_VERSION_12"  # strided: a copy of such a q would not fit a machine
+    spec = usable(name, "cpu")
+    q = torch.zeros(1, 1, 1, 32).expand(shape)
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(q, q, q)
+    assert caught.value.reasons == spec.unsupported_reasons(q, q, q) == [reason]
+    with pytest.raises(RuntimeError, match=re.escape(reason.split(", not")[0])):
+        ready_op(name, "cpu")(q, q, q, 1.0, True)
+
+
+def test_misaligned_inputs_are_a_reason():
+    spec = usable(FP32[-1], "cpu")
+    k = torch.zeros(257)[1:].view(1, 4, 2, 32)
+    with pytest.raises(UnsupportedError) as caught:
+        spec.attention(BAD, k, BAD)
+    assert caught.value.reasons == ["k must begin at a multiple of 16 bytes, and so must its rows"]
+    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
+    k = torch.zeros(1, 4, 2, 33)[..., :32]  # a copy is aligned, and some kernels get one
+    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
+    assert get_backend(FP32[0]).unsupported_reasons(BAD, k, BAD) == []
+    get_backend(FP32[0]).attention(BAD, k, BAD)
+    k = torch.zeros(256).as_strided((1, 4, 2, 32), (33, 64, 32, 1))  # a batch of one has no stride
+    assert spec.unsupported_reasons(BAD, k, BAD) == []
+    spec.attention(BAD, k, BAD)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    for name in ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+
+def test_without_compilers_the_reason_is_told_and_asking_compiles_nothing(no_compiler, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    for name in NAMES:
+        assert "needs a C++ compiler" in get_backend(name).unavailable_reason("cpu")
+        assert get_backend(name).unavailable_reason("cuda") is not None
+
+
+def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
+    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_typo.cu").write_text(header + "a typo\n")
+    spec = spec_of(header.parse_header(tmp_path / "v01_typo.cu", "typo_"))
+    with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
+        spec.attention(BAD, BAD, BAD)
+    assert "v01_typo.cu:11:1: error: " in ladder._failed[spec.name, "cpu"]
+
+
+def test_an_architecture_that_nvcc_has_not_is_left_out(monkeypatch):
+    capabilities = [(9, 0), (6, 1), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    for known, expected in (({"75", "90"}, "90"), ({"61", "90"}, "61,90"), (set(), "61,90")):
+        monkeypatch.setattr(compilers, "nvcc_architectures", lambda known=known: known)
+        assert ladder.architectures() == expected
+
+
+def test_what_is_named_and_runs_there_is_built(monkeypatch):
+    monkeypatch.setattr(op, "architectures", lambda: "90")
+    built = []
+    monkeypatch.setattr(
+        build, "build_many", lambda *a: built.append(([v.op for v in a[0]], *a[1:]))
+    )
+    named = [get_backend(name) for name in (FP32[1], "FLASH_ATTENTION_1_CPU", "NAIVE_PYTORCH")]
+    for device in ("cuda", "cpu"):
+        ladder.build_all(device, named)
+    on_cpu = ["v02", ladder.versions()["FLASH_ATTENTION_1_CPU"].op]
+    assert built == [(["v02"], "cuda", "90"), (on_cpu, "emulator", "")]
+
+
+# Negative controls: what the suite and the emulator are for
+
+
+def repaired(file: Path, folder: Path) -> Path:
+    """A copy of the file with its broken line replaced by the right one that it names."""
+    broken = re.compile(r"[^\n]*\n[^\n]*// BROKEN\. The right line: ([^\n]*)")
+    text, count = broken.subn(r"\1", file.read_text())
+    assert count == 1
+    (folder / file.name).write_text(text)
+    return folder / file.name
+
+
+SMALL = [Case(n, d, is_causal=c) for n in (1, 31, 33, 65) for d in (32, 64) for c in (True, False)]
+
+
+def caught_by(spec: BackendSpec) -> set[str]:
+    found = set()
+    if not all(run_case(spec, case, "cpu").passed for case in SMALL):
+        found.add("conformance")
+    if any(future_leaks(spec, Case(65, 32), "cpu", cut) for cut in (1, 33, 64)):
+        found.add("future")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stem", "catchers"),
+    [
+        ("v01_dropped_barrier", {"conformance", "future"}),
+        ("v02_off_by_one_mask", {"conformance", "future"}),
+    ],
+)
+def test_a_broken_kernel_is_caught(stem, catchers, tmp_path):
+    file = NEGATIVE / f"{stem}.cu"
+    assert caught_by(spec_of(header.parse_header(file, "broken_"))) == catchers
+    right = header.parse_header(repaired(file, tmp_path), "repaired_")
+    assert caught_by(spec_of(right)) == set()
+
+
+WRITES_NOTHING = """
+#include <cstring>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+// With a scale above 0 it is the scratch memory that nobody has written to.
+int64_t scratch_floats(const Params& params) { return params.softmax_scale > 0 ? 64 : 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t) {
+  if (params.scratch != nullptr) std::memcpy(params.o, params.scratch, 64 * sizeof(float));
+  return cudaSuccess;
+}
+
+}  // namespace attention::ATTENTION_VERSION
+"""
+
+
+def test_output_and_scratch_that_nobody_wrote_are_nan(tmp_path):
+    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_nothing.cu").write_text(header + WRITES_NOTHING)
+    spec = spec_of(header.parse_header(tmp_path / "v01_nothing.cu", "nothing_"))
+    q = torch.zeros(1, 2, 1, 32)
+    for softmax_scale in (1.0, -1.0):
+        assert spec.attention(q, q, q, softmax_scale=softmax_scale).isnan().all(), softmax_scale
+
+
+def test_an_out_of_bounds_read_is_caught_by_address_sanitizer(tmp_path):
+    """The mask hides what was read, unless it is NaN by chance."""
+    file = NEGATIVE / "v03_out_of_bounds_read.cu"
+    assert sanitize([str(repaired(file, tmp_path))], "cpu") == []
+    (fault,) = sanitize([str(file)], "cpu")
+    what = "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu"
+    assert fault in (f"{what}:44", f"{what}:45")  # K's row, or V's
+
+
+def test_a_dropped_barrier_shows_in_another_order_of_threads():
+    (fault,) = sanitize([str(NEGATIVE / "v01_dropped_barrier.cu")], "cpu")
+    assert "the order of its threads changes the output" in fault
+
+
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+READ = "Invalid __global__ read of size 4 bytes"
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "out", "fault"),
+    [
+        ("memcheck", 0, CLEAN["memcheck"], None),
+        ("racecheck", 0, CLEAN["racecheck"], None),
+        ("memcheck", 77, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 0, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 1, f"{CLEAN['memcheck']}\nit crashed", "it crashed"),
+        ("racecheck", 0, CLEAN["memcheck"], CLEAN["memcheck"]),  # it has seen no kernel
+        ("racecheck", 0, "", "it died without a word"),
+    ],
+)
+def test_compute_sanitizer_is_silent_or_read(tool, status, out, fault, monkeypatch):
+    done = subprocess.CompletedProcess([], status, out, "")
+    monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
+    expected = [] if fault is None else [f"{tool}: {fault}"]
+    assert sanitizers.compute_sanitizer(tool, FP32) == expected
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_sanitizers_find_nothing(start):
+    emulated = [name for name in NAMES if "cpu" in get_backend(name).emulated_on]
+    assert sanitize(emulated[start::4], "cpu") == []
+
+
+def test_what_cannot_be_sanitized_is_told(monkeypatch):
+    with pytest.raises(UnsupportedError, match="only emulated kernels have a sanitizer"):
+        sanitize(["NAIVE_PYTORCH"], "cpu")
+    with pytest.raises(HeaderError, match=r"there is no file /none/v01_x\.cu"):
+        sanitize(["/none/v01_x.cu"], "cpu")
+    monkeypatch.setattr(compilers, "execute", lambda *_: (0, "libasan.so\n"))
+    with pytest.raises(UnavailableBackendError, match="has no AddressSanitizer"):
+        sanitize([FP32[0]], "cpu")
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_the_current_stream_is_used(name):
+    spec = usable(name, "cuda")
+    q, k, v = inputs_of(name, "cuda", 200)
+    expected = spec.attention(q, k, v)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # on the default stream the kernel would overtake the copy
+        late.copy_(q)
+        o = spec.attention(late, k, v)
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_it_is_captured_in_a_cuda_graph(name):
+    spec = usable(name, "cuda")
+    q, k, v = inputs_of(name, "cuda", 200)
+    spec.attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = spec.attention(q, k, v)
+    for seed in (1, 2):
+        for x, y in zip((q, k, v), inputs_of(name, "cuda", 200, seed=seed), strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(o, spec.attention(q, k, v))
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_two_runs_are_bit_identical(name):
+    spec = usable(name, "cuda")
+    q, k, v = inputs_of(name, "cuda", 1023, batch=2, num_heads=12)
+    expected = spec.attention(q, k, v)
+    assert all(torch.equal(spec.attention(q, k, v), expected) for _ in range(5))
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_it_runs_on_the_device_of_its_inputs(name):
+    spec = usable(name, "cuda")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    q, k, v = inputs_of(name, "cuda:1", 100)
+    o = spec.attention(q, k, v)
+    assert o.device == q.device
+    assert torch.cuda.current_device() == 0
+    expected = spec.attention(*(x.to("cuda:0") for x in (q, k, v)))
+    if torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1):
+        assert torch.equal(o.cpu(), expected.cpu())
+    with pytest.raises(RuntimeError, match="k must be on the device of q"):
+        ready_op(name, "cuda")(*(x.contiguous() for x in (q, k.to("cuda:0"), v)), 1.0, True)
+
+
+@pytest.mark.gpu
+def test_the_op_refuses_a_mixture_of_cpu_and_cuda():
+    op = ready_op(FP32[0], "cuda")
+    with pytest.raises(RuntimeError, match="k must be on a CUDA device"):
+        op(BAD.cuda(), BAD, BAD.cuda(), 1.0, True)

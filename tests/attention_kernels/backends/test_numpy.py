@@ -1,0 +1,288 @@
+"""The NumPy ladder: right results, the tiling of the CUDA kernels, and the buffers it claims."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import tracemalloc
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from attention_kernels import UnsupportedError, get_backend, list_backends
+from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, SharedMemory
+from attention_kernels.conformance import LENGTHS, Case, cases, future_leaks, run_case
+from attention_kernels.reference import judge
+from gpt2_infer import GPT2, generate
+
+PROGRAMS = ["basic", "gpu_like", "gpu_like_1d", "gpu_like_opt1", "gpu_like_opt2"]
+GPU_LIKE = PROGRAMS[1:]
+NAMES = [f"NUMPY_{program.upper()}" for program in PROGRAMS]
+DTYPES = [torch.float32, torch.float64]
+
+for_every_program = pytest.mark.parametrize("program", PROGRAMS)
+for_every_backend = pytest.mark.parametrize("name", NAMES)
+in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def module_of(program: str) -> ModuleType:
+    return importlib.import_module(f"attention_kernels.backends.numpy.{program}")
+
+
+def arrays(case: Case) -> list[np.ndarray]:
+    return [x.numpy() for x in case.inputs("cpu")]
+
+
+# Right results
+
+
+def test_the_five_are_programs_of_the_cpu():
+    assert [spec.name for spec in list_backends() if spec.family == "numpy"] == NAMES
+    for name in NAMES:
+        spec = get_backend(name)
+        assert dict(spec.precisions) == {"float32": "ieee-fp32", "float64": "fp64"}
+        assert spec.device_types == ("cpu",)
+        assert spec.emulated_on == ()
+        assert spec.head_dims == ()
+        assert spec.unavailable_reason("cpu") is None
+        assert not spec.has_decode("cpu")
+
+
+@in_both_dtypes
+@for_every_backend
+def test_conformance(name, dtype):
+    """The whole suite up to 200, and of what is longer (nine tenths of its time) one case."""
+    suite = [*cases((32, 64, 128), dtype, lengths=LENGTHS[:-2])]
+    suite.append(
+        Case(1023, 128, dtype=dtype) if dtype == torch.float32 else Case(1024, 32, 8.0, dtype=dtype)
+    )
+    failed = [str(case) for case in suite if not run_case(get_backend(name), case, "cpu").passed]
+    assert not failed
+
+
+@for_every_backend
+@pytest.mark.parametrize(("seqlen", "head_dim"), [(1, 1), (17, 1), (18, 3), (33, 40), (40, 256)])
+def test_any_seqlen_and_head_dim(name, seqlen, head_dim):
+    for is_causal in (True, False):
+        case = Case(seqlen, head_dim, batch=2, num_heads=3, is_causal=is_causal)
+        assert run_case(get_backend(name), case, "cpu").passed, case
+
+
+@for_every_program
+@pytest.mark.parametrize("blocks", [(32, 8), (8, 32), (5, 7), (1, 1), (64, 64)])
+def test_any_tile(program, blocks):
+    """Where block_m is greater than block_n, a tile may be hidden from some of the rows only."""
+    block_m, block_n = blocks
+    for is_causal in (True, False):
+        case = Case(43, 32, is_causal=is_causal)
+        o = module_of(program).attention(
+            *arrays(case), 32**-0.5, is_causal, block_m=block_m, block_n=block_n
+        )
+        assert judge(torch.from_numpy(o), *case.inputs("cpu"), is_causal=is_causal).passed
+
+
+def test_the_five_agree():
+    case = Case(77, 64, batch=2, dtype=torch.float64)
+    for is_causal in (True, False):
+        o = [module_of(p).attention(*arrays(case), 0.125, is_causal) for p in PROGRAMS]
+        for other in o[1:]:
+            np.testing.assert_allclose(other, o[0], rtol=0, atol=1e-14)
+        # Other buffers and fewer passes do the same arithmetic.
+        assert np.array_equal(o[3], o[2])
+        assert np.array_equal(o[4], o[2])
+
+
+# The future
+
+
+@in_both_dtypes
+@for_every_backend
+def test_the_future_does_not_change_the_past(name, dtype):
+    for cut in (1, 16, 41, 64, 99):
+        assert not future_leaks(get_backend(name), Case(100, 64, dtype=dtype), "cpu", cut)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("what", ["k", "v"])
+@in_both_dtypes
+@for_every_backend
+def test_a_later_nan_changes_no_earlier_row(name, dtype, what, poison):
+    spec = get_backend(name)
+    q, k, v = Case(40, 32, dtype=dtype).inputs("cpu")
+    before = spec.attention(q, k, v)
+    for cut in (1, 15, 16, 25, 39):
+        poisoned = {"k": k.clone(), "v": v.clone()}
+        poisoned[what][:, cut:] = poison
+        after = spec.attention(q, **poisoned)
+        assert torch.equal(after[:, :cut], before[:, :cut])
+        if poison is torch.nan or what == "v":  # and where it is seen, it is not hidden either
+            assert not after[:, cut:].isfinite().any()
+
+
+# The way there
+
+
+@for_every_backend
+def test_inputs_are_left_alone(name):
+    q, k, v = Case(40, 32, batch=2).inputs("cpu")
+    copies = [x.clone() for x in (q, k, v)]
+    o = get_backend(name).attention(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), copies, strict=True))
+    assert o.is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
+@for_every_backend
+def test_torch_copies_nothing(name):
+    spec = get_backend(name)
+    q, k, v = Case(20, 32).inputs("cpu")
+    if spec.needs_contiguous:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    with torch.profiler.profile() as profiler:
+        spec.attention(q, k, v)
+    ran = {event.key for event in profiler.key_averages()}
+    assert f"attention_kernels::{name.lower()}" in ran
+    assert not ran & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::empty"}
+
+
+@for_every_backend
+def test_what_it_does_not_take_is_refused(name):
+    q, k, v = Case(5, 32, dtype=torch.float16).inputs("cpu")
+    with pytest.raises(UnsupportedError, match=r"dtype float16 \(it takes float32, float64\)"):
+        get_backend(name).attention(q, k, v)
+
+
+@for_every_backend
+def test_it_is_an_op_that_torch_compile_does_not_trace(name):
+    spec = get_backend(name)
+    q, k, v = Case(20, 32).inputs("cpu")
+    torch.library.opcheck(spec.load().attention, (q, k, v, 0.2, True))
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *qkv: spec.attention(*qkv) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q, k, v), spec.attention(q, k, v) + 1)
+
+
+# Tiles, passes and buffers
+
+
+@pytest.mark.parametrize(("is_causal", "tiles"), [(True, 28), (False, 49)])
+@for_every_program
+def test_tiles_that_no_row_sees_are_skipped(program, is_causal, tiles, monkeypatch):
+    assert (BLOCK_M, BLOCK_N) == (16, 16)
+    module, visited = module_of(program), 0
+    process_kv_tile = module.process_kv_tile
+
+    def count(*arguments):
+        nonlocal visited
+        visited += 1
+        return process_kv_tile(*arguments)
+
+    monkeypatch.setattr(module, "process_kv_tile", count)
+    module.attention(*arrays(Case(100, 8, num_heads=1)), 1.0, is_causal)
+    assert visited == tiles
+
+
+@pytest.mark.parametrize(("program", "passes"), list(zip(GPU_LIKE, (13, 13, 13, 6), strict=True)))
+def test_passes_over_a_tile(program, passes):
+    (function,) = ast.parse(inspect.getsource(module_of(program).process_kv_tile)).body
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    assert len(calls) == passes
+    assert len(function.body) == 1 + passes  # the docstring
+
+
+# With these sizes, each of which is another, a vector of block_m numbers is as easily seen as a
+# tile, and what one thread has in its registers is a thousandth of it.
+ROWS, COLUMNS, HEAD_DIM = 4096, 8, 12
+MATRIX, VECTOR, OUTPUT = ROWS * COLUMNS, ROWS, ROWS * HEAD_DIM
+KEPT = [OUTPUT, COLUMNS * HEAD_DIM, COLUMNS * HEAD_DIM, OUTPUT, VECTOR, VECTOR]
+NINE = {
+    "scores": MATRIX,
+    "scores_shifted": MATRIX,
+    "weights": MATRIX,
+    "tile_max": VECTOR,
+    "row_max_new": VECTOR,
+    "tile_sum": VECTOR,
+    "row_sum_new": VECTOR,
+    "alpha": VECTOR,
+    "o_scaled": OUTPUT,
+}
+GONE_IN_OPT1 = {"scores_shifted", "weights", "tile_max", "tile_sum"}
+FIVE = {name: size for name, size in NINE.items() if name not in GONE_IN_OPT1}
+TWO = {"scores": MATRIX, "alpha": VECTOR}
+
+
+def run_and_measure(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
+    """One block of threads over two tiles: the sizes of its buffers, and all bytes in use at most.
+
+    tracemalloc sees what NumPy allocates, the hidden temporaries of expressions, too.
+    """
+    used: list[SharedMemory] = []
+
+    class Recorded(SharedMemory):
+        def __init__(self, dtype):
+            super().__init__(dtype)
+            used.append(self)
+
+    monkeypatch.setattr(module, "SharedMemory", Recorded, raising=False)
+    qkv = arrays(Case(2 * COLUMNS, HEAD_DIM, num_heads=1, dtype=torch.float64))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        module.attention(*qkv, 1.0, True, block_m=ROWS, block_n=COLUMNS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return [buffer.size for shared in used for buffer in shared.buffers], peak - before
+
+
+def hidden(sizes: list[int], peak: int) -> float:
+    """What was in use beside the buffers, in vectors of one number for each row of a block."""
+    return (peak - 8 * sum(sizes)) / (8 * VECTOR)
+
+
+@pytest.mark.parametrize(
+    ("program", "temporaries"), list(zip(GPU_LIKE, (NINE, NINE, FIVE, TWO), strict=True))
+)
+def test_the_buffers_are_the_ones_claimed_and_there_are_no_others(
+    program, temporaries, monkeypatch
+):
+    assert (len(NINE), len(FIVE), len(TWO)) == (9, 5, 2)
+    module = module_of(program)
+    assert module.Temporaries._fields == tuple(temporaries)
+    sizes, peak = run_and_measure(module, monkeypatch)
+    assert sizes == KEPT + list(temporaries.values())
+    assert 0 <= hidden(sizes, peak) < 0.5
+
+
+def test_a_hidden_temporary_would_be_seen(monkeypatch):
+    """Even the smallest, a vector; and NumPy's own in the expressions of NUMPY_BASIC are."""
+    module = module_of("gpu_like_opt2")
+    mask = module.mask
+
+    def allocates(scores, tile, rows, cols):
+        alpha = np.empty(rows)
+        mask(scores, tile, rows, cols)
+        del alpha
+
+    monkeypatch.setattr(module, "mask", allocates)
+    assert hidden(*run_and_measure(module, monkeypatch)) > 0.9
+
+
+# In the model
+
+
+@for_every_backend
+def test_greedy_text_is_plain_pytorchs(name):
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    prompts = ["Once upon a time there was a", "The"]
+    got, expected = (
+        generate(GPT2.from_pretrained("demo", device="cpu", attention=n), prompts, **options)
+        for n in (name, "NAIVE_PYTORCH")
+    )
+    assert got.attention == name
+    assert got.tokens == expected.tokens

@@ -1,0 +1,221 @@
+"""Bank conflicts and sectors, counted in the emulator: of known patterns, and of the ladder."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from attention_kernels import UnsupportedError, ladder, list_backends
+from attention_kernels.inspection.accesses import Access, count_accesses, format_table
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import parse_header
+
+PATTERNS = """\
+// v01 - access patterns
+//
+// Change: each pattern is one line, named by a comment.
+// Why:    their costs are known.
+// Cost:   none.
+// Tile:   one block of 64 threads
+// Layout: contiguous
+// Flags:  (none)
+// Expect: what the test says.
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+inline __device__ float helper(const float* row, int d, int64_t = 1, int64_t = 2, int64_t = 3,
+                               int64_t = 4, int64_t = 5, int64_t = 6) {
+  return row[d];
+}
+
+// Its frame is not where a function's with more arguments is.
+inline __device__ float inner(const float* row) { return row == nullptr ? row[0] : 0.0f; }
+inline __device__ float none(const float* row) {
+  return inner(row) + (row == nullptr ? row[1] : 0.0f);
+}
+
+__global__ void patterns(const float* q, float* o, int head_dim) {
+  ATTENTION_DYNAMIC_SHARED(float, smem);
+  __shared__ float fixed[64];
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < 4096; i += 64) smem[i] = 0.0f;  // fill
+  fixed[threadIdx.x] = 0.0f;                                    // static
+  __syncthreads();
+  float x = 0.0f;
+  x += smem[lane];                                        // in order
+  x += smem[7];                                           // broadcast
+  x += smem[2 * lane];                                    // every second
+  x += smem[32 * lane];                                   // a column
+  x += smem[33 * lane];                                   // a padded column
+  x += smem[lane % 16 * 32 + lane / 16];                  // half a column twice
+  x += reinterpret_cast<float4*>(smem)[lane].x;           // one of four
+  const float4 a = reinterpret_cast<float4*>(smem)[lane];      // vectors
+  const float4 b = reinterpret_cast<float4*>(smem)[8 * lane];  // vectors in a column
+  const float2 c = reinterpret_cast<float2*>(smem)[16 * lane]; // pairs in a column
+  x += a.y + b.z + c.x;
+  x += none(smem);               // called before
+  x += helper(smem, 32 * lane);  // called
+  x += fixed[16 * (lane % 4)];   // static column
+  for (int i = 0; i < 3; ++i) {
+    for (int j = 0; j <= lane; ++j) {
+      x += smem[j];  // some leave early
+    }
+    x += smem[i];  // all again
+  }
+  if (lane < 8) {
+    x += smem[lane];  // eight lanes
+  } else {
+    x += smem[64 + 32 * lane];  // the others
+  }
+  o[threadIdx.x] = x;         // store in order
+  o[8 * threadIdx.x] = x;     // store apart
+  x += q[threadIdx.x % 2];    // a pair
+  reinterpret_cast<float4*>(o)[threadIdx.x] = reinterpret_cast<const float4*>(q)[threadIdx.x];
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  if (params.head_dim == 128) return cudaErrorInvalidValue;
+  return launch_kernel(patterns, dim3(1), dim3(64), 4096 * sizeof(float), stream,
+                       static_cast<const float*>(params.q), static_cast<float*>(params.o),
+                       params.head_dim);
+}
+
+}  // namespace attention::ATTENTION_VERSION
+"""
+
+
+@pytest.fixture(scope="module")
+def patterns(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Access]]:
+    file = tmp_path_factory.mktemp("patterns") / "v01_patterns.cu"
+    file.write_text(PATTERNS)
+    by_comment: dict[str, list[Access]] = {}
+    lines = PATTERNS.splitlines()
+    for access in count_accesses(parse_header(file)):
+        comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
+        by_comment.setdefault(comment, []).append(access)
+    return by_comment
+
+
+# Of two warps: requests, bank conflicts, and the most words that are wanted of one bank.
+SHARED = {
+    "fill": (128, 0, 1),
+    "in order": (2, 0, 1),
+    "broadcast": (2, 0, 1),
+    "every second": (2, 2, 2),
+    "a column": (2, 62, 32),
+    "a padded column": (2, 0, 1),
+    "half a column twice": (2, 30, 16),
+    "one of four": (2, 6, 4),
+    "vectors": (2, 0, 1),
+    "vectors in a column": (2, 2 * 4 * 7, 8),
+    "pairs in a column": (2, 2 * 2 * 15, 16),
+    "called": (2, 62, 32),
+    "static": (2, 0, 1),
+    "static column": (2, 2, 2),
+    "some leave early": (2 * 3 * 32, 0, 1),
+    "all again": (6, 0, 1),
+    "eight lanes": (2, 0, 1),
+    "the others": (2, 2 * 23, 24),
+}
+
+
+@pytest.mark.parametrize("comment", SHARED)
+def test_shared_memory_conflicts_as_hardware_does(
+    patterns: dict[str, list[Access]], comment: str
+) -> None:
+    (found,) = patterns[comment]
+    assert found.memory == "shared"
+    assert (found.requests, found.conflicts, found.ways) == SHARED[comment]
+
+
+def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(
+    patterns: dict[str, list[Access]],
+) -> None:
+    lines = PATTERNS.splitlines()
+    (called,) = patterns["called"]
+    assert [lines[n - 1].split()[0] for n in called.lines] == ["x", "return"]
+    assert called.source.startswith("x += helper(smem, 32 * lane)")
+    assert patterns["vectors"][0].bytes == 16
+    assert patterns["pairs in a column"][0].bytes == 8
+
+
+def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> None:
+    for comment, sectors, fewest in (
+        ("store in order", 8, 8),
+        ("store apart", 64, 8),
+        ("a pair", 2, 2),
+    ):
+        (found,) = patterns[comment]
+        assert (found.memory, found.requests) == ("global", 2)
+        assert (found.sectors, found.fewest_sectors) == (sectors, fewest), comment
+    vectors = [access for found in patterns.values() for access in found if access.bytes == 16]
+    copies = [access for access in vectors if access.memory == "global"]
+    assert {access.is_store for access in copies} == {True, False}
+    assert all((a.requests, a.sectors, a.fewest_sectors) == (2, 32, 32) for a in copies)
+
+
+def total(name: str) -> tuple[int, int, int]:
+    """Of a version's shared loads: requests, conflicts, the most ways."""
+    list_backends()
+    loads = [
+        access
+        for access in count_accesses(ladder.versions()[name], seqlen=64)
+        if access.memory == "shared" and not access.is_store
+    ]
+    return (
+        sum(access.requests for access in loads),
+        sum(access.conflicts for access in loads),
+        max(access.ways for access in loads),
+    )
+
+
+def test_the_readme_shows_what_is_counted() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
+    lines = shown.split("\n```")[0].splitlines()[1:]
+    list_backends()
+    found = count_accesses(ladder.versions()["CUSTOM_CUDA_VERSION_1"])
+    counted = format_table(found, width=100).splitlines()
+    assert {line for line in lines if line not in ("", "...")} <= {*counted}
+    assert any("32-way" in line for line in lines)
+
+
+def test_padding_k_ends_the_conflicts_of_the_first_version_and_changes_no_request() -> None:
+    first, second = total("CUSTOM_CUDA_VERSION_1"), total("CUSTOM_CUDA_VERSION_2")
+    assert first[0] == second[0]
+    assert first[1] > first[0]
+    assert first[2] == 32
+    assert second[1:] == (0, 1)
+
+
+def test_the_last_version_has_no_conflict_and_half_the_loads_of_the_one_before() -> None:
+    before, last = total("CUSTOM_CUDA_VERSION_11"), total("CUSTOM_CUDA_VERSION_12")
+    assert last[1:] == (0, 1)
+    assert 2 * last[0] <= before[0]
+
+
+def test_register_tiles_spare_shared_loads() -> None:
+    requests = [total(f"CUSTOM_CUDA_VERSION_{number}")[0] for number in (8, 9, 10)]
+    assert all(after < before for before, after in itertools.pairwise(requests))
+
+
+def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> None:
+    list_backends()
+    versions = ladder.versions()
+    with pytest.raises(UnsupportedError, match=r"fragment.*head_dim 48.*seqlen 0"):
+        count_accesses(versions["WMMA_FLASH_ATTENTION_2_VERSION_1"], head_dim=48, seqlen=0)
+    with pytest.raises(UnsupportedError, match="host code"):
+        count_accesses(versions["FLASH_ATTENTION_1_CPU"])
+    file = tmp_path / "v01_patterns.cu"
+    file.write_text(PATTERNS)
+    with pytest.raises(UnsupportedError, match=r"v01_patterns\.cu.*cudaErrorInvalidValue"):
+        count_accesses(parse_header(file), head_dim=128)
+    file.write_text(PATTERNS.replace("float x = 0.0f;", "float x = ;"))
+    with pytest.raises(BuildError, match=r"v01_patterns\.cu:\d+:\d+: error"):
+        count_accesses(parse_header(file))

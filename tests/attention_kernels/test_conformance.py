@@ -1,0 +1,467 @@
+"""verify() passes what is right and tells what is wrong, by name and with its worst case."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    get_backend,
+    list_backends,
+    register,
+)
+from attention_kernels.conformance import (
+    Case,
+    Report,
+    decode_verdict,
+    describe_error,
+    future_leaks,
+    verify,
+    verify_in_child,
+)
+from attention_kernels.contract import Kernels
+from attention_kernels.ladder import build, compilers, header
+from attention_kernels.reference import naive_attention
+from gpt2_infer.cli import main
+
+ON_CPU = [
+    spec.name
+    for spec in list_backends()
+    if spec.family == "pytorch" and spec.unavailable_reason("cpu") is None
+]
+
+
+def spec_of(kernel, **fields) -> BackendSpec:
+    defaults = {"precisions": {"float32": "ieee-fp32"}, "head_dims": (32,)}
+    return BackendSpec(
+        name="TEST_VERIFY",
+        family="test",
+        summary="A backend of a test.",
+        loader=lambda: Kernels(kernel),
+        **(defaults | fields),
+    )
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_every_backend_of_torch_passes_in_every_dtype(name):
+    report = verify(get_backend(name), "cpu")
+    assert not report.failures
+    assert report.passed
+    assert not report.refusals
+    assert report.cases == 4 * 198
+    case, verdict = report.worst
+    assert 0 < verdict.error <= verdict.budget
+    assert case.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def off_by_one(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return torch.cat([o[:, :1], o[:, :-1]], 1)
+
+
+def reads_the_future(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return o + 1e-7 * v.mean(1, keepdim=True)
+
+
+def sometimes_nan(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    if q.shape[1] == 33:
+        o[0, 32] = torch.nan
+    return o
+
+
+def crashes(q, k, v, softmax_scale, is_causal):
+    if q.shape[0] == 3:
+        raise RuntimeError("batch 3 is too much\nfor me")
+    return naive_attention(q, k, v, softmax_scale, is_causal)
+
+
+def reads_future_keys(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    return o + 1e-7 * k.mean(1, keepdim=True)
+
+
+def without_a_maximum(q, k, v, softmax_scale, is_causal):
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+    weights = scores.exp().tril() if is_causal else scores.exp()
+    return torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
+
+
+def always_causal(q, k, v, softmax_scale, is_causal):
+    return naive_attention(q, k, v, softmax_scale, is_causal=True)
+
+
+def ignores_the_scale(q, k, v, softmax_scale, is_causal):
+    return naive_attention(q, k, v, None, is_causal)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (ignores_the_scale, "causal, scale 1.0, softmax_scale 0.3, float32, seed 0: error"),
+        (
+            off_by_one,
+            "seqlen 31, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error",
+        ),
+        (reads_the_future, "keys and values from 41 on change earlier rows"),
+        (reads_future_keys, "keys and values from 41 on change earlier rows"),
+        (without_a_maximum, "2 heads, causal, scale 8.0, float32, seed 0: error inf"),
+        (always_causal, "2 heads, full, scale 1.0, float32, seed 0: error"),
+        (
+            sometimes_nan,
+            "seqlen 33, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0: error i",
+        ),
+        (
+            crashes,
+            "batch 3, 3 heads, causal, scale 1.0, float32, seed 0: RuntimeError: batch 3 is too",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(kernel, words):
+    report = verify(spec_of(kernel), "cpu")
+    assert not report.passed
+    assert any(words in str(failure) for failure in report.failures), report.failures
+
+
+def unwritten(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    o[:, 31::32, 1] = torch.nan
+    return o
+
+
+def races(q, k, v, softmax_scale, is_causal):
+    o = naive_attention(q, k, v, softmax_scale, is_causal)
+    o[0, 7] += 1e-9 * torch.rand(())  # within every budget
+    return o
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (
+            unwritten,
+            "the output is not finite: 96 of 6400 elements, in 3 of 100 rows (31, 63, 95), head 1",
+        ),
+        (races, "two runs of one input differ, by a race, or a read of memory that nobody wrote: "),
+        (
+            reads_the_future,
+            "keys and values from 41 on change earlier rows: 2624 of 2624 elements",
+        ),
+    ],
+)
+def test_a_leak_of_the_future_is_told_from_what_is_not_the_same_twice(kernel, words):
+    torch.manual_seed(0)
+    found = future_leaks(spec_of(kernel), Case(100, 32), "cpu", 41)
+    assert found is not None
+    assert found.startswith(words)
+    assert future_leaks(spec_of(naive_attention), Case(100, 32), "cpu", 41) is None
+
+
+def test_a_decode_that_is_wrong_says_where():
+    def decode(q, k_cache, v_cache, seqlens, softmax_scale):
+        o = right(q, k_cache, v_cache, seqlens, softmax_scale)
+        o[1, 0, 1, 3] += 1
+        return o
+
+    right = get_backend("NAIVE_PYTORCH").load().decode
+    spec = dataclasses.replace(
+        spec_of(naive_attention), loader=lambda: Kernels(naive_attention, decode)
+    )
+    verdict = decode_verdict(spec, "cpu", 32, torch.float32)
+    assert not verdict.passed
+    assert verdict.where.startswith("sequence 1, of 37 tokens: ")
+    assert "at batch 0, row 0, head 1, column 3; over the budget are 1 of 64" in verdict.where
+    (failure,) = verify(spec, "cpu").failures
+    assert failure.what == "decode, head_dim 32, float32, seed 0"
+    assert failure.why == str(verdict)
+
+
+def test_the_suite_stops_after_its_first_failures():
+    report = verify(spec_of(off_by_one), "cpu")
+    assert (report.total, report.failed, report.stopped) == (66, 20, True)
+    assert 20 < report.cases < 66
+    assert len(report.failures) == 20
+    report = verify(spec_of(sometimes_nan), "cpu")
+    assert (report.cases, report.failed, report.stopped) == (66, 6, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("first\nsecond"), "RuntimeError: first"),
+        (RuntimeError("attention_kernels::v07: cudaErrorX: x: why"), "cudaErrorX: x: why"),
+        (
+            RuntimeError(
+                "attention_kernels::file_c0588637_v25: cudaErrorLaunchFailure: unspecified launch "
+                "failure: divergence: here"
+            ),
+            "divergence: here",
+        ),
+        (
+            RuntimeError(
+                "attention_kernels::v25: cudaErrorLaunchFailure: unspecified launch failure"
+            ),
+            "cudaErrorLaunchFailure: unspecified launch failure",
+        ),
+        (UnavailableBackendError("A", "no"), "attention backend A is not available here: no"),
+    ],
+)
+def test_an_error_is_told_from_its_cause_on(error, words):
+    assert describe_error(error) == words
+
+
+def test_a_backend_that_turns_out_not_to_be_there_ends_the_suite():
+    calls = []
+
+    def vanishes(q, k, v, softmax_scale, is_causal):
+        calls.append(q)
+        raise UnavailableBackendError("TEST_VERIFY", "gone")
+
+    with pytest.raises(UnavailableBackendError, match="gone"):
+        verify(spec_of(vanishes), "cpu")
+    assert len(calls) == 1
+
+
+def test_the_worst_case_is_the_farthest_over_its_budget():
+    case, verdict = verify(spec_of(sometimes_nan), "cpu").worst
+    assert (case.seqlen, verdict.error) == (33, math.inf)
+
+
+def test_a_decode_kernel_that_ignores_the_lengths_is_told():
+    right = get_backend("NAIVE_PYTORCH").load().decode
+
+    def whole_cache(q, k_cache, v_cache, seqlens, softmax_scale):
+        return right(q, k_cache, v_cache, torch.full_like(seqlens, k_cache.shape[1]), softmax_scale)
+
+    for decode, passed in ((right, True), (whole_cache, False)):
+        spec = dataclasses.replace(
+            spec_of(naive_attention), loader=lambda kernel=decode: Kernels(naive_attention, kernel)
+        )
+        failures = verify(spec, "cpu").failures
+        assert all(failure.what.startswith("decode, head_dim 32, float32") for failure in failures)
+        assert (failures == []) == passed
+
+
+def test_a_backend_that_takes_nothing_has_not_passed():
+    def refuse(q, k, v, softmax_scale, is_causal):
+        raise UnsupportedError("TEST_VERIFY", ["no"])
+
+    report = verify(spec_of(refuse), "cpu")
+    assert not report.passed
+    assert len(report.refusals) == 2  # of two lengths
+    assert report.failures == []
+    with pytest.raises(UnavailableBackendError):
+        verify(spec_of(refuse, device_types=("cuda",)), "cpu")
+
+
+def test_one_length_that_is_refused_hides_no_other():
+    """As cuDNN does with one query."""
+
+    def refuse_one(q, k, v, softmax_scale, is_causal):
+        if q.shape[1] == 1:
+            raise UnsupportedError("TEST_VERIFY", ["one query"])
+        return naive_attention(q, k, v, softmax_scale, is_causal) * (q.shape[1] != 33)
+
+    report = verify(spec_of(refuse_one), "cpu")
+    assert [text.split(",")[0] for text in report.refusals] == ["seqlen 1"]
+    assert "seqlen 33" in report.failures[0].what
+
+
+def test_a_kernel_that_does_not_end_is_waited_for_once():
+    calls = []
+
+    def endless(q, k, v, softmax_scale, is_causal):
+        calls.append(q.shape)
+        raise RuntimeError("attention_kernels::x: cudaErrorLaunchTimeout: the launch timed out")
+
+    report = verify(spec_of(endless), "cpu")
+    assert len(calls) == 1
+    assert report.stopped
+    assert [failure.why for failure in report.failures] == [
+        "cudaErrorLaunchTimeout: the launch timed out"
+    ]
+
+
+def test_the_command_line(capsys):
+    arguments = ["verify", "naive-pytorch", "--device", "cpu", "--dtypes", "float32", "--seed", "5"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("NAIVE_PYTORCH on cpu: 198 cases")
+    assert "seed 5" in out
+    assert out.endswith("PASSED\n")
+    assert main(["verify", "naive"]) == 2
+    assert main([*arguments[:-1], str(2**64)]) == 2
+    assert main(["verify", "naive-pytorch", "--dtypes", "float64", "--device", "cuda"]) == 2 or (
+        torch.cuda.is_available()
+    )
+
+
+NEGATIVE = Path(__file__).parent / "negative"
+RIGHT = header.CSRC / "fp32" / "v08_o_in_shared.cu"
+
+
+def broken(folder, old, new, name="v08_broken.cu"):
+    """A copy of a right version with one place in it replaced."""
+    text = RIGHT.read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("options", [[], ["--sanitize"]])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("cudaError_t launch(", "cudaError_t launch(what ", r"v08_broken\.cu:\d+:\d+: error: "),
+        (
+            "cudaError_t launch(",
+            "cudaError_t launch_it(",
+            r"v08_broken\.cu does not define launch\(\) as csrc/attention.h declares it: a version "
+            r"file defines scratch_floats\(\) and launch\(\) in namespace attention::ATT",
+        ),
+    ],
+)
+def test_what_does_not_build_or_load_ends_at_once(
+    old, new, words, options, tmp_path, capsys, monkeypatch
+):
+    builds = []
+    right = build.build
+    monkeypatch.setattr(build, "build", lambda *a, **k: builds.append(a) or right(*a, **k))
+    file = broken(tmp_path, old, new)
+    assert main(["verify", file, "--device", "cpu", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(builds) == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("gpt2-infer: error: ")]
+    assert re.search(words, line)
+
+
+LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+
+
+@pytest.mark.parametrize(("kill", "how"), [("abort()", "SIGABRT"), ("_Exit(3)", "exit status 3")])
+def test_a_kernel_that_kills_its_process_leaves_a_verdict(kill, how, tmp_path, capsys):
+    file = broken(tmp_path, LAUNCH, f"{LAUNCH}  if (params.seqlen > 30) std::{kill};\n")
+    assert main(["verify", file, "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: seqlen 31, head_dim 32, batch 1, 2 heads, causal, scale 0.02, float32" in out
+    assert f"          the kernel killed the process ({how})\n" in out
+    assert ("with --sanitize, verify tells where" in out) == how.startswith("SIG")
+    assert out.endswith("FAILED\n")
+
+
+def test_a_child_that_does_not_begin_is_no_kernels_fault(monkeypatch, capfd):
+    monkeypatch.setattr("attention_kernels.conformance._send_report", os._exit)  # a TypeError
+    with pytest.raises(UnavailableBackendError, match=r"its suite ended \(exit status 1\)"):
+        verify_in_child(str(RIGHT), "cpu")
+    assert "TypeError" in capfd.readouterr().err
+
+
+def test_failures_that_are_alike_are_told_once(tmp_path, capsys):
+    new = f"{LAUNCH}  return cudaErrorLaunchFailure;\n"
+    file = broken(tmp_path, LAUNCH, new, name="v08_alike.cu")
+    assert main(["verify", file, "--device", "cpu"]) == 1
+    assert capsys.readouterr().out == (
+        "V08_ALIKE on cpu, emulated: 20 cases\n"
+        "  20 of them failed, and the suite of 198 stopped there\n"
+        "  FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
+        "          cudaErrorLaunchFailure: unspecified launch failure\n"
+        "          and 22 more like it\n"
+        "FAILED\n"
+    )
+
+
+@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("flag", "status", "words"),
+    [
+        (
+            "",
+            0,
+            r"  nvcc: compiles for sm_90, \d+ (to \d+ )?registers, (no|up to \d+ bytes of) spills",
+        ),
+        ("--no-such-flag ", 1, "  FAILED: nvcc does not compile it for sm_90: nvcc fatal.*no-such"),
+    ],
+)
+def test_what_passes_emulated_must_compile_with_nvcc(
+    flag, status, words, tmp_path, capsys, monkeypatch
+):
+    passed = Report(total=1, cases=1)
+    monkeypatch.setattr("attention_kernels.conformance.verify_in_child", lambda *a, **k: passed)
+    file = broken(tmp_path, "// Flags:  ", f"// Flags:  {flag}")
+    assert main(["verify", file, "--device", "cpu"]) == status
+    assert re.search(words, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("stem", "options", "words"),
+    [
+        ("v01_dropped_barrier", [], "error"),
+        ("v02_off_by_one_mask", [], "change earlier rows"),
+        (
+            "v03_out_of_bounds_read",
+            ["--sanitize"],
+            "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:4",
+        ),
+    ],
+)
+def test_every_negative_control_fails_with_its_reason(stem, options, words, capsys):
+    file = str(NEGATIVE / f"{stem}.cu")
+    assert main(["verify", file, "--device", "cpu", *options]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(stem.upper())
+    assert " on cpu, emulated" in out
+    assert re.search(rf"FAILED: [^\n]*\n? *[^\n]*{re.escape(words)}", out), out
+    assert ("suite did not run" in out) == ("--sanitize" in options)
+    assert out.endswith("FAILED\n")
+
+
+def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, monkeypatch):
+    (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
+    assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("V08_MINE on cpu, emulated: 198 cases\n")
+    assert "  nvcc is not here: its flags were not tried\n" in out
+    assert "no timing: its source runs emulated" in out
+    assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
+    (tmp_path / "v10_empty.cu").write_text("")
+    assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2
+    assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
+
+
+def test_what_fails_before_its_timing_has_not_passed(capsys, clean_registry):
+    def attention(q, k, v, softmax_scale, is_causal):
+        o = naive_attention(q, k, v, softmax_scale, is_causal)
+        return o + 1 if q.shape[1] == 256 else o  # a length that no case has
+
+    precisions = {"float32": "ieee-fp32"}
+    register(name="MINE", family="test", summary="Wrong once.", precisions=precisions)(
+        lambda: Kernels(attention)
+    )
+    assert main(["verify", "MINE", "--device", "cpu", "--no-timing"]) == 0
+    capsys.readouterr()
+    assert main(["verify", "MINE", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "  FAILED: N=256 H=12 head_dim=64, float32\n" in out
+    assert out.endswith("FAILED\n")
+
+
+def test_a_short_timing_names_the_baseline(capsys):
+    arguments = ["verify", "pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "time of the kernel alone, N=256 H=12 head_dim=64, float32:" in out
+    assert re.search(r"NAIVE_PYTORCH +[\d.]+ us \([\d.]+ \.\. [\d.]+\)", out)
+    assert main([*arguments, "--no-timing"]) == 0
+    assert "time of the kernel" not in capsys.readouterr().out
