@@ -99,7 +99,7 @@ def _worker(
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [*before, sys.executable, "-m", "attention_kernels.sanitize", *arguments],
+        [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
