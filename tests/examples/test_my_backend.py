@@ -15,7 +15,7 @@ import pytest
 
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
-from gpt2_infer.cli import build_parser, main
+from gpt2_infer.cli import main, parse
 from gpt2_infer.results import read
 from tests.conftest import DEVICES
 
@@ -118,7 +118,7 @@ def test_the_programs_options_are_those_of_the_readme():
     commands = re.findall(r"^gpt2-infer (.*)$", README, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
-        build_parser().parse_args(shlex.split(command, comments=True))
+        parse(shlex.split(command, comments=True))
 
 
 def test_renamed_as_the_readme_says_it_works_beside_a_broken_one(site, tmp_path):

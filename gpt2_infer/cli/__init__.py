@@ -1,0 +1,88 @@
+"""The command line. Each command is a module with add_options() and run(), imported when named.
+
+Nothing here imports torch: a command does, when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from gpt2_infer import __version__
+from gpt2_infer.cli import console
+from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, Parser
+
+__all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main"]
+
+DEFAULT_COMMAND = "generate"
+COMMANDS = {
+    "generate": "generate text with GPT-2, its attention computed by the backend you name",
+    "backends": "list the attention backends and whether they run here",
+    "verify": "check one backend against the float64 reference and show its worst case",
+    "diverge": "find where two backends' greedy texts part, and tell a tie from a bug",
+    "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
+    "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    0, 1 where verify fails or diverge finds a bug, 2 for bad input, 130 after Ctrl-C.
+    """
+    console.prepare_streams()
+    command, arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        status: int = command.run(arguments)
+        console.show(end="")
+        return status
+    except KeyboardInterrupt:
+        if arguments.debug:
+            raise
+        print("gpt2-infer: interrupted", file=sys.stderr)
+        return console.EXIT_INTERRUPTED
+    except BrokenPipeError:
+        console.discard_output()
+        return 0
+    except Exception as error:
+        if arguments.debug or not _is_expected(error):
+            raise
+        console.print_error("gpt2-infer", str(error))
+        return console.EXIT_BAD_INPUT
+
+
+def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """Return the command's module and its options; without a command, text is generated."""
+    words = list(argv)
+    first = next((word for word in words if word != "--debug"), None)
+    if first in COMMANDS:
+        words.remove(first)
+        name, program, epilog = first, f"gpt2-infer {first}", None
+    else:
+        name, program, epilog = DEFAULT_COMMAND, "gpt2-infer", _list_commands()
+    command = importlib.import_module(f"{__name__}.{name}")
+    parser = Parser(
+        prog=program,
+        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--version", action="version", version=f"gpt2-infer {__version__}")
+    command.add_options(parser)
+    return command, parser.parse_args(words)
+
+
+def _list_commands() -> str:
+    rows = [f"  {name:<10}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
+    return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
+
+
+def _is_expected(error: Exception) -> bool:
+    from attention_kernels import AttentionError
+    from gpt2_infer.errors import GPT2InferError
+
+    return isinstance(error, (GPT2InferError, AttentionError, OSError))

@@ -1,0 +1,49 @@
+"""gpt2-infer accesses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+
+from gpt2_infer.cli.console import show
+from gpt2_infer.cli.kernels import usual_head_dim, version_of
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("name", metavar="BACKEND", help="or a version file, *.cu")
+    parser.add_argument("--seqlen", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
+    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from attention_kernels.inspection import accesses
+
+    _, version = version_of(arguments.name)
+    head_dim = arguments.head_dim or usual_head_dim(version)
+    found = accesses.count_accesses(
+        version,
+        seqlen=arguments.seqlen,
+        head_dim=head_dim,
+        batch=arguments.batch,
+        num_heads=arguments.heads,
+        is_causal=not arguments.full,
+    )
+    if arguments.json:
+        show(json.dumps([dataclasses.asdict(access) for access in found], indent=2))
+        return 0
+    show(
+        f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "
+        f"N={arguments.seqlen} head_dim={head_dim} {'full' if arguments.full else 'causal'}\n"
+    )
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    show(accesses.format_table(found, width))
+    return 0

@@ -1,0 +1,59 @@
+"""What the command line writes to the terminal, and the statuses it exits with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from gpt2_infer.errors import GPT2InferError
+
+EXIT_FAILED = 1  # verify found a failure, diverge a bug
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class StandardOutputError(GPT2InferError):
+    """Standard output cannot be written."""
+
+
+def show(text: object = "", *, end: str = "\n") -> None:
+    """Write to standard output at once.
+
+    Raises BrokenPipeError if the reader has gone, StandardOutputError for any other failure.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StandardOutputError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def prepare_streams() -> None:
+    """Replace closed standard streams, and characters that a terminal cannot show."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Send what is still buffered for standard output nowhere: its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_error(program: str, message: str) -> None:
+    """Write one line to standard error, control characters escaped."""
+    line = " ".join(message.split())
+    # A message may quote a file, whose escape sequences must not reach the terminal.
+    safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    print(f"{program}: error: {safe}", file=sys.stderr)
+
+
+def exit_bad_input(program: str, message: str) -> NoReturn:
+    """End the process with a line on standard error."""
+    print_error(program, message)
+    raise SystemExit(EXIT_BAD_INPUT)

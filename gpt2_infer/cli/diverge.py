@@ -1,0 +1,51 @@
+"""gpt2-infer diverge."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from gpt2_infer.cli.console import EXIT_FAILED, show
+from gpt2_infer.cli.generate import load
+from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
+from gpt2_infer.errors import RequestError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("a", metavar="A", help="attention backend, or a version file, *.cu")
+    parser.add_argument("b", metavar="B", help="attention backend, or the same again")
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--kv-cache", action="store_true", help="compare texts with a cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    prompts = arguments.prompt or [DEFAULT_PROMPT]
+    if len(prompts) > 1:
+        raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
+
+    from attention_kernels import ladder
+    from gpt2_infer.diverge import diverge
+
+    a, b = ladder.resolve(arguments.a), ladder.resolve(arguments.b)
+    model, (row,) = load(arguments, prompts, specs=(a, b))
+    result = diverge(
+        model,
+        a,
+        b,
+        row,
+        max_new_tokens=arguments.max_new_tokens,
+        mode="kv-cache" if arguments.kv_cache else "recompute",
+        progress=sys.stderr.isatty(),
+    )
+    show(json.dumps(result.to_json(), indent=2) if arguments.json else result)
+    return 0 if result.passed else EXIT_FAILED

@@ -1,0 +1,86 @@
+"""gpt2-infer kernels."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from gpt2_infer.cli.console import show
+from gpt2_infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from attention_kernels import BackendSpec
+    from attention_kernels.ladder.header import VersionHeader
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu"
+    )
+    parser.add_argument(
+        "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
+    )
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, metavar="D", help="default: all that a version takes"
+    )
+    parser.add_argument(
+        "--family",
+        help="the ladder, as `gpt2-infer backends` names it, or all (default: custom-cuda)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from attention_kernels import UnsupportedError, ladder
+    from attention_kernels.inspection import resources
+
+    family = arguments.family or "custom-cuda"
+    if arguments.names:
+        if arguments.family:
+            raise RequestError("--family is for all of a ladder: name it, or backends")
+        versions = dict(map(version_of, arguments.names))
+        if host := [name for name, version in versions.items() if version.is_host]:
+            raise UnsupportedError(host[0], ["it is host code, and no kernel of a GPU"])
+    else:
+        versions = ladder.versions(None if family == "all" else family)
+        versions = {name: version for name, version in versions.items() if not version.is_host}
+    if not versions:
+        families = ", ".join(ladder.families())
+        raise RequestError(f"there is no ladder {family}: there are {families}")
+    taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
+    if unknown := {*(arguments.head_dim or ())} - taken:
+        of = ", ".join(arguments.names) or family
+        raise RequestError(f"no version of {of} takes head_dim {', '.join(map(str, unknown))}")
+    rows = resources.resource_table(
+        list(versions.values()),
+        arguments.arch or resources.ARCHS,
+        arguments.head_dim or sorted(taken),
+    )
+    if arguments.json:
+        show(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        show(resources.format_table(rows))
+    return 0
+
+
+def version_of(what: str) -> tuple[str, VersionHeader]:
+    """Return the name and the header of a backend built from a version file, or of such a file.
+
+    Raises UnsupportedError for a backend without a version file.
+    """
+    from attention_kernels import UnsupportedError, ladder
+
+    name = ladder.resolve(what).name
+    try:
+        return name, ladder.versions()[name]
+    except KeyError:
+        raise UnsupportedError(name, ["it has no version file, *.cu"]) from None
+
+
+def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
+    """Return GPT-2's head_dim, 64, or the first that is taken where that one is not."""
+    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

@@ -1,0 +1,41 @@
+"""The parser, and the options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from gpt2_infer.cli.console import exit_bad_input
+
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors; the scripts use it too."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with the message and a pointer to --help."""
+        exit_bad_input(self.prog, f"{message} (see {self.prog} --help)")
+
+
+def add_model_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options that say which model to load, where and in which dtype."""
+    parser.add_argument(
+        "--model",
+        default="openai-community/gpt2",
+        metavar="NAME",
+        help='hub id, local folder, or "demo" for the bundled model (default: %(default)s)',
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+        "distilgpt2, demo or a folder's) from a seed, without a download: for timing, as the "
+        "text means nothing",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")

@@ -1,0 +1,153 @@
+"""gpt2-infer verify."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpt2_infer.cli.console import EXIT_FAILED, show
+from gpt2_infer.cli.kernels import usual_head_dim
+from gpt2_infer.cli.options import DTYPES
+
+if TYPE_CHECKING:
+    from attention_kernels import BackendSpec
+    from attention_kernels.conformance import Failure, Report
+    from attention_kernels.ladder.header import VersionHeader
+
+SHOWN_FAILURES = 5
+NVCC_ARCH = "90"  # what an emulated version is compiled for, to see whether it compiles
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
+    parser.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="also look for bad accesses and races: emulated with AddressSanitizer, on a GPU with "
+        "compute-sanitizer",
+    )
+    parser.add_argument(
+        "--no-timing",
+        action="store_true",
+        help="only check (an emulated version is still compiled by nvcc where there is one)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from attention_kernels import UnsupportedError, conformance, ladder
+    from attention_kernels.inspection.sanitize import sanitize
+
+    spec = ladder.resolve(arguments.name)
+    device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    dtypes = tuple(arguments.dtypes or ())
+    if unknown := [name for name in dtypes if name not in spec.dtypes]:
+        raise UnsupportedError(
+            spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
+        )
+    is_emulated = device in spec.emulated_on
+    on_cpu = device == "cpu" and spec.name in ladder.versions()
+    if on_cpu:
+        ladder.load_op(spec.name, device)  # what does not build is told before anything runs
+    where = f"{spec.name} on {device}{', emulated' if is_emulated else ''}"
+    if arguments.sanitize:
+        print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
+        if faults := sanitize([arguments.name], device):
+            show(f"{where}, sanitized")
+            for fault in faults:
+                show(f"  FAILED: {fault}")
+            show("  the suite did not run")
+            show("FAILED")
+            return EXIT_FAILED
+    options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed, "progress": True}
+    if on_cpu:
+        report = conformance.verify_in_child(arguments.name, device, **options)
+    else:
+        report = conformance.verify(spec, device, **options)
+    show(f"{where}: {report.cases} cases{', sanitized' if arguments.sanitize else ''}")
+    _print_findings(report)
+    if report.killed and is_emulated and not arguments.sanitize:
+        show("  probably by an access out of bounds: with --sanitize, verify tells where")
+    passed = report.passed
+    if passed and is_emulated and on_cpu:
+        passed = _nvcc_compiles(ladder.versions()[spec.name])
+    if passed and is_emulated:
+        show("  no timing: its source runs emulated, which says nothing about its speed")
+    elif passed and not arguments.no_timing:
+        passed = _short_timing(spec, device, dtypes or spec.dtypes)
+    show("PASSED" if passed else "FAILED")
+    return 0 if passed else EXIT_FAILED
+
+
+def _print_findings(report: Report) -> None:
+    """Refusals, and the failures: those alike as one, and of the others the first few."""
+    for refusal in report.refusals:
+        show(f"  not taken: {refusal}")
+    if report.stopped:
+        show(f"  {report.failed} of them failed, and the suite of {report.total} stopped there")
+    elif report.failed:
+        show(f"  {report.failed} of them failed")
+    alike: dict[str, list[Failure]] = {}
+    for failure in report.failures:
+        numberless = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)
+        alike.setdefault(numberless, []).append(failure)
+    groups = list(alike.values())
+    for first, *others in groups[:SHOWN_FAILURES]:
+        show(f"  FAILED: {first.what}\n          {first.why}")
+        if others:
+            show(f"          and {len(others)} more like it")
+    if more := sum(map(len, groups[SHOWN_FAILURES:])):
+        show(f"  and {more} more failures")
+    if report.passed and report.worst:
+        case, verdict = report.worst
+        show(f"  worst: {case}")
+        show(f"         {verdict}, plain PyTorch's error {verdict.naive_error:.2e}")
+
+
+def _nvcc_compiles(version: VersionHeader) -> bool:
+    """Whether nvcc takes what the emulator ran, in a line; true where there is no nvcc to ask."""
+    from attention_kernels.inspection import resources
+    from attention_kernels.ladder import compilers
+
+    if compilers.find_nvcc() is None:
+        show("  nvcc is not here: its flags were not tried")
+        return True
+    try:
+        summary = resources.compile_summary(version, NVCC_ARCH)
+    except compilers.BuildError as error:
+        show(f"  FAILED: nvcc does not compile it for sm_{NVCC_ARCH}: {error}")
+        return False
+    show(f"  nvcc: compiles for sm_{NVCC_ARCH}, {summary}")
+    return True
+
+
+def _short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> bool:
+    """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
+    from gpt2_infer import compare
+
+    head_dim = usual_head_dim(spec)
+    seqlen = 1024 if device == "cuda" else 256
+    cells = [compare.KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
+    found = compare.compare_kernels([spec], cells, device=device, rounds=5).series
+    for dtype in dtypes:
+        show(f"  time of the kernel alone, N={seqlen} H=12 head_dim={head_dim}, {dtype}:")
+        for series in found:
+            if series.samples and series.labels["dtype"] == dtype:
+                low, high = series.spread
+                show(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
+    failed = [series for series in found if series.name == spec.name and series.status == "failed"]
+    for series in failed:
+        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {series.labels['dtype']}")
+        show(f"          {series.reason}")
+    return not failed
