@@ -14,10 +14,10 @@ import tempfile
 import time
 
 from attention_kernels.ladder import build, compilers, header
-from gpt2_infer import bench
+from gpt2_infer.bench import environment, timing
+from gpt2_infer.bench.compare import MIN_ROUNDS
+from gpt2_infer.bench.results import OUT_HELP, Results, Series, at_least, output_file
 from gpt2_infer.cli import Parser
-from gpt2_infer.compare import MIN_ROUNDS
-from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def main() -> None:
 
     runs = {name: (lambda what=what: cold(*what)) for name, what in targets.items()}
     settings = {"rounds": arguments.rounds, "jobs": os.cpu_count()}
-    results = Results("build", bench.provenance(), settings, [])
-    samples = bench.interleave(runs, rounds=arguments.rounds, warm_up=0)
+    results = Results("build", environment.provenance(), settings, [])
+    samples = timing.interleave(runs, rounds=arguments.rounds, warm_up=0)
     results.series = [
         Series(name, {"versions": len(versions)}, "s", [round(value, 3) for value in values])
         for name, values in samples.items()

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM
 from transformers import GPT2Config as TransformersConfig
 
 from attention_kernels import AttentionError, list_backends
-from gpt2_infer import GPT2, GPT2InferError, bench, generate, tables
+from gpt2_infer import GPT2, GPT2InferError, generate
+from gpt2_infer.bench import environment, tables, timing
+from gpt2_infer.bench.compare import MIN_ROUNDS
+from gpt2_infer.bench.results import OUT_HELP, ROUNDS_HELP, Results, Series, at_least, output_file
 from gpt2_infer.cli import Parser
-from gpt2_infer.compare import MIN_ROUNDS
 from gpt2_infer.generation import GRAPH_LENGTH_STEP, MODES, Mode
-from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, Series, at_least, output_file
 
 PROMPT = [[15496, 11, 314, 1101, 257, 3303, 2746, 11]]  # "Hello, I'm a language model,"
 
@@ -170,7 +171,7 @@ def main() -> None:
     for contender in contenders:
         tokens, _ = contender.run()
         result = Series(contender.name, contender.labels, "s")
-        result.facts["token_digest"] = bench.token_digest(tokens)
+        result.facts["token_digest"] = environment.token_digest(tokens)
         series[contender.name] = result
         if tokens == expected:
             good.append(contender)
@@ -178,7 +179,7 @@ def main() -> None:
             pairs = enumerate(zip(tokens[0], expected[0], strict=True))
             at = next(i for i, (got, wanted) in pairs if got != wanted)
             result.status, result.reason = "failed", f"its greedy tokens differ from token {at} on"
-    samples = bench.interleave({c.name: c.timed for c in good}, rounds=arguments.rounds)
+    samples = timing.interleave({c.name: c.timed for c in good}, rounds=arguments.rounds)
     for contender in good:
         result = series[contender.name]
         result.samples = [round(sample, 6) for sample in samples[contender.name]]
@@ -187,7 +188,7 @@ def main() -> None:
             result.facts[key] = [round(split[key], 6) for split in kept]
     results = Results(
         f"generation-{arguments.device}",
-        bench.provenance(),
+        environment.provenance(),
         settings | {"rounds": arguments.rounds},
         list(series.values()),
     )

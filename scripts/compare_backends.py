@@ -3,9 +3,9 @@
     python scripts/compare_backends.py --out results/<date>_<machine>_generation.json
     python scripts/compare_backends.py --task kernel --seqlens 1024 4096 --out FILE
 
-A thin layer over gpt2_infer.compare. After Ctrl-C the same command goes on where it was. Every
-list of an option is crossed with the others. Without --backends and --families all are compared
-that run here and are not emulated.
+A thin layer over gpt2_infer.bench.compare. After Ctrl-C the same command goes on where it was.
+Every list of an option is crossed with the others. Without --backends and --families all are
+compared that run here and are not emulated.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from pathlib import Path
 import torch
 
 from attention_kernels import AttentionError, ladder
-from gpt2_infer import GPT2, GPT2InferError, compare, tables
+from gpt2_infer import GPT2, GPT2InferError
+from gpt2_infer.bench import compare, tables
+from gpt2_infer.bench.results import (
+    OUT_HELP,
+    ROUNDS_HELP,
+    Results,
+    at_least,
+    output_file,
+    task_name,
+)
 from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES, Parser
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
-from gpt2_infer.results import OUT_HELP, ROUNDS_HELP, Results, at_least, output_file, task_name
 from gpt2_infer.weights import resolve_device
 
 GENERATION = {

@@ -24,9 +24,9 @@ from attention_kernels.inspection.accesses import Access, count_accesses
 from attention_kernels.inspection.resources import Resources, resource_table
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer import bench, tables
+from gpt2_infer.bench import environment, tables
+from gpt2_infer.bench.results import OUT_HELP, Results, Series, at_least, output_file, task_name
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file, task_name
 
 
 def parse() -> argparse.Namespace:
@@ -84,7 +84,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         work = pool.map(count, versions.values())
         counted = list(tqdm(work, "counting accesses", len(versions), unit=""))
-    results = Results(arguments.name, bench.provenance(), settings, [])
+    results = Results(arguments.name, environment.provenance(), settings, [])
     for (name, version), (accesses, reason) in zip(versions.items(), counted, strict=True):
         labels = {"change": version.title, "family": arguments.family}
         taken = resources([row for row in rows if row.version == version.op])

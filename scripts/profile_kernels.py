@@ -21,9 +21,10 @@ import torch
 
 from attention_kernels import AttentionError, BackendSpec, ladder, list_backends
 from attention_kernels.conformance import Case
-from gpt2_infer import GPT2InferError, bench, tables
+from gpt2_infer import GPT2InferError
+from gpt2_infer.bench import environment, tables
+from gpt2_infer.bench.results import OUT_HELP, Results, Series, at_least, output_file, task_name
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import OUT_HELP, Results, Series, at_least, output_file, task_name
 from gpt2_infer.weights import resolve_device
 
 METRICS = {
@@ -73,7 +74,7 @@ def main() -> None:
     shape = ("batch", "heads", "seqlen", "head_dim", "full")
     settings = {name: getattr(arguments, name) for name in shape} | {"measures": "profile"}
     counters, settings["not_on_this_gpu"] = known_counters()
-    results = Results(arguments.name, bench.provenance(), settings, [])
+    results = Results(arguments.name, environment.provenance(), settings, [])
     try:
         launch_each(arguments)  # builds what is not built, outside the profiler
     except (GPT2InferError, AttentionError) as error:

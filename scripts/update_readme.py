@@ -13,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-from gpt2_infer import tables
+from gpt2_infer.bench import tables
+from gpt2_infer.bench.results import ResultsError, newest
 from gpt2_infer.cli import Parser
-from gpt2_infer.results import ResultsError, newest
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(

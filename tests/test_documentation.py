@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.ladder import compilers, header
-from gpt2_infer.results import newest
-from gpt2_infer.tables import spread_percent
+from gpt2_infer.bench.results import newest
+from gpt2_infer.bench.tables import spread_percent
 
 ROOT = Path(__file__).parents[1]
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.diverge import diverge
+    from gpt2_infer.bench.diverge import diverge
 
     a, b = ladder.resolve(arguments.a), ladder.resolve(arguments.b)
     model, (row,) = load(arguments, prompts, specs=(a, b))

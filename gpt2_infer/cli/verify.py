@@ -134,7 +134,7 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
 
 def _short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> bool:
     """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
-    from gpt2_infer import compare
+    from gpt2_infer.bench import compare
 
     head_dim = usual_head_dim(spec)
     seqlen = 1024 if device == "cuda" else 256

@@ -15,8 +15,8 @@ import pytest
 
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
+from gpt2_infer.bench.results import read
 from gpt2_infer.cli import main, parse
-from gpt2_infer.results import read
 from tests.conftest import DEVICES
 
 ROOT = Path(__file__).parents[2]

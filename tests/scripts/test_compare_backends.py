@@ -16,8 +16,8 @@ import torch
 from attention_kernels import ladder, register
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
-from gpt2_infer import bench, compare
-from gpt2_infer.results import SCHEMA_FILE, Results, read
+from gpt2_infer.bench import compare, environment
+from gpt2_infer.bench.results import SCHEMA_FILE, Results, read
 from scripts import compare_backends
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_no_option_is_ignored(words, complaint, tmp_path, capsys):
 def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "README.md").write_text("# mine\n")
     finished = tmp_path / "r.json"
-    Results("kernel", bench.provenance(), {}, []).write(finished)
+    Results("kernel", environment.provenance(), {}, []).write(finished)
     before = finished.read_text()
     for out, complaint in (
         (tmp_path, f"{tmp_path} exists and is no results file"),

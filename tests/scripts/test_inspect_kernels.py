@@ -5,7 +5,7 @@ import pytest
 from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.resources import Resources
-from gpt2_infer import results
+from gpt2_infer.bench import results
 from scripts import inspect_kernels, plot_results, update_readme
 
 

@@ -7,8 +7,8 @@ import torch
 
 from attention_kernels import BackendSpec
 from attention_kernels.conformance import Case
-from gpt2_infer import bench, tables
-from gpt2_infer.results import Results, Series, read
+from gpt2_infer.bench import environment, tables
+from gpt2_infer.bench.results import Results, Series, read
 from scripts import profile_kernels, update_readme
 from scripts.profile_kernels import METRICS, combined, op_of, parse_csv
 
@@ -143,7 +143,7 @@ def test_a_profile_becomes_a_table_with_throughputs(tmp_path):
         "head_dim": 64,
         "full": False,
     }
-    results = Results("profile-test", bench.provenance(), settings, series)
+    results = Results("profile-test", environment.provenance(), settings, series)
     results.write(tmp_path / "2026-01-01_x_profile-test.json")
     marked = (
         "<!-- table profile-test -->\n<!-- end -->\n"

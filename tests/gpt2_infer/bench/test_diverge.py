@@ -13,8 +13,8 @@ from attention_kernels import get_backend, register
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention, reference_attention
 from gpt2_infer import GPT2, RequestError, generate
+from gpt2_infer.bench.diverge import diverge, examine
 from gpt2_infer.cli import main
-from gpt2_infer.diverge import diverge, examine
 from tests.conftest import DEVICES, rewrite
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
@@ -222,7 +222,7 @@ def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
 
 
 def test_each_of_two_logits_may_be_its_whole_budget_off(demo, monkeypatch):
-    monkeypatch.setattr("gpt2_infer.diverge.error_budget", lambda *_: 0.25)
+    monkeypatch.setattr("gpt2_infer.bench.diverge.error_budget", lambda *_: 0.25)
     result = compare(demo, PLAIN, "PYTORCH_SDPA_MATH", max_new_tokens=1)
     assert result.a.allowed == result.b.allowed == 0.5
 

@@ -5,7 +5,7 @@ emulated is checked and gets no time. Samples of a cell (one shape, dtype and mo
 interleaved rounds. What an interrupted run had measured is kept beside its output and completed by
 the same call on the same machine.
 
-    from gpt2_infer.compare import KernelCell, compare_kernels, select
+    from gpt2_infer.bench.compare import KernelCell, compare_kernels, select
     specs = select(["NAIVE_PYTORCH", "PYTORCH_SDPA_FLASH_ATTENTION"], "cpu")
     results = compare_kernels(specs, [KernelCell(128), KernelCell(256)], device="cpu")
     for series in results.series:
@@ -44,12 +44,12 @@ from attention_kernels.contract import Kernels
 from attention_kernels.ladder import build, header
 from attention_kernels.reference import check_precision
 from attention_kernels.registry import PLAIN_PRECISIONS
-from gpt2_infer import bench
-from gpt2_infer.diverge import examine
+from gpt2_infer.bench import environment, timing
+from gpt2_infer.bench.diverge import examine
+from gpt2_infer.bench.results import Results, ResultsError, Series, read
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2
-from gpt2_infer.results import Results, ResultsError, Series, read
 
 BASELINE = "NAIVE_PYTORCH"
 FREE_ATTENTION = "FREE_ATTENTION"
@@ -108,8 +108,8 @@ KERNEL_SHAPE = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
 class Contender:
     """A backend in a cell.
 
-    sample: takes one sample, or raises bench.Rejected; None where it is not timed. last: further
-    figures of the last sample. recheck: raises bench.Rejected where, all samples taken, its output
+    sample: takes one sample, or raises timing.Rejected; None where it is not timed. last: further
+    figures of the last sample. recheck: raises timing.Rejected where, all samples taken, its output
     is wrong.
     """
 
@@ -193,7 +193,7 @@ class Recorder:
             raise RequestError(f"rounds must be {MIN_ROUNDS} or more, not {rounds}")
         check_precision()
         settings = {**settings, "rounds": rounds}
-        self.results = Results(task, bench.provenance(), settings, [])
+        self.results = Results(task, environment.provenance(), settings, [])
         self.rounds = rounds
         self._sources = {spec.name: _source_digest(spec) for spec in specs}
         self._out = out
@@ -275,7 +275,7 @@ class Recorder:
             bar.update()
         missing = [self.rounds - len(c.series.samples) for c in cell.values() if c.sample]
         runs = sum(1 + more for more in missing if more > 0)
-        bench.leave_out(bar, count * (1 + self.rounds) - runs)
+        timing.leave_out(bar, count * (1 + self.rounds) - runs)
         self.results.series = [s for s in self.results.series if s not in old.values()]
         self.results.series += [contender.series for contender in cell.values()]
 
@@ -286,14 +286,14 @@ class Recorder:
                 series.facts.setdefault(key, []).append(float(f"{value:.6g}"))
             self._save()
 
-        def reject(name: str, error: bench.Rejected) -> None:
+        def reject(name: str, error: timing.Rejected) -> None:
             series = cell[name].series
             series.status, series.reason = "failed", str(error)
             series.samples.clear()
             self._save()
 
         self._save()
-        bench.interleave(
+        timing.interleave(
             {name: c.sample for name, c in cell.items() if c.sample},
             rounds=self.rounds,
             samples={name: c.series.samples for name, c in cell.items()},
@@ -308,7 +308,7 @@ class Recorder:
                 try:
                     contender.recheck()
                     contender.series.facts["checked_again"] = True
-                except bench.Rejected as error:
+                except timing.Rejected as error:
                     reject(name, error)
         self._save()
 
@@ -365,7 +365,7 @@ def compare_kernels(
     ladder.build_all(device, specs)
     if device == "cuda" and out:
         dtypes = sorted({cell.dtype for cell in cells})
-        recorder.results.provenance["limits"] = bench.gpu_limits(dtypes)
+        recorder.results.provenance["limits"] = environment.gpu_limits(dtypes)
     return recorder.measure(
         cells,
         lambda cell: _kernel_contenders(specs, cell, device),
@@ -437,7 +437,7 @@ def kernel_sampler(
             run()
         work = graph.replay
 
-    return lambda: bench.device_seconds(work) * 1e6 / len(calls)
+    return lambda: timing.device_seconds(work) * 1e6 / len(calls)
 
 
 def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
@@ -445,9 +445,9 @@ def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
     try:
         verdict = run_case(spec, dataclasses.replace(case, seed=1), device)
     except KERNEL_ERRORS as error:
-        raise bench.Rejected(f"after its samples: {describe_error(error)}") from error
+        raise timing.Rejected(f"after its samples: {describe_error(error)}") from error
     if not verdict.passed:
-        raise bench.Rejected(f"after its samples its output is wrong: error {verdict.error:.2e}")
+        raise timing.Rejected(f"after its samples its output is wrong: error {verdict.error:.2e}")
 
 
 def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...], *, is_causal: bool) -> int | None:
@@ -507,7 +507,7 @@ def compare_generation(
         what = f"the states between two layers at batch {cell.batch}, {cell.max_tokens} tokens"
         _check_memory(what, states, model.device.type)
     settings |= {"device": model.device.type, "prompt_tokens": len(ids)}
-    settings["prompt_digest"] = bench.token_digest([ids])
+    settings["prompt_digest"] = environment.token_digest([ids])
     settings |= {"weights_digest": weights_digest(model), "dtype_of_digest": cells[0].dtype}
     recorder = Recorder(task, settings, specs, out, rounds=rounds)
     ladder.build_all(model.device.type, specs)
@@ -556,7 +556,7 @@ def _generation_contenders(
                 _check(series, spec, cases, device, decode=cell.mode == "kv-cache")
             if series.status == "ok":
                 done, peak = _text_and_peak(call, model)
-                digest = bench.token_digest(done.tokens)
+                digest = environment.token_digest(done.tokens)
                 series.facts |= {"peak_memory_bytes": peak, "token_digest": digest}
                 expected = done if spec is specs[0] else expected
                 series.facts["text_compared"] = expected is not None and not is_free
@@ -586,7 +586,7 @@ def _generation_sample(
         "prefill_s": done.prefill_s,
     }
     if expected is not None and done.tokens != expected:
-        raise bench.Rejected("its text is another from run to run")
+        raise timing.Rejected("its text is another from run to run")
     return done.generation_s
 
 
@@ -710,7 +710,7 @@ def _source_files(spec: BackendSpec) -> list[Path]:
         return []
     package = loader.__module__.partition(".")[0]
     # This project's .cu files are version files, which no other backend is made of.
-    kinds = (".py",) if package == "attention_kernels" else bench.SOURCES
+    kinds = (".py",) if package == "attention_kernels" else environment.SOURCES
     folders = map(Path, getattr(sys.modules.get(package), "__path__", ()))
     found = {path for folder in folders for path in folder.rglob("*") if path.suffix in kinds}
     return sorted({file, *filter(Path.is_file, found)})

@@ -17,7 +17,7 @@ from typing import Any
 from gpt2_infer.errors import GPT2InferError
 
 SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).parents[1] / "results" / "schema.json"
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
 OUT_HELP = "JSON to write; a file that is there is never written over"
 ROUNDS_HELP = "kept, after one that is not (default: %(default)s)"
 
@@ -83,7 +83,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def task_name(text: str) -> str:
-    """The type of --name: what results/schema.json takes for a task."""
+    """The type of --name: what the schema takes for a task."""
     if not re.fullmatch("[a-z0-9_-]+", text):
         raise argparse.ArgumentTypeError(f"must be of a-z, 0-9, _ and -, not {text!r}")
     return text
@@ -158,8 +158,6 @@ def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
         raise ResultsError(f"there is no folder {folder}")
     found: dict[str, tuple[Path, Results]] = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name == SCHEMA_FILE.name:
-            continue
         results = read_finished(path)
         if (
             results.task not in found

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from attention_kernels import ladder
-from gpt2_infer.compare import BASELINE, FREE_ATTENTION, KERNEL_SHAPE, KernelCell
-from gpt2_infer.results import Results, Series
+from gpt2_infer.bench.compare import BASELINE, FREE_ATTENTION, KERNEL_SHAPE, KernelCell
+from gpt2_infer.bench.results import Results, Series
 
 WITHIN_SPREAD = "~"  # in place of a figure
 Cell = tuple[Any, ...]

@@ -3,12 +3,12 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from pathlib import Path
 
 import pytest
 
-from gpt2_infer import bench
-from gpt2_infer.results import (
-    SCHEMA_FILE,
+from gpt2_infer.bench import environment, timing
+from gpt2_infer.bench.results import (
     Results,
     ResultsError,
     Series,
@@ -23,7 +23,7 @@ def example() -> Results:
         Series("a", {"mode": "recompute"}, "s", [3.0, 1.0, 2.0]),
         Series("b", {}, "s", status="failed", reason="it was wrong"),
     ]
-    return Results("test-task", bench.provenance(), {"rounds": 3}, series)
+    return Results("test-task", environment.provenance(), {"rounds": 3}, series)
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
@@ -63,8 +63,9 @@ def test_a_file_that_is_not_whole_and_current_is_one_line(spoil, words, tmp_path
     assert "\n" not in str(caught.value)
 
 
+RESULTS = Path(__file__).parents[3] / "results"
 # Files as they are committed, of whatever date: one of each kind.
-NAMES = {task: path.name for task, (path, _) in newest(SCHEMA_FILE.parent).items()}
+NAMES = {task: path.name for task, (path, _) in newest(RESULTS).items()}
 KERNEL, GENERATION = NAMES["kernel-cpu"], NAMES["generation-kv"]
 INSPECTION, PROFILE = NAMES["inspect-wmma"], NAMES["profile-wmma"]
 BESIDE, PUBLISHED = NAMES["generation-cpu"], NAMES["case-study"]
@@ -107,7 +108,7 @@ BESIDE, PUBLISHED = NAMES["generation-cpu"], NAMES["case-study"]
     ],
 )
 def test_what_a_table_or_a_plot_needs_is_in_the_schema(name, path, tmp_path):
-    value = json.loads((SCHEMA_FILE.parent / name).read_text("utf-8"))
+    value = json.loads((RESULTS / name).read_text("utf-8"))
     *folders, missing = path
     del functools.reduce(operator.getitem, folders, value)[missing]
     (tmp_path / name).write_text(json.dumps(value))
@@ -118,7 +119,7 @@ def test_what_a_table_or_a_plot_needs_is_in_the_schema(name, path, tmp_path):
 
 
 def test_what_was_not_timed_needs_no_facts(tmp_path):
-    value = json.loads((SCHEMA_FILE.parent / KERNEL).read_text("utf-8"))
+    value = json.loads((RESULTS / KERNEL).read_text("utf-8"))
     first = value["series"][0]
     first |= {"samples": [], "status": "refused", "reason": "it does not take this", "facts": {}}
     (tmp_path / KERNEL).write_text(json.dumps(value))
@@ -175,7 +176,7 @@ def test_the_newest_results_of_a_task_are_used(tmp_path):
 
 
 def test_committed_results_fit_the_schema():
-    files = [path for path in SCHEMA_FILE.parent.glob("*.json") if path != SCHEMA_FILE]
+    files = RESULTS.glob("*.json")
     for file in files:
         results = read_finished(file)
         assert results.task in file.name.replace("_", "-"), file
@@ -189,7 +190,7 @@ def test_rounds_are_interleaved():
         order.append(name)
         return float(len(order))
 
-    samples = bench.interleave({n: lambda n=n: run(n) for n in "abc"}, rounds=2, warm_up=1)
+    samples = timing.interleave({n: lambda n=n: run(n) for n in "abc"}, rounds=2, warm_up=1)
     assert "".join(order) == "abcabcabc"
     assert samples == {"a": [4.0, 7.0], "b": [5.0, 8.0], "c": [6.0, 9.0]}
 
@@ -200,11 +201,11 @@ def test_what_is_rejected_has_no_sample_and_is_not_run_again():
     def reject() -> float:
         calls.append(1)
         if len(calls) == 3:
-            raise bench.Rejected("wrong")
+            raise timing.Rejected("wrong")
         return 1.0
 
     rejected: list[str] = []
-    samples = bench.interleave(
+    samples = timing.interleave(
         {"a": reject, "b": lambda: 2.0},
         rounds=3,
         on_rejected=lambda name, error: rejected.append(f"{name}: {error}"),
@@ -216,39 +217,41 @@ def test_what_is_rejected_has_no_sample_and_is_not_run_again():
 
 @pytest.mark.parametrize("name", ["registry.py", "csrc/fp32/v01_a.cu", "csrc/common.cuh"])
 def test_any_changed_source_is_another_digest(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_ROOT", tmp_path)
+    monkeypatch.setattr(environment, "_ROOT", tmp_path)
     file = tmp_path / "attention_kernels" / name
     file.parent.mkdir(parents=True)
     digests = set()
     for text in ("one", "two"):
         file.write_text(text)
-        digests.add(bench.source_digest())
+        digests.add(environment.source_digest())
     file.rename(file.with_name(f"v02_b{file.suffix}"))
-    digests.add(bench.source_digest())
+    digests.add(environment.source_digest())
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize(("status", "dirty"), [(" M x.py", True), ("", False), (None, None)])
 def test_a_changed_checkout_is_told(status, dirty, monkeypatch):
-    monkeypatch.setattr(bench, "_git", lambda *words: status if "status" in words else "abc")
-    facts = bench.provenance()
+    monkeypatch.setattr(environment, "_git", lambda *words: status if "status" in words else "abc")
+    facts = environment.provenance()
     assert (facts["commit"], facts["dirty"]) == ("abc", dirty)
 
 
 def test_the_command_is_without_somebodys_folders(monkeypatch):
-    out = str(SCHEMA_FILE.parent / "r.json")
+    out = str(RESULTS / "r.json")
     monkeypatch.setattr("sys.argv", ["/some/where/script.py", "--rounds", "3", "--out", out])
     expected = "python script.py --rounds 3 --out results/r.json"
-    assert bench.provenance()["command"] == expected
+    assert environment.provenance()["command"] == expected
 
 
 def test_any_changed_token_is_another_digest():
-    digests = {bench.token_digest(rows) for rows in ([[1], [2]], [[1], [3]], [[1, 2]], [[4], [2]])}
+    digests = {
+        environment.token_digest(rows) for rows in ([[1], [2]], [[1], [3]], [[1, 2]], [[4], [2]])
+    }
     assert len(digests) == 4
 
 
 def test_provenance_names_the_source():
-    facts = bench.provenance()
+    facts = environment.provenance()
     assert len(facts["source_digest"]) == 64
     assert facts["packages"]["torch"]
     assert facts["precision"]["matmul_allow_tf32"] is False

@@ -1,0 +1,1 @@
+"""Everything that measures: timing, results and what is made of them."""
