@@ -1,4 +1,4 @@
-"""Write the README's tables from results/; --check only says whether they are current.
+"""Write the generated parts of README.md and docs/ from results/.
 
     python scripts/update_readme.py [--check]
 
@@ -23,8 +23,16 @@ MARKED = re.compile(
 )
 
 
-def render(text: str, folder: Path) -> str:
-    """`text` with every marked table replaced; a task without results says so."""
+def documents() -> list[Path]:
+    """Return the documents that may have generated parts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def render(text: str, folder: Path, up: str = "") -> str:
+    """Replace every marked part of `text`; a task without results says so.
+
+    up: the way from the document's folder to the repository's root, "../" or "".
+    """
     results = newest(folder)
 
     def replace(match: re.Match[str]) -> str:
@@ -41,30 +49,35 @@ def render(text: str, folder: Path) -> str:
             body = "Not measured yet.\n"
             if first in results:
                 body = tables.render(*results[first], linked=True)
+        body = body.replace("](results/", f"]({up}results/")
         return f"{match[1]}\n{body}\n{match[4]}" if body else f"{match[1]}{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
 def main() -> int:
-    """Rewrite README.md, or say that it is stale."""
-    parser = Parser(description="Write the README's tables from results/.")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a table is stale")
+    """Rewrite the documents, or name those that are stale."""
+    parser = Parser(description="Write the generated parts of README.md and docs/ from results/.")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a document is stale")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
+    stale = []
     try:
-        before = readme.read_text("utf-8")
-        after = render(before, ROOT / "results")
-        if not arguments.check:
-            readme.write_text(after, "utf-8")
-            return 0
+        for document in documents():
+            before = document.read_text("utf-8")
+            up = "../" * (len(document.relative_to(ROOT).parts) - 1)
+            after = render(before, ROOT / "results", up)
+            if before != after:
+                stale.append(str(document.relative_to(ROOT)))
+                if not arguments.check:
+                    document.write_text(after, "utf-8")
     except OSError as error:
         parser.error(f"{error.filename} cannot be used: {error.strerror}")
     except ResultsError as error:
         parser.error(str(error))
-    if before != after:
-        print("README.md is stale: run python scripts/update_readme.py", file=sys.stderr)
-    return int(before != after)
+    if not arguments.check or not stale:
+        return 0
+    print(f"{', '.join(stale)} is stale: run python scripts/update_readme.py", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

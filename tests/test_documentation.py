@@ -16,6 +16,11 @@ from gpt2_infer.bench.results import newest
 from gpt2_infer.bench.tables import spread_percent
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    file.relative_to(ROOT)
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "results/*.md")
+    for file in sorted(ROOT.glob(pattern))
+]
 
 
 def test_how_to_add_a_backend_works_as_written(clean_registry):
@@ -31,14 +36,15 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
     assert run_case(get_backend("MY_BACKEND"), Case(33, 32), "cpu").passed
 
 
+@pytest.mark.slow
 def test_how_to_add_a_version_works_as_written(tmp_path):
-    """In a copy of the repository, as far as a machine without a GPU goes."""
+    """In a copy of the repository, without the commands that need a GPU or minutes."""
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     section = section.split("## How to add a version")[1].split("\n## ")[0]
     assert len([line for line in section.splitlines() if line.strip()]) <= 15
-    for name in ("attention_kernels", "gpt2_infer", "scripts", "results", "README.md"):
+    for name in ("attention_kernels", "gpt2_infer", "scripts", "results", "docs", "README.md"):
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, tmp_path)
         else:  # other tests write there meanwhile
@@ -54,9 +60,9 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     ran = []
     for program, *words in commands:
         what = words[0]
-        if what == "scripts/compare_backends.py" or (
-            what == "kernels" and not compilers.find_nvcc()
-        ):
+        if what in ("verify", "scripts/compare_backends.py"):
+            continue
+        if what == "kernels" and not compilers.find_nvcc():
             continue
         command = ["-m", "gpt2_infer", *words] if program == "gpt2-infer" else words
         done = subprocess.run(
@@ -70,22 +76,39 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
         ran.append(what)
     assert ran[-1] == "scripts/update_readme.py"
-    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (tmp_path / "README.md").read_text("utf-8")
+    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (
+        tmp_path / "docs" / "ladder.md"
+    ).read_text("utf-8")
 
 
-def test_the_readmes_python_works_as_written(capsys):
-    text = (ROOT / "README.md").read_text("utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
-    for code in blocks:
-        exec(compile(code, "README.md", "exec"), {})
-        assert len(capsys.readouterr().out) > 40
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_the_python_of_the_documents_works_as_written(document, capsys):
+    text = (ROOT / document).read_text("utf-8")
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if document.name != "CONTRIBUTING.md":  # a backend, registered in a test of its own
+            exec(compile(code, str(document), "exec"), {})
+            assert len(capsys.readouterr().out) > 40
 
 
-def test_links_in_the_documents_lead_somewhere():
-    for document in (*ROOT.glob("*.md"), ROOT / "results" / "README.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text("utf-8")):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_in_the_documents_lead_somewhere(document):
+    file = ROOT / document
+    for target in re.findall(r"\]\(([^)]+)\)", file.read_text("utf-8")):
+        path, _, anchor = target.partition("#")
+        to = (file.parent / path).resolve() if path else file
+        assert to.exists(), target
+        assert not anchor or anchor in anchors(to), target
+
+
+def test_the_readme_is_short():
+    assert 150 <= len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 300
 
 
 def test_how_far_a_second_run_is_from_the_first():
@@ -109,8 +132,9 @@ def test_how_far_a_second_run_is_from_the_first():
 
 def test_the_takeaways_quote_the_tables():
     text = (ROOT / "README.md").read_text("utf-8")
-    before, takeaways, after = re.split(r"\n## (?:Takeaways|Start)\n", text)
-    tables = "\n".join(line for line in (before + after).splitlines() if line.startswith("|"))
+    takeaways = re.split(r"\n## (?:Takeaways|Where to read on)\n", text)[1]
+    pages = "\n".join(file.read_text("utf-8") for file in (ROOT / "docs").glob("*.md"))
+    tables = "\n".join(line for line in pages.splitlines() if line.startswith("|"))
     quoted = re.findall(r"\d+\.\d+(?:e[+-]\d+)?", takeaways)
     assert len(quoted) > 20
     assert [number for number in quoted if f" {number} " not in tables] == []

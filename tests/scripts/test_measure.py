@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from attention_kernels import ladder, list_backends
-from scripts import compare_backends, measure
+from scripts import compare_backends, measure, update_readme
 from scripts.plot_results import PLOTS
 
 
@@ -74,8 +74,8 @@ def test_ctrl_c_waits_for_the_run_to_save_what_it_has(capsys, monkeypatch, tmp_p
     assert "interrupted at kernel-fp32" in capsys.readouterr().err
 
 
-def test_every_table_of_the_readme_has_a_command_behind_it():
-    text = (measure.SCRIPTS.parent / "README.md").read_text("utf-8")
+def test_every_table_of_the_documents_has_a_command_behind_it():
+    text = "\n".join(document.read_text("utf-8") for document in update_readme.documents())
     tasks = re.findall(r"<!-- (?:table|plot) ([a-z0-9-]+)", text)
     plots = {plot for plots in PLOTS.values() for plot in plots}
     assert {*re.findall(r"<!-- plot [a-z0-9-]+ (\w+) -->", text)} <= plots
