@@ -33,6 +33,8 @@ def render(text: str, folder: Path, up: str = "") -> str:
 
     up: the way from the document's folder to the repository's root, "../" or "".
     """
+    if not MARKED.search(text):
+        return text
     results = newest(folder)
 
     def replace(match: re.Match[str]) -> str:
