@@ -219,7 +219,9 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   __pipeline_wait_prior(kStages - 2);
   __syncthreads();
 
-  // P = exp2(score_scale * (S - row_max)), with a scale that is positive: its sign goes to Q.
+  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max is
+  // score_scale times the largest score, rounded. Rescaling takes the difference of two such numbers:
+  // it is 0 where the maximum has not changed, which a fused product minus its rounded self is not.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) {
@@ -277,10 +279,10 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     }
     reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
     for (int i = 0; i < kElements; ++i) {
-      new_max[i] = fmaxf(new_max[i], row_max[i]);
+      new_max[i] = fmaxf(score_scale * new_max[i], row_max[i]);
       // A row that has seen no key of this warp's has no maximum.
-      const float reference = new_max[i] == -INFINITY ? 0.0f : score_scale * new_max[i];
-      const float row_scale = exp2f(score_scale * row_max[i] - reference);
+      const float reference = new_max[i] == -INFINITY ? 0.0f : new_max[i];
+      const float row_scale = exp2f(row_max[i] - reference);
       row_max[i] = new_max[i];
       row_sum[i] *= row_scale;
       for (int d = 0; d < S::kTilesD; ++d) rO[d].x[i] *= row_scale;
@@ -346,7 +348,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     float2 pairs[kVector / 2] = {};
     for (int w = 0; w < kWarpsN; ++w) {
       const int part_row = w * S::kBlockM + r;
-      const float scale = exp2f(score_scale * (s_max[part_row] - max));
+      const float scale = exp2f(s_max[part_row] - max);
       sum += scale * s_sum[part_row];
       for (int j = 0; j < kVector / 2; ++j) {
         const float2 part =
