@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.bench.results import newest
 from gpt2_infer.bench.tables import spread_percent
+from gpt2_infer.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -81,6 +84,40 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     ).read_text("utf-8")
 
 
+def commands(document: Path) -> Iterator[list[str]]:
+    """Yield the words of each command line in a document's code blocks."""
+    text = (ROOT / document).read_text("utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^ *(?:\$ )?((?:gpt2-infer|python scripts/).*)", text, re.MULTILINE):
+        yield shlex.split(line.replace(" && ", " #"), comments=True)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_documented_commands_and_options_are_real(document):
+    for program, *words in commands(document):
+        if program == "gpt2-infer":
+            parse(words)
+        else:
+            script, *options = (word for word in words if word[0] != "-" or word[1] == "-")
+            sources = [ROOT / script, *(ROOT / "gpt2_infer").rglob("*.py")]
+            text = "".join(source.read_text("utf-8") for source in sources)
+            assert [word for word in options if word[0] == "-" and f'"{word}"' not in text] == []
+    text = (ROOT / document).read_text("utf-8")
+    for word in re.findall(r"`gpt2-infer ([a-z]+)", text):
+        assert word in COMMANDS, word
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_documented(command, capsys):
+    with pytest.raises(SystemExit):
+        parse([command, "--help"])
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    assert {*re.findall(r"--[a-z-]+", capsys.readouterr().out)} <= {
+        "--help",
+        *re.findall(r"--[a-z-]+", text),
+    }
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_the_python_of_the_documents_works_as_written(document, capsys):
     text = (ROOT / document).read_text("utf-8")
