@@ -219,9 +219,10 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   __pipeline_wait_prior(kStages - 2);
   __syncthreads();
 
-  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max is
-  // score_scale times the largest score, rounded. Rescaling takes the difference of two such numbers:
-  // it is 0 where the maximum has not changed, which a fused product minus its rounded self is not.
+  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
+  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
+  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
+  // self is not.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) {

@@ -220,7 +220,9 @@ FUSES = platform.machine() == "aarch64" or (
     platform.machine() == "x86_64"
     and re.search(r"^flags\b.*\bfma\b", Path("/proc/cpuinfo").read_text(), re.M) is not None
 )
-FUSED_FLAGS = "-O1 -ffp-contract=fast" + " -mfma" * (platform.machine() == "x86_64")
+FUSED_FLAGS = "-O1 -fexpensive-optimizations -ffp-contract=fast" + " -mfma" * (
+    platform.machine() == "x86_64"
+)
 
 
 @pytest.fixture(scope="module", params=[FP32[-1], *STRIDED_HALF])
