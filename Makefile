@@ -15,6 +15,7 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
