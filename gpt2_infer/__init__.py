@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt2_infer.config import GPT2Config
-    from gpt2_infer.errors import ConfigError, GPT2InferError, RequestError, WeightsError
-    from gpt2_infer.generation import Generation, generate
+    from gpt2_infer.errors import (
+        ConfigError,
+        GPT2InferError,
+        NotFiniteError,
+        RequestError,
+        WeightsError,
+    )
+    from gpt2_infer.generation import Generation, Request, generate
     from gpt2_infer.model import GPT2
     from gpt2_infer.sampling import Sampling
 
@@ -26,6 +32,8 @@ _HOMES = {
     "GPT2Config": "config",
     "GPT2InferError": "errors",
     "Generation": "generation",
+    "NotFiniteError": "errors",
+    "Request": "generation",
     "RequestError": "errors",
     "Sampling": "sampling",
     "WeightsError": "errors",
@@ -37,11 +45,17 @@ __all__ = [
     "GPT2Config",
     "GPT2InferError",
     "Generation",
+    "NotFiniteError",
+    "Request",
     "RequestError",
     "Sampling",
     "WeightsError",
     "generate",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,24 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+_ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
+# What GPT-2's configuration files hold that changes nothing here: dropout, which inference has
+# none of, initialization, other heads than the language model's, defaults of generation, notes.
+_IGNORED = """
+_attn_implementation_autoset _name_or_path _num_labels architectures attn_implementation
+attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range
+is_decoder label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size
+num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
+output_past output_scores pad_token_id prefix problem_type remove_invalid_values
+repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+torch_dtype torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache
+"""
+MAX_PARAMETERS = 2**40  # beyond it the sizes are a mistake, or meant to do harm
 
 
 @dataclass(frozen=True)
@@ -68,40 +86,62 @@ class GPT2Config:
             raise ConfigError(
                 f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})"
             )
+        layer = 4 * self.n_embd**2 + 2 * self.n_embd * self.inner_dim
+        count = self.n_layer * layer + (self.vocab_size + self.n_positions) * self.n_embd
+        if count > MAX_PARAMETERS:
+            raise ConfigError(
+                f"n_layer {self.n_layer}, n_embd {self.n_embd}, n_inner {self.inner_dim}, "
+                f"vocab_size {self.vocab_size} and n_positions {self.n_positions} make more than "
+                f"2^40 parameters"
+            )
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Return the width of one attention head."""
         return self.n_embd // self.n_head
 
     @property
     def inner_dim(self) -> int:
-        """Width of the MLP."""
+        """Return the width of the MLP."""
         return self.n_inner if self.n_inner is not None else 4 * self.n_embd
 
     def softmax_scale(self, layer: int) -> float:
-        """What multiplies q k^T in that layer (counted from 0)."""
+        """Return the factor of q k^T in that layer, counted from 0."""
         scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Read a config.json; raises ConfigError, by name, for what this project does not do."""
+        """Read a config.json. Every field is honoured, known to change nothing, or refused.
+
+        Raises ConfigError, which names the fields that are refused.
+        """
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(
                 f"model_type is {raw['model_type']!r}: only the gpt2 architecture is supported"
             )
-        for name in ("add_cross_attention", "quantization_config"):
-            if raw.get(name):
-                raise ConfigError(f"{name} is set: only plain decoder-only GPT-2 is supported")
+        architectures = raw.get("architectures") or []
+        if not isinstance(architectures, list) or {*map(str, architectures)} - {*_ARCHITECTURES}:
+            raise ConfigError(
+                f"architectures is {architectures!r}: only {', '.join(_ARCHITECTURES)} are "
+                "supported"
+            )
+        if raw.get("auto_map"):
+            raise ConfigError("auto_map is set: a checkpoint's own code is never run")
         values = {_ALIASES.get(name, name): value for name, value in raw.items()}
+        fields = {field.name for field in dataclasses.fields(cls)}
+        known = {*fields, *_IGNORED.split()}
+        if refused := [n for n, value in values.items() if value and n not in known]:
+            raise ConfigError(
+                f"{', '.join(refused)} {'is' if len(refused) == 1 else 'are'} set: only plain "
+                "decoder-only GPT-2 is supported"
+            )
         eos = values.get("eos_token_id", cls.eos_token_id)
         ids = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
         if not all(isinstance(token, int) for token in ids):
             raise ConfigError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
         values["eos_token_id"] = tuple(ids)
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return cls(**{name: value for name, value in values.items() if name in fields})
 
 
 # The sizes that --random-weights can build by name: layers, width, heads.
@@ -115,7 +155,7 @@ _SIZES = {
 
 
 def named_config(model: str) -> GPT2Config | None:
-    """The configuration of a published size, by its hub id or bare name; None for another model."""
+    """Return a published size's configuration, by hub id or bare name, or None."""
     name = model.removeprefix("openai-community/").removeprefix("distilbert/").lower()
     if name not in _SIZES:
         return None

@@ -17,5 +17,9 @@ class UnavailableDeviceError(GPT2InferError):
     """A device that this machine does not have."""
 
 
+class NotFiniteError(GPT2InferError, ArithmeticError):
+    """The model computed NaN or infinity, from which no token can be chosen."""
+
+
 class RequestError(GPT2InferError, ValueError):
-    """A request for text that cannot be met: a prompt, a length or a sampling value that is off."""
+    """A request that cannot be met: a wrong prompt, length or sampling value."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from attention_kernels.contract import dtype_name
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import NotFiniteError, RequestError
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.tokenizer import TextStream, Tokenizer
@@ -35,41 +36,90 @@ GRAPH_LENGTH_STEP = 32
 CPU_LENGTH_STEP = 16
 
 
-@dataclass
-class Generation:
-    """What was generated, how, and how long it took.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to generate, checked against a model's configuration when it is made.
 
-    prompts, tokens: ids per row; tokens are the new ones only, without the end-of-text token that
-    ended them.
-    texts: the new text per row, cut before a stop string; empty without a tokenizer.
-    length_step: recompute ran at lengths rounded up to multiples of it.
-    warm_up_s: loading kernels and capturing graphs. prefill_s: from the start to the first new
-    token.
-    generation_s: from the start to the last new token, prefill included.
+    Raises RequestError for what such a model cannot meet.
     """
 
+    config: GPT2Config
+    tokenizer: Tokenizer | None
+    prompts: str | Sequence[str] | Sequence[Sequence[int]]
+    max_new_tokens: int = 512
+    mode: Mode = "recompute"
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    cuda_graphs: bool = True
+    check_finite: bool = True
+    """Raise NotFiniteError where logits are; otherwise token 0 is taken."""
+    rows: list[list[int]] = field(init=False)
+    """The prompts' token ids."""
+    stops: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise RequestError(f"max-new-tokens must be 1 or more, not {self.max_new_tokens}")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(stops):
+            raise RequestError("a stop string must not be empty")
+        if stops and self.tokenizer is None:
+            raise RequestError("stop strings need a model with a tokenizer")
+        prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
+        rows = encode_prompts(self.tokenizer, prompts)
+        longest, positions = max(map(len, rows)), self.config.n_positions
+        if longest + self.max_new_tokens > positions:
+            raise RequestError(
+                f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
+                f"{longest + self.max_new_tokens}, and this model has {positions} positions: "
+                "shorten the prompt or lower --max-new-tokens"
+            )
+        vocab_size = self.config.vocab_size
+        outside = sorted({token for row in rows for token in row if not 0 <= token < vocab_size})
+        if outside:
+            raise RequestError(
+                f"token ids {outside[:5]} are outside the vocabulary of {vocab_size}"
+            )
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "stops", stops)
+
+
+@dataclass
+class Generation:
+    """What was generated, how, and how long it took."""
+
     prompts: list[list[int]]
+    """Token ids per row."""
     tokens: list[list[int]]
+    """New token ids per row, without the end-of-text token that ended it."""
     finish_reasons: list[FinishReason]
     mode: Mode
     attention: str
     decode_attention: str | None
     cuda_graphs: bool
     length_step: int
+    """Recompute ran at lengths rounded up to multiples of it."""
     warm_up_s: float
+    """Loading kernels and capturing graphs."""
     prefill_s: float
+    """From the start to the first new token."""
     generation_s: float
+    """From the start to the last new token, prefill included."""
     texts: list[str] = field(default_factory=list)
+    """The new text per row, cut before a stop string; empty without a tokenizer."""
 
     def whole(self) -> Generation:
-        """Itself, for callers that what there is so far does not serve; else KeyboardInterrupt."""
+        """Return self, or raise KeyboardInterrupt if generation was interrupted."""
         if "interrupted" in self.finish_reasons:
             raise KeyboardInterrupt
         return self
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens were generated, over all rows."""
+        """The number of new tokens of all rows."""
         return sum(map(len, self.tokens))
 
     @property
@@ -78,7 +128,6 @@ class Generation:
         return self.new_tokens / self.generation_s if self.generation_s > 0 else 0.0
 
 
-@torch.inference_mode()
 def generate(
     model: GPT2,
     prompts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -91,6 +140,7 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
     cuda_graphs: bool = True,
+    check_finite: bool = True,
 ) -> Generation:
     """Continue each prompt by up to max_new_tokens tokens.
 
@@ -100,30 +150,58 @@ def generate(
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
     text becomes certain. cuda_graphs: replay captured graphs where the device and the backends
-    allow it. KeyboardInterrupt ends generation with what there is so far. Raises RequestError,
-    UnavailableBackendError or UnsupportedError before any long work.
+    allow it. check_finite: see Request. KeyboardInterrupt ends generation early.
+    Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
+    NotFiniteError for logits that are NaN or infinite.
     """
-    sampling = sampling or Sampling()
-    stop = [stop] if isinstance(stop, str) else stop
-    if mode not in MODES:
-        raise RequestError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    tokenizer, wants_text = model.tokenizer, bool(stop or on_text)
-    rows = encode_prompts(tokenizer, [prompts] if isinstance(prompts, str) else prompts)
-    check_request(model.config, rows, max_new_tokens, stop)
+    request = Request(
+        config=model.config,
+        tokenizer=model.tokenizer,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        mode=mode,
+        sampling=sampling or Sampling(),
+        stop=stop,
+        ignore_eos=ignore_eos,
+        cuda_graphs=cuda_graphs,
+        check_finite=check_finite,
+    )
+    return run(model, request, on_text=on_text, progress=progress)
+
+
+@torch.inference_mode()
+def run(
+    model: GPT2,
+    request: Request,
+    *,
+    on_text: Callable[[int, str], None] | None = None,
+    progress: bool = False,
+) -> Generation:
+    """Generate what was requested of this model's configuration; see generate()."""
+    if request.config != model.config:
+        raise RequestError("the request was checked for a model of another configuration")
+    tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
     if wants_text and tokenizer is None:
-        raise RequestError("stop strings and streamed text need a model with a tokenizer")
-    model.check_backends(decode=mode == "kv-cache")
-    backends = [model.attention] + ([model.decode_attention] if mode == "kv-cache" else [])
+        raise RequestError("streamed text needs a model with a tokenizer")
+    backends = [model.attention]
+    if request.mode == "kv-cache":
+        model.check_decode()  # the prefill may take long
+        backends.append(model.decode_attention)
     use_graphs = (
-        cuda_graphs and model.device.type == "cuda" and all(b.cuda_graphs for b in backends)
+        request.cuda_graphs and model.device.type == "cuda" and all(b.cuda_graphs for b in backends)
     )
 
-    loop = (_Recompute if mode == "recompute" else _Cached)(
-        model, rows, max_new_tokens, sampling, use_graphs
-    )
-    eos = () if ignore_eos else model.config.eos_token_id
+    rows, mode = request.rows, request.mode
+    loop = (_Recompute if mode == "recompute" else _Cached)(model, request, use_graphs)
+    eos = () if request.ignore_eos else model.config.eos_token_id
     watchers = [
-        _Watcher(i, eos, stop, tokenizer.stream() if tokenizer and wants_text else None, on_text)
+        _Watcher(
+            i,
+            eos,
+            request.stops,
+            tokenizer.stream() if tokenizer and wants_text else None,
+            on_text,
+        )
         for i in range(len(rows))
     ]
     watch = wants_text or bool(eos) or progress
@@ -136,7 +214,7 @@ def generate(
         marks.synchronize()
         warm_up_s = time.perf_counter() - started
         marks.add()
-        _run(loop, watchers if watch else [], max_new_tokens, marks, progress)
+        _run(loop, watchers if watch else [], request.max_new_tokens, marks, progress)
     except KeyboardInterrupt:
         interrupted = True
     marks.add()
@@ -144,9 +222,8 @@ def generate(
 
     done = int((loop.lengths - loop.prompt_lengths).min()) if not interrupted or warm_up_s else 0
     if not watch:
-        for watcher, ids in zip(watchers, loop.new_tokens(done), strict=True):
-            for token in ids:
-                watcher.see(token)
+        for step, tokens in enumerate(zip(*loop.new_tokens(done), strict=True)):
+            _see(loop, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     texts = (
@@ -174,7 +251,7 @@ def generate(
 def encode_prompts(
     tokenizer: Tokenizer | None, prompts: Sequence[str] | Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Token ids of each prompt; an empty text becomes <|endoftext|>, as GPT-2 starts a document.
+    """Return the token ids of each prompt; an empty text becomes <|endoftext|>.
 
     Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
     """
@@ -209,32 +286,8 @@ def encode_prompts(
     return rows
 
 
-def check_request(
-    config: GPT2Config, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
-) -> None:
-    """Raise RequestError for what a model of this configuration cannot meet."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise RequestError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
-    if any(not text for text in stop):
-        raise RequestError("a stop string must not be empty")
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens > config.n_positions:
-        raise RequestError(
-            f"{longest} prompt tokens and {max_new_tokens} new ones are "
-            f"{longest + max_new_tokens}, and this model has "
-            f"{config.n_positions} positions: shorten the prompt or lower --max-new-tokens"
-        )
-    outside = sorted(
-        {token for row in prompts for token in row if not 0 <= token < config.vocab_size}
-    )
-    if outside:
-        raise RequestError(
-            f"token ids {outside[:5]} are outside the vocabulary of {config.vocab_size}"
-        )
-
-
 def _run(loop: _Loop, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool) -> None:
-    """All steps, or until every watcher has finished; no watchers, no reading."""
+    """Run all steps, or until every watcher has finished; without watchers nothing is read."""
     reader = _Reader(loop, steps) if watchers else None
     lag = 1 if loop.device.type == "cuda" else 0
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
@@ -246,25 +299,36 @@ def _run(loop: _Loop, watchers: list[_Watcher], steps: int, marks: _Marks, progr
                 if reader:
                     reader.push(step)
             if reader and step >= lag:
-                for watcher, token in zip(watchers, reader.read(step - lag), strict=True):
-                    watcher.see(token)
+                _see(loop, watchers, step - lag, reader.read(step - lag))
                 bar.update()
                 if all(watcher.finish for watcher in watchers):
                     return
 
 
-class _Loop:
-    """Device-side state of a generation; step(i) appends token i to every row."""
+def _see(loop: _Loop, watchers: list[_Watcher], step: int, tokens: Sequence[int]) -> None:
+    """Show each unfinished watcher its row's token of that step; NotFiniteError for -1."""
+    for watcher, token in zip(watchers, tokens, strict=True):
+        if token < 0 and not watcher.finish:
+            backend = loop.backend(step)
+            raise NotFiniteError(
+                f"with attention backend {backend} in {dtype_name(loop.model.dtype)} the logits at "
+                f"position {loop.position(watcher.row, step)} of prompt {watcher.row + 1} are not "
+                "finite: the kernel, the weights or the dtype is at fault"
+            )
+        watcher.see(token)
 
-    def __init__(
-        self,
-        model: GPT2,
-        prompts: list[list[int]],
-        new_tokens: int,
-        sampling: Sampling,
-        use_graphs: bool,
-    ) -> None:
+
+class _Loop:
+    """Device-side state of a generation; step(i) appends token i to every row.
+
+    A token of -1 says that the logits were not finite. The model reads it as token 0, and the host
+    raises an error when it sees it.
+    """
+
+    def __init__(self, model: GPT2, request: Request, use_graphs: bool) -> None:
+        prompts, new_tokens, sampling = request.rows, request.max_new_tokens, request.sampling
         self.model, self.sampling, self.use_graphs = model, sampling, use_graphs
+        self.check_finite = request.check_finite
         self.device = model.device
         self.longest = max(map(len, prompts))
         self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
@@ -286,8 +350,16 @@ class _Loop:
     def step(self, index: int) -> None:
         raise NotImplementedError
 
+    def backend(self, step: int) -> str:
+        """Return the name of the backend that computes a step's attention."""
+        return self.model.attention.name
+
+    def position(self, row: int, step: int) -> int:
+        """Return the position whose logits choose the row's token of that step."""
+        return int(self.prompt_lengths[row]) + step - 1
+
     def new_tokens(self, count: int) -> list[list[int]]:
-        """The first `count` new tokens of each row, on the host."""
+        """Return the first `count` new tokens of each row, on the host."""
         index = self.prompt_lengths[:, None] + torch.arange(count, device=self.device)
         ids: list[list[int]] = self.tokens.gather(1, index).tolist()
         return ids
@@ -297,7 +369,8 @@ class _Loop:
         uniform = self.newest  # greedy: not looked at
         if not self.sampling.is_greedy:
             uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
-        self.newest.copy_(self.sampling.choose(logits, uniform))
+        token = self.sampling.choose(logits, uniform)
+        self.newest.copy_(token if self.check_finite else token.clamp_(min=0))
         self.tokens[self.rows, self.lengths] = self.newest
         self.lengths += 1
 
@@ -310,7 +383,7 @@ class _Loop:
     def capture(
         self, body: Callable[[], None], shared_with: torch.cuda.CUDAGraph | None = None
     ) -> torch.cuda.CUDAGraph:
-        """A graph of body(), run before so that capture neither loads nor compiles anything."""
+        """Capture body(), which has run before: nothing is loaded or compiled during capture."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=shared_with.pool() if shared_with else None):
             body()
@@ -342,7 +415,7 @@ class _Recompute(_Loop):
 
     def run(self, length: int) -> None:
         seqlens = None if self.same_length and self.length_step == 1 else self.lengths
-        self.accept(self.model(self.tokens[:, :length], seqlens=seqlens)[:, 0])
+        self.accept(self.model(self.tokens[:, :length].clamp(min=0), seqlens=seqlens)[:, 0])
 
     def step(self, index: int) -> None:
         length = self.padded(self.longest + index)
@@ -354,6 +427,9 @@ class _Recompute(_Loop):
 
 class _Cached(_Loop):
     """The prompt runs once and fills a static cache; then every token runs alone."""
+
+    def backend(self, step: int) -> str:
+        return (self.model.decode_attention if step else self.model.attention).name
 
     def warm_up(self) -> None:
         self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
@@ -372,7 +448,7 @@ class _Cached(_Loop):
         )
 
     def decode(self) -> None:
-        self.accept(self.model.decode(self.newest, self.cache))
+        self.accept(self.model.decode(self.newest.clamp(min=0), self.cache))
 
     def step(self, index: int) -> None:
         if index == 0:
@@ -384,7 +460,7 @@ class _Cached(_Loop):
 
 
 class _Reader:
-    """New tokens on their way to the host: on CUDA through pinned memory, waiting for one step."""
+    """Copy new tokens to the host: on CUDA through pinned memory, one step late."""
 
     def __init__(self, loop: _Loop, steps: int) -> None:
         self._newest = loop.newest
@@ -415,7 +491,7 @@ class _Watcher:
     on_text: Callable[[int, str], None] | None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    sent: int = 0  # how much of the text on_text has
+    sent: int = 0  # characters that on_text has
     finish: FinishReason | None = None
 
     def see(self, token: int) -> None:
@@ -430,7 +506,7 @@ class _Watcher:
             self._add(self.stream.feed(token))
 
     def end(self, reason: FinishReason) -> None:
-        """Finish the row, unless it has."""
+        """Finish the row unless it is finished."""
         if self.finish:
             return
         if self.stream:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,99 +21,38 @@ from attention_kernels import (
     UnavailableBackendError,
     UnsupportedError,
     default_backend,
-    get_backend,
+    ladder,
 )
 from attention_kernels.registry import default_decode_backend
+from gpt2_infer.checkpoint import (
+    DEFAULT_MODEL,
+    Checkpoint,
+    open_checkpoint,
+    resolve_device,
+    resolve_dtype,
+)
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gpt2_infer.tokenizer import Tokenizer
+from gpt2_infer.linear import Linear, project
+from gpt2_infer.tokenizer import Tokenizer
 
 
 @dataclass
 class KVCache:
-    """Keys and values of every layer, and how many of them each row has.
-
-    kv: (n_layer, 2, batch, num_heads, max_seqlen, head_dim): one row's keys of one head lie
-    together, which is what a decode kernel reads. seqlens: int32 (batch,), on the device.
-    """
+    """Keys and values of every layer, and how many of them each row has."""
 
     kv: Tensor
+    """(n_layer, 2, batch, num_heads, max_seqlen, head_dim): one head's keys of one row are
+    contiguous, as a decode kernel reads them."""
     seqlens: Tensor
+    """int32 (batch,), on the device."""
 
     @classmethod
     def allocate(cls, model: GPT2, batch: int, max_seqlen: int) -> KVCache:
-        """An empty cache on the model's device, in its dtype."""
+        """Return an empty cache on the model's device, in its dtype."""
         config, like = model.config, model.wte.weight
         shape = (config.n_layer, 2, batch, config.n_head, max_seqlen, config.head_dim)
         return cls(like.new_zeros(shape), torch.zeros(batch, dtype=torch.int32, device=like.device))
-
-
-class Linear(nn.Module):
-    """y = x W + b with W stored (in, out), as in GPT-2's checkpoints.
-
-    Which library multiplies depends on the place, the result only on rounding:
-    cpu, float32, 8 rows or more: oneDNN, which is twice as fast as MKL's sgemm on AMD's AVX-512.
-    cpu otherwise: MKL, a single row in two halves of K.
-    cuda: a plain product and a pass for the bias. addmm with a bias vector goes to cuBLASLt, which
-    does not split K and at GPT-2's sizes took up to 2.5 times as long on an H200.
-    """
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
-
-    def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """x: (..., in_features) -> (..., out_features); gelu applies GELU's tanh form to it."""
-        rows = x.reshape(-1, x.shape[-1])
-        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
-            kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            y = _linear_onednn()(rows, self.weight.t(), self.bias, kind, [], form)
-        else:
-            y = self._product(rows).add_(self.bias)
-            y = F.gelu(y, approximate="tanh") if gelu else y
-        return cast("Tensor", y.view(*x.shape[:-1], y.shape[-1]))
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add x W + b to residual, which may be written over, and return the sum."""
-        rows, into = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
-        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
-            into = _linear_onednn().binary(rows, into, self.weight.t(), self.bias, "add")
-        elif x.device.type == "cpu":
-            into.add_(self.bias).add_(self._product(rows))
-        else:
-            into.add_(self.bias).addmm_(rows, self.weight)
-        return into.view(residual.shape)
-
-    def _product(self, rows: Tensor) -> Tensor:
-        """Rows times W; on a CPU one row in two halves of K, since MKL puts it on one core."""
-        half, odd = divmod(rows.shape[1], 2)
-        splits = rows.device.type == "cpu" and rows.shape[0] == 1 and not odd
-        if not splits or torch.get_num_threads() == 1:
-            return torch.mm(rows, self.weight)
-        return torch.bmm(rows.view(2, 1, half), self.weight.view(2, half, -1)).sum(0)
-
-
-ONEDNN_MIN_ROWS = 8
-
-
-def _takes_onednn(rows: Tensor, min_rows: int = 1) -> bool:
-    return (
-        rows.device.type == "cpu"
-        and rows.dtype == torch.float32
-        and rows.shape[0] >= min_rows
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    )
-
-
-def _linear_onednn() -> Any:
-    """torch.compile's own entry to oneDNN: a dense weight, transposed or not, and an epilogue.
-
-    Looked up when it is needed: a torch without oneDNN has no such op.
-    """
-    return torch.ops.mkldnn._linear_pointwise
 
 
 class Attention(nn.Module):
@@ -129,11 +68,11 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def qkv(self, x: Tensor) -> Tensor:
-        """The fused projection: (batch, seqlen, 3, num_heads, head_dim)."""
+        """Return the fused projection, (batch, seqlen, 3, num_heads, head_dim)."""
         return self.c_attn(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, backend: BackendSpec, cache: KVCache | None) -> Tensor:
-        """The heads' outputs before c_proj: (batch, seqlen, n_embd), as x. Fills a given cache."""
+        """Return the heads' outputs before c_proj, (batch, seqlen, n_embd); fill a given cache."""
         qkv = self.qkv(x)
         if cache is not None:
             cache.kv[self.layer, :, :, :, : x.shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
@@ -145,7 +84,10 @@ class Attention(nn.Module):
     def decode(
         self, x: Tensor, backend: BackendSpec, cache: KVCache, rows: Tensor, position: Tensor
     ) -> Tensor:
-        """One token per row: x is (batch, 1, n_embd), position (batch,) its place in its row."""
+        """Attend from one token per row.
+
+        x: (batch, 1, n_embd). position: (batch,), the token's place in its row.
+        """
         qkv = self.qkv(x)
         cache.kv[self.layer].permute(1, 3, 0, 2, 4)[rows, position] = qkv[:, 0, 1:]
         q = qkv[:, :, 0]
@@ -168,7 +110,7 @@ class MLP(nn.Module):
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The hidden units before c_proj: (..., n_embd) -> (..., inner_dim)."""
+        """Return the hidden units before c_proj: (..., n_embd) -> (..., inner_dim)."""
         hidden: Tensor = self.c_fc(x, gelu=self.is_gelu_tanh)
         return hidden if self.activation is None else self.activation(hidden)
 
@@ -184,7 +126,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """All that follows the heads, written over x: both projections onto the residual stream."""
+        """Add both projections to the residual stream x, which is overwritten."""
         x = self.attn.c_proj.add_to(x, heads)
         return self.mlp.c_proj.add_to(x, self.mlp(self.ln_2(x)))
 
@@ -192,9 +134,10 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 for inference.
 
-    attention: a backend, by name or as it is, None for the device's documented default.
-    decode_attention: the backend that decodes with a KV cache; None takes a given `attention` where
-    it has a decode kernel, else the device's documented default.
+    attention: a backend, its name, or the path of a version file, *.cu; None is the device's
+    documented default.
+    decode_attention: the backend that decodes with a KV cache; None is a given `attention` if it
+    has a decode kernel, else the device's documented default.
     """
 
     def __init__(
@@ -217,11 +160,69 @@ class GPT2(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     @classmethod
-    def from_pretrained(cls, model: str = "openai-community/gpt2", **options: Any) -> GPT2:
-        """Load weights and tokenizer; see gpt2_infer.weights.load_model for the options."""
-        from gpt2_infer.weights import load_model
+    def from_pretrained(
+        cls,
+        model: str = DEFAULT_MODEL,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = torch.float32,
+        attention: str | BackendSpec | None = None,
+        decode_attention: str | BackendSpec | None = None,
+        random_weights: bool = False,
+        seed: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> GPT2:
+        """Load weights and tokenizer.
 
-        return load_model(model, **options)
+        model: "demo", a local folder, or a hub id (revision: its branch, tag or commit).
+        device: None is cuda where there is one, else cpu. dtype: torch's, or its name.
+        attention, decode_attention: see GPT2. random_weights: build the size that `model` names
+        from `seed`, for timing. tokenizer: instead of the checkpoint's own.
+        Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
+        before any weight is read wherever that is possible.
+        """
+        target, dtype = resolve_device(device), resolve_dtype(dtype)
+        attention, decode_attention = _spec(attention), _spec(decode_attention)
+        checkpoint = open_checkpoint(
+            model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
+        )
+        return cls.from_checkpoint(
+            checkpoint,
+            device=target,
+            dtype=dtype,
+            attention=attention,
+            decode_attention=decode_attention,
+            seed=seed,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: BackendSpec | None = None,
+        decode_attention: BackendSpec | None = None,
+        seed: int = 0,
+    ) -> GPT2:
+        """Check that the backends can serve the checkpoint's configuration, then read its weights.
+
+        Raises WeightsError, UnavailableBackendError or UnsupportedError.
+        """
+        config = checkpoint.config
+        check_backend(attention or default_backend(device.type), config, dtype, device.type)
+        if decode_attention is not None:
+            check_backend(decode_attention, config, dtype, device.type, decode=True)
+        model = checkpoint.load(
+            lambda: cls(config, attention=attention, decode_attention=decode_attention),
+            device,
+            dtype,
+            seed,
+        )
+        model.tokenizer = checkpoint.tokenizer
+        return model.requires_grad_(False).eval()
 
     @property
     def device(self) -> torch.device:
@@ -250,21 +251,25 @@ class GPT2(nn.Module):
     def with_attention(
         self, attention: str | BackendSpec | None, decode_attention: str | BackendSpec | None = None
     ) -> GPT2:
-        """The same model, weights shared, with other backends."""
+        """Return the same model, weights shared, with other backends."""
         model = copy.copy(self)
         model._attention, model._decode_attention = _spec(attention), _spec(decode_attention)
         return model
 
     def blocks(self) -> Iterable[Block]:
-        """The transformer's blocks, first to last."""
+        """Return the transformer's blocks, first to last."""
         return cast("Iterable[Block]", self.h)
 
     def check_backends(self, *, decode: bool = False) -> None:
         """Raise UnavailableBackendError or UnsupportedError now, not in the middle of the work."""
         check_backend(self.attention, self.config, self.dtype, self.device.type)
         if decode:
-            spec = self.decode_attention
-            check_backend(spec, self.config, self.dtype, self.device.type, decode=True)
+            self.check_decode()
+
+    def check_decode(self) -> None:
+        """Raise UnavailableBackendError or UnsupportedError if the model cannot decode."""
+        spec = self.decode_attention
+        check_backend(spec, self.config, self.dtype, self.device.type, decode=True)
 
     @torch.inference_mode()
     def forward(
@@ -275,7 +280,7 @@ class GPT2(nn.Module):
         logits_to_keep: int | Tensor = 1,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits of a batch of token ids.
+        """Return the logits of a batch of token ids.
 
         tokens: int64 (batch, seqlen), right-padded with any id where seqlens, int (batch,), says
         that rows are shorter.
@@ -325,15 +330,11 @@ class GPT2(nn.Module):
         return self._logits(x)[:, 0]
 
     def _logits(self, x: Tensor) -> Tensor:
-        x = self.ln_f(x)
-        weight = (self.wte if self.lm_head is None else self.lm_head).weight
-        if _takes_onednn(x):  # its product with one row uses every core; MKL's uses one
-            return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
-        return F.linear(x, weight)
+        return project(self.ln_f(x), (self.wte if self.lm_head is None else self.lm_head).weight)
 
 
 def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:
-    return get_backend(backend) if isinstance(backend, str) else backend
+    return ladder.resolve(backend) if isinstance(backend, str) else backend
 
 
 def check_backend(
@@ -361,7 +362,7 @@ def check_backend(
 
 
 def _keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
-    """The positions of (batch, seqlen, n_embd) whose logits are asked for."""
+    """Return the positions of (batch, seqlen, n_embd) whose logits are wanted."""
     if seqlens is not None:
         index = (seqlens.long() - 1)[:, None, None].expand(-1, 1, x.shape[2])
         return x.gather(1, index)

@@ -20,15 +20,16 @@ MIN_TEMPERATURE = 1e-6  # below it, logits over the temperature overflow
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
-
-    Raises RequestError for values that mean nothing.
-    """
+    """How to choose the next token; raises RequestError for values that mean nothing."""
 
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
+    """Keep the most likely tokens that hold this probability; 1 keeps all."""
     seed: int = 0
+    """Row i of a batch is drawn from seed + i."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -55,7 +56,7 @@ class Sampling:
         return self.temperature == 0
 
     def uniforms(self, rows: int, steps: int, device: torch.device) -> Tensor:
-        """float32 (rows, steps) in [0, 1); row i is drawn from seed + i, whatever the others."""
+        """Return float32 (rows, steps) in [0, 1); row i depends on seed + i alone."""
         draws = [
             torch.rand(steps, generator=torch.Generator().manual_seed((self.seed + row) % 2**63))
             for row in range(rows)
@@ -63,7 +64,7 @@ class Sampling:
         return torch.stack(draws).to(device)
 
     def log_weights(self, logits: Tensor) -> Tensor:
-        """Scaled float32 logits, (..., vocab_size), with -inf for tokens not to be chosen.
+        """Return scaled float32 logits, (..., vocab_size), with -inf for tokens not to be chosen.
 
         The order of steps, and what happens at ties, is that of transformers'
         TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper.
@@ -82,17 +83,18 @@ class Sampling:
         return scores
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """The next token of each row, int64 (batch,).
+        """Return the next token of each row, int64 (batch,); -1 where logits are not finite.
 
-        logits: (batch, vocab_size). uniform: (batch,), in [0, 1).
+        -inf is finite here as long as another logit is. logits: (batch, vocab_size).
+        uniform: (batch,), in [0, 1).
         """
         if self.is_greedy:
-            return logits.argmax(-1)
+            largest, token = logits.max(-1)
+            return token.masked_fill(largest - largest != 0, -1)  # NaN - NaN, inf - inf
         # In float64 no token of the vocabulary is lost to the rounding of a running sum.
         cumulative = torch.softmax(self.log_weights(logits).double(), -1).cumsum(-1)
         threshold = uniform.double()[:, None] * cumulative[:, -1:]
         # right=True: the first token whose running sum exceeds the threshold, never one of
         # probability zero.
-        return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(
-            max=logits.shape[-1] - 1
-        )
+        token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+        return token.clamp_(max=logits.shape[-1] - 1).masked_fill(threshold[:, 0].isnan(), -1)

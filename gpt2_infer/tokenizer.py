@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_infer.errors import WeightsError
+from gpt2_infer.files import read_json_object
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -22,15 +23,23 @@ class Tokenizer:
         """Read the tokenizer in `folder`; raises WeightsError where none can be read."""
         from transformers import AutoTokenizer
 
+        config = folder / "tokenizer_config.json"
+        if config.is_file() and read_json_object(config).get("auto_map"):
+            raise WeightsError(f"{config}: auto_map is set: a checkpoint's own code is never run")
         # Without these AutoTokenizer builds an empty tokenizer from config.json alone.
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder)))
+            return cls(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
         # transformers and tokenizers raise many kinds, bare Exception among them.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise WeightsError(f"{folder} holds no tokenizer that can be read: {reason}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, without those added to the vocabulary later."""
+        return int(self._wrapped.vocab_size)
 
     @property
     def end_of_text(self) -> int | None:
@@ -41,20 +50,20 @@ class Tokenizer:
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added."""
+        """Return the ids of `text`, nothing added."""
         return list(self._wrapped(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def stream(self) -> TextStream:
-        """A decoder for one text that arrives token by token."""
+        """Return a decoder for one text that arrives token by token."""
         return TextStream(self)
 
 
 class TextStream:
-    """Turns tokens into text as soon as it is certain, a character that spans tokens as one.
+    """Turn tokens into text as soon as it is certain; a character is never split.
 
     The pieces that feed() and finish() return, joined, are exactly decode(all ids).
     """
@@ -65,14 +74,14 @@ class TextStream:
         self._context: list[int] = []  # the tokens before them, which decide on leading spaces
 
     def feed(self, token: int) -> str:
-        """The text that `token` makes certain; often one word, sometimes nothing."""
+        """Return the text that `token` makes certain: often one word, sometimes nothing."""
         self._pending.append(token)
         text = self._new_text()
         # U+FFFD may be the first half of a character that the next token completes.
         return "" if text.endswith("\ufffd") else self._flush(text)
 
     def finish(self) -> str:
-        """What is left, complete or not."""
+        """Return what is left, complete or not."""
         return self._flush(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:

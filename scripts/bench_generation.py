@@ -105,12 +105,14 @@ def theirs(model: Any, prompt: list[list[int]], new_tokens: int, mode: Mode) -> 
 
 def cpu_contenders() -> tuple[list[Contender], dict[str, Any]]:
     """The demo model on the CPU."""
-    from gpt2_infer.weights import find
+    from gpt2_infer.checkpoint import open_checkpoint
 
     new_tokens = 256
     model = GPT2.from_pretrained("demo", device="cpu")
     prompt = [[449, 1973, 355, 751, 258, 661, 12, 290]]
-    reference = AutoModelForCausalLM.from_pretrained(str(find("demo").folder), dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(
+        str(open_checkpoint("demo").folder), dtype=torch.float32
+    )
     reference.eval()
     contenders = []
     for mode in MODES:

@@ -29,10 +29,10 @@ from gpt2_infer.bench.results import (
     output_file,
     task_name,
 )
+from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.cli import DEFAULT_PROMPT, DTYPES, Parser
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import MODES
-from gpt2_infer.weights import resolve_device
 
 GENERATION = {
     "max_tokens": [32, 64, 128, 256, 512],

@@ -24,8 +24,8 @@ from attention_kernels.conformance import Case
 from gpt2_infer import GPT2InferError
 from gpt2_infer.bench import environment, tables
 from gpt2_infer.bench.results import OUT_HELP, Results, Series, at_least, output_file, task_name
+from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.cli import Parser
-from gpt2_infer.weights import resolve_device
 
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",

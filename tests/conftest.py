@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,12 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
             demo = Path(__file__).parents[1] / "gpt2_infer" / "demo_model"
             for file in ("vocab.json", "merges.txt", "tokenizer_config.json"):
                 (folder / file).write_bytes((demo / file).read_bytes())
+            if config.vocab_size < 8192:  # single characters, and the token for all others
+                vocabulary = json.loads((demo / "vocab.json").read_text("utf-8"))
+                kept = [t for t in vocabulary if len(t) == 1][: config.vocab_size - 1]
+                vocabulary = {t: i for i, t in enumerate([*kept, "<|endoftext|>"])}
+                (folder / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
+                (folder / "merges.txt").write_text("#version: 0.2\n", "utf-8")
         return folder, model
 
     return save

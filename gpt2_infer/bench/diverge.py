@@ -307,6 +307,7 @@ def _write(
             ignore_eos=True,
             progress=progress,
             cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
+            check_finite=False,
         ).whole()
         for spec in specs
     ]

@@ -30,6 +30,28 @@ def show(text: object = "", *, end: str = "\n") -> None:
         raise StandardOutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
+class Status:
+    """A line on standard error, if it is a terminal, that says what is under way until clear()."""
+
+    def __init__(self, text: str) -> None:
+        self._pending = sys.stderr.isatty()
+        if self._pending:
+            # The cursor goes back to the line's start: whatever is printed next writes over it.
+            print(f"{text} ...\r", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Erase the line, once."""
+        if self._pending:
+            print("\x1b[K", end="", file=sys.stderr, flush=True)
+        self._pending = False
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
 def prepare_streams() -> None:
     """Replace closed standard streams, and characters that a terminal cannot show."""
     for name in ("stdout", "stderr"):

@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt2_infer.bench.diverge import diverge
 
     a, b = ladder.resolve(arguments.a), ladder.resolve(arguments.b)
-    model, (row,) = load(arguments, prompts, specs=(a, b))
+    request = {"prompts": prompts, "max_new_tokens": arguments.max_new_tokens}
+    model, checked = load(arguments, request=request, attention=a)
     result = diverge(
         model,
         a,
         b,
-        row,
+        checked.rows[0],
         max_new_tokens=arguments.max_new_tokens,
         mode="kv-cache" if arguments.kv_cache else "recompute",
         progress=sys.stderr.isatty(),

@@ -7,17 +7,17 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
+from gpt2_infer.cli.console import EXIT_INTERRUPTED, Status, show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
-from gpt2_infer.errors import RequestError
+from gpt2_infer.cli.report import format_report, make_report
+from gpt2_infer.errors import NotFiniteError, RequestError
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from gpt2_infer.generation import Generation
+    from gpt2_infer.generation import Request
     from gpt2_infer.model import GPT2
 
 
@@ -106,51 +106,70 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    prompts = _read_prompts(arguments)
+    if arguments.decode_backend and not arguments.kv_cache:
+        raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
+
+    from attention_kernels import ladder
+    from gpt2_infer import generation
     from gpt2_infer.sampling import Sampling
 
-    # Fail before torch is imported if possible, and before any weight is read otherwise.
-    if arguments.max_new_tokens < 1:
-        raise RequestError(f"--max-new-tokens must be 1 or more, not {arguments.max_new_tokens}")
-    prompts = _read_prompts(arguments)
     seed = 0 if arguments.seed is None else arguments.seed
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
     if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
         raise RequestError("--seed needs a temperature above 0: greedy text has no chance in it")
-    if arguments.decode_backend and not arguments.kv_cache:
-        raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
-
-    from attention_kernels import get_backend
-    from gpt2_infer.generation import generate
-
-    for name in (arguments.backend, arguments.decode_backend):
-        if name is not None:
-            get_backend(name)
+    attention, decode_attention = (
+        None if name is None else ladder.resolve(name)
+        for name in (arguments.backend, arguments.decode_backend)
+    )
     started = time.perf_counter()
-    model, rows = load(
+    model, request = load(
         arguments,
-        prompts,
-        arguments.stop,
-        attention=arguments.backend,
-        decode_attention=arguments.decode_backend,
-        seed=sampling.seed,
+        attention=attention,
+        decode_attention=decode_attention,
+        seed=seed,
+        request={
+            "prompts": prompts,
+            "max_new_tokens": arguments.max_new_tokens,
+            "mode": "kv-cache" if arguments.kv_cache else "recompute",
+            "sampling": sampling,
+            "stop": arguments.stop,
+            "ignore_eos": arguments.ignore_eos,
+            "cuda_graphs": not arguments.no_cuda_graphs,
+        },
     )
     load_s = time.perf_counter() - started
 
     streams = not arguments.json and len(prompts) == 1
-    if streams:
-        show(prompts[0], end="")
-    result = generate(
-        model,
-        rows,
-        max_new_tokens=arguments.max_new_tokens,
-        mode="kv-cache" if arguments.kv_cache else "recompute",
-        sampling=sampling,
-        stop=arguments.stop,
-        ignore_eos=arguments.ignore_eos,
-        on_text=(lambda _row, piece: show(piece, end="")) if streams else None,
-        progress=not streams and sys.stderr.isatty(),
-        cuda_graphs=not arguments.no_cuda_graphs,
-    )
+    status = Status(f"warming up {model.attention.name}")
+
+    begun = False
+
+    def start_text() -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            status.clear()
+            show(prompts[0], end="")
+
+    def on_text(_row: int, piece: str) -> None:
+        start_text()
+        show(piece, end="")
+
+    try:
+        with status:
+            result = generation.run(
+                model,
+                request,
+                on_text=on_text if streams else None,
+                progress=not streams and sys.stderr.isatty(),
+            )
+            if streams:
+                start_text()
+    except NotFiniteError:
+        if begun:
+            show()  # the error gets a line of its own
+        raise
     name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
     report = make_report(
         model, result, load_s=load_s, name=name, random_weights=arguments.random_weights
@@ -169,41 +188,38 @@ def run(arguments: argparse.Namespace) -> int:
         for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
             if not streams:
                 show(f"--- prompt {i + 1} of {len(prompts)}\n{prompt}{text}\n")
-        sys.stdout.flush()
         print(format_report(report), file=sys.stderr)
     return EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
 
 
 def load(
     arguments: argparse.Namespace,
-    prompts: list[str],
-    stop: Sequence[str] = (),
-    specs: Sequence[BackendSpec] = (),
-    **options: Any,
-) -> tuple[GPT2, list[list[int]]]:
-    """The model and the prompts' ids; what its configuration refuses, before any weight is read.
+    *,
+    request: dict[str, Any],
+    attention: BackendSpec | None = None,
+    decode_attention: BackendSpec | None = None,
+    seed: int = 0,
+) -> tuple[GPT2, Request]:
+    """Return the model and the request, which is checked before any weight is read."""
+    from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
+    from gpt2_infer.generation import Request
+    from gpt2_infer.model import GPT2
 
-    specs: backends that must take it. options: further ones of load_model().
-    """
-    import torch
-
-    from gpt2_infer import weights
-    from gpt2_infer.generation import check_request, encode_prompts
-    from gpt2_infer.model import check_backend
-    from gpt2_infer.tokenizer import Tokenizer
-
-    device, dtype = weights.resolve_device(arguments.device), getattr(torch, arguments.dtype)
-    random_weights = arguments.random_weights
-    source = weights.find(
-        arguments.model, revision=arguments.revision, random_weights=random_weights
-    )
-    config, tokenizer = source.config(), Tokenizer.load(source.folder)
-    rows = encode_prompts(tokenizer, prompts)
-    check_request(config, rows, arguments.max_new_tokens, stop)
-    for spec in specs:
-        check_backend(spec, config, dtype, device.type)
-    options |= {"device": device, "dtype": dtype, "random_weights": random_weights}
-    return weights.load_model(source, tokenizer=tokenizer, **options), rows
+    device = resolve_device(arguments.device)
+    with Status(f"loading {arguments.model}"):
+        checkpoint = open_checkpoint(
+            arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
+        )
+        checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
+        model = GPT2.from_checkpoint(
+            checkpoint,
+            device=device,
+            dtype=resolve_dtype(arguments.dtype),
+            attention=attention,
+            decode_attention=decode_attention,
+            seed=seed,
+        )
+    return model, checked
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -227,89 +243,3 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
             raise RequestError(f"--prompt-file {name} holds no prompt")
         prompts += lines
     return prompts or [DEFAULT_PROMPT]
-
-
-def make_report(
-    model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
-) -> dict[str, Any]:
-    """What ran and how long it took, in the order in which it is printed."""
-    import torch
-
-    from attention_kernels.contract import dtype_name
-
-    if model.device.type == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name(model.device)})"
-        memory = torch.cuda.max_memory_allocated(model.device)
-    else:
-        import resource
-
-        device = f"cpu ({torch.get_num_threads()} threads)"
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
-    emulated = model.device.type in model.attention.emulated_on
-    report: dict[str, Any] = {
-        "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
-        "attention": result.attention,
-        "decode_attention": result.decode_attention,
-        "device": device,
-        "dtype": dtype_name(model.dtype),
-        "mode": result.mode,
-        "cuda_graphs": result.cuda_graphs,
-        "length_step": result.length_step,
-        "prompt_tokens": [len(row) for row in result.prompts],
-        "new_tokens": [len(row) for row in result.tokens],
-        "finish_reasons": result.finish_reasons,
-        "load_s": round(load_s, 4),
-        "emulated": emulated,
-    }
-    if not emulated:
-        report |= {
-            "warm_up_s": round(result.warm_up_s, 4),
-            "prefill_s": round(result.prefill_s, 4),
-            "generation_s": round(result.generation_s, 4),
-            "tokens_per_second": round(result.tokens_per_second, 1),
-        }
-    return report | {"peak_memory_bytes": memory}
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """The report for people."""
-
-    def counts(values: list[int]) -> str:
-        return (
-            str(values[0]) if len(values) == 1 else f"{sum(values)} ({', '.join(map(str, values))})"
-        )
-
-    decode = report["decode_attention"]
-    how = report["mode"]
-    if report["cuda_graphs"]:
-        how += ", CUDA graphs"
-    if report["length_step"] > 1:
-        how += f", lengths rounded up to multiples of {report['length_step']}"
-    emulated = " (emulated on the CPU)" if report["emulated"] else ""
-    ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
-    lines = {"model": report["model"], "attention": report["attention"] + emulated}
-    if decode is not None:
-        lines["decode attention"] = decode
-    lines |= {
-        "device": report["device"],
-        "dtype": report["dtype"],
-        "mode": how,
-        "prompt tokens": counts(report["prompt_tokens"]),
-        "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
-        "load": f"{report['load_s']:.2f} s",
-    }
-    if emulated:
-        lines["timing"] = (
-            "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
-        )
-    else:
-        lines |= {
-            "warm-up": f"{report['warm_up_s']:.3f} s",
-            "prefill": f"{report['prefill_s']:.3f} s to the first token",
-            "generation": f"{report['generation_s']:.3f} s, prefill included",
-            "speed": f"{report['tokens_per_second']:.1f} tokens/s",
-        }
-    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
-    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())

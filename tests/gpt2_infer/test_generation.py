@@ -6,9 +6,12 @@ import types
 import pytest
 import torch
 
-from attention_kernels import UnavailableBackendError, UnsupportedError
-from gpt2_infer import GPT2, RequestError, Sampling, generate, weights
-from gpt2_infer.generation import MODES
+from attention_kernels import UnavailableBackendError, UnsupportedError, register
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import naive_attention
+from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
+from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.generation import MODES, run
 from tests.conftest import DEVICES
 
 PROMPTS = [
@@ -23,7 +26,7 @@ BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"
 def theirs():
     from transformers import AutoModelForCausalLM
 
-    folder = str(weights.find("demo").folder)
+    folder = str(open_checkpoint("demo").folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -215,6 +218,50 @@ def test_ctrl_c_keeps_what_was_generated(mode, watched, demo, monkeypatch):
     assert generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode).tokens == [[]]
 
 
+def spoiled(where: str) -> Kernels:
+    """Plain attention whose second row, or whose decoding, is NaN."""
+
+    def attention(q, k, v, softmax_scale, is_causal):
+        o = naive_attention(q, k, v, softmax_scale, is_causal)
+        if where == "row":
+            o[1] *= torch.nan
+        return o
+
+    def decode(q, k_cache, v_cache, seqlens, softmax_scale):
+        return q * torch.nan
+
+    return Kernels(attention, decode if where == "decode" else None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.95)])
+@pytest.mark.parametrize("where", ["row", "decode"])
+def test_logits_that_are_not_finite_end_generation(
+    where, sampling, watched, device, clean_registry
+):
+    fields = {"family": "test", "summary": "NaN.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_NAN", **fields)(lambda: spoiled(where))
+    model = GPT2.from_pretrained("demo", device=device, attention="TEST_NAN")
+    options = {"sampling": sampling, "ignore_eos": not watched, "max_new_tokens": 5}
+    if where == "row":
+        with pytest.raises(NotFiniteError, match=r"TEST_NAN in float32.* position 0 of prompt 2"):
+            generate(model, [[5, 6, 7], [8]], **options)
+        spared = generate(model, [[5, 6, 7], [8]], check_finite=False, **options)
+        assert spared.tokens[1] == [0] * 5
+    else:
+        with pytest.raises(NotFiniteError, match=r"TEST_NAN in float32.* position 3 of prompt 1"):
+            generate(model, [[5, 6, 7]], mode="kv-cache", **options)
+
+
+def test_a_request_belongs_to_its_configuration(demo, save_checkpoint):
+    folder, _ = save_checkpoint()
+    other = GPT2.from_pretrained(str(folder), device="cpu")
+    request = Request(config=demo.config, tokenizer=demo.tokenizer, prompts="The")
+    with pytest.raises(RequestError, match="another configuration"):
+        run(other, request)
+
+
 def test_an_empty_prompt_is_the_start_of_a_document(demo):
     empty = generate(demo, "", max_new_tokens=10)
     assert empty.prompts == [[8191]]
@@ -255,10 +302,6 @@ def test_backends_are_checked_before_the_work():
 
 
 def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
-    from attention_kernels import register
-    from attention_kernels.contract import Kernels
-    from attention_kernels.reference import naive_attention
-
     register(
         name="TEST_PREFILL_ONLY",
         family="test",

@@ -186,12 +186,27 @@ def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
         ({"scale_attn_weights": "false"}, "scale_attn_weights must be true or false"),
         ({"activation_function": None}, "activation_function must be a name"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"rope_scaling": {"factor": 2.0}, "rope_theta": 1e4}, "rope_scaling, rope_theta are set"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures is 'GPT2LMHeadModel'"),
+        ({"auto_map": {"AutoConfig": "evil.Evil"}}, "auto_map is set"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads is set"),
+        ({"n_embd": 2**62, "n_head": 2}, "make more than 2^40 parameters"),
+        ({"n_inner": 2**62}, "make more than 2^40 parameters"),
+        ({"n_layer": 10**6}, "make more than 2^40 parameters"),
     ],
 )
 def test_configurations_that_cannot_be_honoured_are_refused_by_name(fields, words):
     with pytest.raises(ConfigError) as caught:
         GPT2Config.from_dict(fields)
     assert words in str(caught.value)
+
+
+def test_fields_that_change_nothing_are_taken():
+    notes = {"resid_pdrop": 0.3, "n_ctx": 7, "summary_type": "cls_index", "use_cache": True}
+    unset = {"rope_scaling": None, "add_cross_attention": False, "pruned_heads": {}}
+    architecture = {"architectures": ["GPT2LMHeadModel"], "transformers_version": "4.1"}
+    assert GPT2Config.from_dict({**notes, **unset, **architecture}) == GPT2Config()
 
 
 def test_an_unknown_activation_is_refused_by_name(save_checkpoint):

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2_infer import WeightsError, weights
+from gpt2_infer import WeightsError
+from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.tokenizer import Tokenizer
 
-DEMO = Tokenizer.load(weights.find("demo").folder)
-GPT2 = Tokenizer.load(weights.find("gpt2", random_weights=True).folder)
+DEMO = Tokenizer.load(open_checkpoint("demo").folder)
+GPT2 = Tokenizer.load(open_checkpoint("gpt2", random_weights=True).folder)
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,7 +57,7 @@ def test_gpt2s_own_ids():
 
 
 def test_a_configuration_alone_is_no_tokenizer(tmp_path):
-    config = weights.find("demo").folder / "config.json"
+    config = open_checkpoint("demo").folder / "config.json"
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     with pytest.raises(WeightsError, match=r"holds no tokenizer: none of tokenizer\.json"):
         Tokenizer.load(tmp_path)

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpt2_infer
 from attention_kernels import ladder
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.cli import COMMANDS, main
+from tests.conftest import rewrite
 
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
 ROOT = Path(__file__).parents[3]
@@ -81,10 +83,11 @@ def test_random_weights_are_labelled(capsys):
 
 BAD = [
     (["--backend", "NAIVE_PYTORHC"], ["'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"]),
+    (["--backend", "{folder}/none.cu"], ["there is no file ", "none.cu"]),
     (["--backend", "?"], ["unknown attention backend '?': see `gpt2-infer backends`\n"]),
     (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
     (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
-    (["--max-new-tokens", "0"], ["--max-new-tokens must be 1 or more"]),
+    (["--max-new-tokens", "0"], ["max-new-tokens must be 1 or more"]),
     (["--temperature", "-1"], ["temperature must be a number of 0 or more, not -1.0"]),
     (["--temperature", "nan"], ["temperature must be"]),
     (["--temperature", "1", "--top-p", "nan"], ["top-p must be"]),
@@ -221,6 +224,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"gpt2-infer {gpt2_infer.__version__}\n"
 
 
+def test_dir_lists_the_public_names():
+    assert {*gpt2_infer.__all__} <= {*dir(gpt2_infer)}
+
+
 def test_python_dash_m_is_the_same_program():
     done = subprocess.run(
         [sys.executable, "-m", "gpt2_infer", "--prompt-file", "/nope"],
@@ -286,11 +293,61 @@ def test_closed_and_full_streams(command, status, words):
     assert "Traceback" not in done.stderr
 
 
+def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
+    folder, _ = save_checkpoint()
+    rewrite(folder, lambda tensors: tensors | {"\x1b[31mred\x9b": torch.zeros(1)})
+    capsys.readouterr()  # transformers' progress bar
+    status, _, err = run(capsys, *DEMO, "--model", str(folder))
+    assert status == 2
+    assert "surplus \\x1b[31mred\\x9b" in err
+    assert not {"\x1b", "\x9b"} & {*err}
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_checkpoints_code_is_never_run(file, capsys, tmp_path, monkeypatch, save_checkpoint):
+    folder, _ = save_checkpoint()
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    raw = json.loads((folder / file).read_text())
+    raw |= {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+    (folder / file).write_text(json.dumps(raw))
+    marker = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))
+    capsys.readouterr()  # transformers' progress bar
+    status, out, err = run(capsys, "--model", str(folder), "--device", "cpu")
+    assert status == 2
+    assert not out
+    assert "auto_map is set: a checkpoint's own code is never run" in err
+    assert not marker.exists()
+    assert sys.stdin.tell() == 0
+
+
+def test_a_kernel_that_returns_nan_writes_no_text(capsys, clean_registry):
+    from attention_kernels import register
+    from attention_kernels.contract import Kernels
+
+    fields = {"family": "test", "summary": "NaN.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_NAN", **fields)(lambda: Kernels(lambda q, *_: q * torch.nan))
+    status, out, err = run(capsys, *DEMO, "--backend", "test-nan", "--prompt", "Hi")
+    assert status == 2
+    assert not out
+    assert "with attention backend TEST_NAN in float32 the logits at position 1 of prompt 1" in err
+
+
+def test_a_terminal_shows_what_is_under_way(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, _, err = run(capsys, *DEMO, "--prompt", "The")
+    before = err[: err.index("\n")]
+    assert before == ("loading demo ...\r\x1b[Kwarming up PYTORCH_SDPA_FLASH_ATTENTION ...\r\x1b[K")
+
+
 def test_an_error_of_another_file_is_not_standard_outputs(capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpt2_infer.weights.load_model", full)
+    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", full)
     status, _, err = run(capsys, *DEMO)
     assert status == 2
     assert err == "gpt2-infer: error: [Errno 28] No space left on device\n"
@@ -323,18 +380,19 @@ def test_every_option_of_generating_is_documented(capsys):
 def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
     from attention_kernels import get_backend
 
-    reason = get_backend("CUSTOM_CUDA_VERSION_12").unavailable_reason("cpu")
+    reason = get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason("cpu")
     if reason:
         pytest.skip(reason)
+    file = str(header.version_files(header.CSRC / "fp32")[0])
     arguments = [*DEMO, "--prompt", "The king", "--backend"]
-    status, emulated, err = run(capsys, *arguments, "custom-cuda-version-12")
+    status, emulated, err = run(capsys, *arguments, file)
     assert status == 0
-    assert "CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in err
+    assert "V01_NAIVE_FLASH (emulated on the CPU)" in err
     assert "timing  none" in err
     assert "tokens/s" not in err
     _, plain, _ = run(capsys, *arguments, "NAIVE_PYTORCH")
     assert emulated == plain
-    _, out, _ = run(capsys, *arguments, "custom-cuda-version-12", "--json")
+    _, out, _ = run(capsys, *arguments, file, "--json")
     report = json.loads(out)["report"]
     assert report["emulated"] is True
     assert "tokens_per_second" not in report

@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_infer import GPT2, ConfigError, RequestError, WeightsError, weights
+from gpt2_infer import GPT2, ConfigError, RequestError, WeightsError
+from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.config import named_config
+from gpt2_infer.tokenizer import Tokenizer
 from tests.conftest import rewrite
 
 TOKENS = torch.arange(10)[None]
@@ -109,13 +112,29 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
 
 def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
     folder, _ = save_checkpoint(n_layer=3, vocab_size=50)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 6}))
+    rewrite(folder, lambda t: {n: x for n, x in t.items() if ".h.1." not in n or "ln_1.b" in n})
     with pytest.raises(WeightsError) as caught:
         load(folder)
     text = str(caught.value)
     assert text.count("; ") == text.count("missing h.") == 5
-    assert text.endswith(f"; and {3 * 12 - 5} more")
+    assert text.endswith("; and 6 more")
+
+
+def test_the_number_of_layers_is_compared_before_a_model_is_made(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 10**6}))
+    with pytest.raises(WeightsError, match="n_layer is 1000000, and its weights have 2 layers"):
+        load(folder)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=8191, tokenizer=False)
+    demo = open_checkpoint("demo").folder
+    for file in ("vocab.json", "merges.txt"):
+        (folder / file).write_bytes((demo / file).read_bytes())
+    with pytest.raises(WeightsError, match="the tokenizer has 8192 tokens, the model a vocabulary"):
+        load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
@@ -151,6 +170,8 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "cannot be read as JSON"),
         ("config.json", "[]", "is not a JSON object"),
+        ("config.json", "[" * 200_000, "is nested too deeply"),
+        ("config.json", '{"n_embd": ' + "9" * 5000 + "}", "cannot be read as JSON: Exceeds"),
         ("vocab.json", "{", "holds no tokenizer that can be read"),
         ("model.safetensors", None, "holds no weights"),
     ],
@@ -217,7 +238,7 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
 
 
 def test_a_tokenizer_of_ones_own_is_used(demo):
-    own = object()
+    own = Tokenizer.load(open_checkpoint("demo").folder)
     assert GPT2.from_pretrained("demo", device="cpu", tokenizer=own).tokenizer is own
 
 
@@ -307,14 +328,14 @@ def test_random_weights_of_a_named_size_need_no_download():
     ],
 )
 def test_named_sizes_are_the_published_ones(name, parameters):
-    config = weights.named_config(f"openai-community/{name}")
+    config = named_config(f"openai-community/{name}")
     with torch.device("meta"):
         model = GPT2(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_the_demo_model_is_small_and_complete(demo):
-    folder = weights.find("demo").folder
+    folder = open_checkpoint("demo").folder
     assert (folder / "model.safetensors").stat().st_size < 16e6
     assert {"README.md", "vocab.json", "merges.txt", "config.json"} <= {
         f.name for f in folder.iterdir()

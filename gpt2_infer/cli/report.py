@@ -1,0 +1,96 @@
+"""The report on what ran, printed after the text."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt2_infer.generation import Generation
+    from gpt2_infer.model import GPT2
+
+
+def make_report(
+    model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
+) -> dict[str, Any]:
+    """Say what ran and how long it took, in the order in which it is printed."""
+    import torch
+
+    from attention_kernels.contract import dtype_name
+
+    if model.device.type == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name(model.device)})"
+        memory = torch.cuda.max_memory_allocated(model.device)
+    else:
+        import resource
+
+        device = f"cpu ({torch.get_num_threads()} threads)"
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
+    emulated = model.device.type in model.attention.emulated_on
+    report: dict[str, Any] = {
+        "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
+        "attention": result.attention,
+        "decode_attention": result.decode_attention,
+        "device": device,
+        "dtype": dtype_name(model.dtype),
+        "mode": result.mode,
+        "cuda_graphs": result.cuda_graphs,
+        "length_step": result.length_step,
+        "prompt_tokens": [len(row) for row in result.prompts],
+        "new_tokens": [len(row) for row in result.tokens],
+        "finish_reasons": result.finish_reasons,
+        "load_s": round(load_s, 4),
+        "emulated": emulated,
+    }
+    if not emulated:
+        report |= {
+            "warm_up_s": round(result.warm_up_s, 4),
+            "prefill_s": round(result.prefill_s, 4),
+            "generation_s": round(result.generation_s, 4),
+            "tokens_per_second": round(result.tokens_per_second, 1),
+        }
+    return report | {"peak_memory_bytes": memory}
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Lay the report out for people."""
+
+    def counts(values: list[int]) -> str:
+        return (
+            str(values[0]) if len(values) == 1 else f"{sum(values)} ({', '.join(map(str, values))})"
+        )
+
+    decode = report["decode_attention"]
+    how = report["mode"]
+    if report["cuda_graphs"]:
+        how += ", CUDA graphs"
+    if report["length_step"] > 1:
+        how += f", lengths rounded up to multiples of {report['length_step']}"
+    emulated = " (emulated on the CPU)" if report["emulated"] else ""
+    ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
+    lines = {"model": report["model"], "attention": report["attention"] + emulated}
+    if decode is not None:
+        lines["decode attention"] = decode
+    lines |= {
+        "device": report["device"],
+        "dtype": report["dtype"],
+        "mode": how,
+        "prompt tokens": counts(report["prompt_tokens"]),
+        "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
+        "load": f"{report['load_s']:.2f} s",
+    }
+    if emulated:
+        lines["timing"] = (
+            "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
+        )
+    else:
+        lines |= {
+            "warm-up": f"{report['warm_up_s']:.3f} s",
+            "prefill": f"{report['prefill_s']:.3f} s to the first token",
+            "generation": f"{report['generation_s']:.3f} s, prefill included",
+            "speed": f"{report['tokens_per_second']:.1f} tokens/s",
+        }
+    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
+    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
