@@ -12,6 +12,7 @@ from attention_kernels import contract
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,
+    KernelError,
     OutputError,
     UnavailableBackendError,
     UnknownBackendError,
@@ -29,6 +30,7 @@ __all__ = [
     "ArgumentError",
     "AttentionError",
     "BackendSpec",
+    "KernelError",
     "OutputError",
     "UnavailableBackendError",
     "UnknownBackendError",
@@ -50,11 +52,10 @@ def attention(
     is_causal: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """softmax(softmax_scale * q k^T + mask) v with the named backend, else the device's default.
+    """Compute softmax(softmax_scale * q k^T + mask) v with a backend, else the device's default.
 
     q, k, v: (batch, seqlen, num_heads, head_dim), last stride 1; returns the same shape,
-    contiguous.
-    Raises ArgumentError, UnknownBackendError, UnavailableBackendError or UnsupportedError.
+    contiguous. Raises UnknownBackendError and what BackendSpec.attention() does.
     """
     contract.check_tensors({"q": q})
     spec = get_backend(backend) if backend is not None else default_backend(q.device.type)

@@ -317,7 +317,7 @@ def verify_in_child(what: str, device: str, **options: Any) -> Report:
     AttentionError.
     """
     spec = ladder.resolve(what)
-    ladder.load_op(spec.name, device)
+    spec.prepare(device)
     context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_report, args=(sender, what, device, options))

@@ -4,13 +4,14 @@
     decode(q, k_cache, v_cache, seqlens, *, softmax_scale=None) -> o
 
 attention: q, k, v and o are (batch, seqlen, num_heads, head_dim) with seqlen_q == seqlen_k; q, k
-and v may be strided views whose last stride is 1; o is contiguous. With is_causal, query i sees the
-keys 0..i.
+and v may be strided views whose last stride is 1; o is a new, contiguous tensor. With is_causal,
+query i sees the keys 0..i.
 
 decode: one new token per row against a cache. q and o are (batch, 1, num_heads, head_dim), k_cache
 and v_cache are (batch, max_seqlen, num_heads, head_dim), seqlens is int32 (batch,) on the same
-device and counts the valid keys of each row, the new token's own included. Keys and values past
-seqlens are finite and are not seen.
+device and counts the valid keys of each row, the new token's own included. Each length is between 1
+and max_seqlen: on the CPU that is checked, and on CUDA, where reading it would stall the host, the
+caller guarantees it. Keys and values past seqlens are finite and are not seen.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class DecodeFunction(Protocol):
 
 @dataclass(frozen=True)
 class Kernels:
-    """What loading a backend yields.
+    """What loading a backend yields: an attention kernel, a decode kernel or both."""
 
-    decode is None where there is no decode kernel; decode_device_types says where it runs.
-    `explain` is asked for the backend's own reasons against a call that its spec would take
-    (torch's, for SDPA). backward: whether autograd gets a gradient through its kernels.
-    """
-
-    attention: AttentionFunction
+    attention: AttentionFunction | None = None
     decode: DecodeFunction | None = None
     decode_device_types: tuple[str, ...] = ("cuda", "cpu")
+    """Where the decode kernel runs."""
     explain: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
+    """Returns the backend's own reasons against a call of attention that its spec would take."""
     backward: bool = False
+    """Whether autograd gets a gradient through the kernels."""
+    prepare: Callable[[str], None] | None = None
+    """Builds what the first call on a device type would; raises UnavailableBackendError."""
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None) -> float:
@@ -111,11 +112,16 @@ def check_decode(
         wrong += _complaints(tensors, same_shape=False)
     if wrong:
         raise ArgumentError("; ".join(wrong))
+    # Tracing has no values to look at.
+    if seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        lengths, max_seqlen = seqlens.tolist(), k_cache.shape[1]
+        if min(lengths) < 1 or max(lengths) > max_seqlen:
+            raise ArgumentError(f"seqlens must be between 1 and {max_seqlen}, not {lengths}")
     return check_scale(softmax_scale, head_dim)
 
 
 def check_tensors(arguments: Mapping[str, object]) -> None:
-    """ArgumentError for what is no tensor, an array of NumPy's say."""
+    """Raise ArgumentError for arguments that are not tensors, for example NumPy arrays."""
     wrong = [
         f"{name} must be a torch.Tensor, not {type(value).__name__}"
         for name, value in arguments.items()
@@ -126,7 +132,7 @@ def check_tensors(arguments: Mapping[str, object]) -> None:
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """1 / sqrt(head_dim) for None; ArgumentError for a scale that is not a finite number."""
+    """Return the scale, 1 / sqrt(head_dim) for None; raise ArgumentError if it is not finite."""
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
     if not math.isfinite(softmax_scale):
@@ -135,7 +141,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The one contiguity adapter: where a backend says `needs_contiguous`, inputs go through it."""
+    """Make a tensor contiguous: the one place where inputs of a backend are copied."""
     return tensor.contiguous()
 
 
@@ -175,5 +181,5 @@ def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name as backends list it: "float32"."""
+    """Return a dtype's name as backends list it, e.g. "float32"."""
     return str(dtype).removeprefix("torch.")

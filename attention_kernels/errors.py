@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("registry.py")))
 
 
 class AttentionError(Exception):
@@ -10,14 +16,15 @@ class AttentionError(Exception):
 
 
 class UnknownBackendError(AttentionError, LookupError):
-    """No backend of that name is registered; `valid` holds the names that are, `nearest` a few."""
+    """No backend of that name is registered."""
 
     def __init__(self, name: str, nearest: Iterable[str], valid: Iterable[str]) -> None:
-        self.nearest, self.valid = list(nearest), list(valid)
-        hint = f"did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
-        super().__init__(
-            f"unknown attention backend {name!r}: {hint or 'see `gpt2-infer backends`'}"
-        )
+        self.nearest = list(nearest)
+        """The names most like it, if any is."""
+        self.valid = list(valid)
+        """Every registered name."""
+        hint = f": did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
+        super().__init__(f"unknown attention backend {name!r}{hint}")
 
 
 class UnavailableBackendError(AttentionError, RuntimeError):
@@ -29,17 +36,25 @@ class UnavailableBackendError(AttentionError, RuntimeError):
 
 
 class UnsupportedError(AttentionError, ValueError):
-    """The backend does not take this call; `reasons` holds every reason, not only the first."""
+    """The backend does not take this call."""
 
     def __init__(self, name: str, reasons: Iterable[str]) -> None:
         self.reasons = list(reasons)
+        """Every reason, not only the first."""
         super().__init__(
             f"attention backend {name} cannot take this call: {'; '.join(self.reasons)}"
         )
 
 
+class KernelError(AttentionError, RuntimeError):
+    """A backend's kernel failed; what it raised is the cause."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"attention backend {name} {what}")
+
+
 class OutputError(AttentionError, RuntimeError):
-    """A backend's kernel returned something else than the contract says."""
+    """A backend's kernel returned something other than the contract says."""
 
     def __init__(self, name: str, got: str, wanted: str) -> None:
         super().__init__(f"attention backend {name} returned {got} instead of {wanted}")
@@ -47,3 +62,15 @@ class OutputError(AttentionError, RuntimeError):
 
 class ArgumentError(AttentionError, ValueError):
     """The arguments break the attention contract, whatever the backend."""
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's type, first line and place: "KeyError: 'x' (file.py:3)".
+
+    The place is the innermost one outside of torch and the registry.
+    """
+    lines = str(error).strip().splitlines() or ["no message"]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    place = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {lines[0]}{place}"

@@ -4,6 +4,8 @@ A backend is one decorated loader in a module of `attention_kernels.backends`, o
 distribution through the entry-point group `attention_kernels.backends`. Registering is free: no
 kernel is compiled, no optional module is imported and no CUDA context is created until
 `BackendSpec.load()`.
+
+Environment: ATTENTION_KERNELS_PLUGINS=off loads no other distribution's backends.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-import pkgutil
+import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,14 +31,19 @@ from attention_kernels import contract
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import (
     AttentionError,
+    KernelError,
     OutputError,
     UnavailableBackendError,
     UnknownBackendError,
     UnsupportedError,
+    describe,
 )
 
+if TYPE_CHECKING:
+    from attention_kernels.ladder.header import VersionHeader
+
 ENTRY_POINT_GROUP = "attention_kernels.backends"
-LISTED_FIRST = ("pytorch", "cuda")  # modules of attention_kernels.backends
+SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is named on stderr
 PRECISIONS = ("ieee-fp32", "3xtf32", "tf32", "fp16", "bf16", "fp64")
 # The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
 PLAIN_PRECISIONS = {
@@ -45,39 +55,41 @@ PLAIN_PRECISIONS = {
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
+Loader = Callable[[], Kernels]
+_Loader = TypeVar("_Loader", bound=Loader)
+
+
 @dataclass(frozen=True)
 class BackendSpec:
-    """One attention backend.
-
-    name: upper case, as users type it. family: the ladder or library it belongs to. summary: one
-    sentence.
-    loader: builds or imports the kernels; called once, on first use.
-    precisions: the precision class of each dtype it takes, by dtype name, e.g. {"float32":
-    "ieee-fp32"}.
-    head_dims: the head dimensions it takes; empty means any.
-    device_types: "cuda", "cpu". min_compute_capability: of a CUDA device.
-    modules: optional modules that loading needs. probe: a further check of this machine for a
-    device type, returning the reason against it, cheap enough to be asked for every backend of a
-    listing.
-    emulated_on: device types where the kernel's own source runs emulated, so that no timing of it
-    means anything.
-    needs_contiguous: q, k and v go through the contiguity adapter first.
-    cuda_graphs: whether a call may be captured in a CUDA graph.
-    """
+    """One attention backend: what it takes and where it runs."""
 
     name: str
+    """Upper case, as users type it."""
     family: str
+    """The ladder or library it belongs to."""
     summary: str
-    loader: Callable[[], Kernels] = field(repr=False)
+    """One sentence."""
+    loader: Loader = field(repr=False)
+    """Builds or imports the kernels; called once, on first use."""
     precisions: Mapping[str, str]
+    """The precision class of each dtype it takes, e.g. {"float32": "ieee-fp32"}."""
     head_dims: tuple[int, ...] = ()
+    """The head dimensions it takes; empty means any."""
     device_types: tuple[str, ...] = ("cuda", "cpu")
     min_compute_capability: tuple[int, int] | None = None
+    """The least that a CUDA device must have."""
     modules: tuple[str, ...] = ()
+    """Optional Python modules that loading needs."""
     probe: Callable[[str], str | None] | None = field(default=None, repr=False)
+    """Returns the reason why it cannot run on a device type here; cheap, for listings ask it."""
     emulated_on: tuple[str, ...] = ()
+    """Device types where its source runs emulated, so that no timing of it means anything."""
     needs_contiguous: bool = False
+    """Whether q, k and v are copied to contiguous tensors first."""
     cuda_graphs: bool = True
+    """Whether a call can be captured in a CUDA graph."""
+    version: VersionHeader | None = field(default=None, repr=False)
+    """The header of its version file, if it has one."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,10 +120,9 @@ class BackendSpec:
         return tuple(self.precisions)
 
     def unavailable_reason(self, device_type: str | None = None) -> str | None:
-        """Why it cannot run on this machine (on that device type, else on any); None where it can.
+        """Return why it cannot run on this machine, or None if it can; nothing is compiled.
 
-        Asks for modules, device, compute capability and the backend's own cheap probe: nothing is
-        compiled.
+        Without a device type, one that it can run on is enough.
         """
         missing = [name for name in self.modules if not _is_installed(name)]
         if missing:
@@ -126,7 +137,7 @@ class BackendSpec:
         if device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device_type}"
         if device_type == "cuda":
-            # Asked through NVML where that can be, so that no context is made.
+            # torch asks NVML where it can, which creates no context.
             if torch.cuda.device_count() == 0:
                 return "needs a CUDA device, and there is none"
             if self.min_compute_capability is not None:
@@ -136,12 +147,15 @@ class BackendSpec:
                         ".".join(map(str, c)) for c in (self.min_compute_capability, capability)
                     )
                     return f"needs compute capability {need} or higher, and this device has {have}"
-        return self.probe(device_type) if self.probe else None
+        try:
+            return self.probe(device_type) if self.probe else None
+        except (Exception, SystemExit) as error:  # a listing shows the others all the same
+            return f"its probe raised {describe(error)}"
 
     def unsupported_reasons(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
     ) -> list[str]:
-        """Every reason against this call, with the supported set in the text; empty for none."""
+        """Return every reason against this call, naming what is supported; loads the backend."""
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
         if not reasons:
             explain = self.load().explain
@@ -149,7 +163,7 @@ class BackendSpec:
         return reasons
 
     def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
-        """The part of unsupported_reasons() that can be told before there are tensors."""
+        """Return the part of unsupported_reasons() that needs neither tensors nor loading."""
         reasons = []
         name = contract.dtype_name(dtype)
         if name not in self.precisions:
@@ -161,10 +175,19 @@ class BackendSpec:
         return reasons
 
     def load(self) -> Kernels:
-        """The kernels, compiled or imported on first use; raises UnavailableBackendError."""
+        """Return the kernels, compiled or imported on first use; raises UnavailableBackendError."""
         if torch.compiler.is_compiling() or not self._kernels:
             self._load()
         return self._kernels[0]
+
+    def prepare(self, device_type: str) -> None:
+        """Do now what the first call on a device type would: load the backend, and build for it.
+
+        Raises UnavailableBackendError, after a failed build with the compiler's first error.
+        """
+        prepare = self.load().prepare
+        if prepare is not None:
+            prepare(device_type)
 
     def _load(self) -> bool:
         with _lock:
@@ -173,13 +196,16 @@ class BackendSpec:
                 if reason:
                     raise UnavailableBackendError(self.name, reason)
                 try:
-                    self._kernels.append(self.loader())
+                    kernels = cast("object", self.loader())
                 except AttentionError:
                     raise
-                except Exception as error:
-                    raise UnavailableBackendError(
-                        self.name, f"{type(error).__name__}: {error}"
-                    ) from error
+                except (Exception, SystemExit) as error:
+                    reason = f"its loader raised {describe(error)}"
+                    raise UnavailableBackendError(self.name, reason) from error
+                if not isinstance(kernels, Kernels):
+                    reason = f"its loader returned {type(kernels).__name__} instead of Kernels"
+                    raise UnavailableBackendError(self.name, reason)
+                self._kernels.append(kernels)
         return True
 
     # torch.compile runs it as it is and traces none of it. This is what assume_constant_result()
@@ -195,9 +221,10 @@ class BackendSpec:
         softmax_scale: float | None = None,
         is_causal: bool = True,
     ) -> Tensor:
-        """Attention over (batch, seqlen, num_heads, head_dim); see attention_kernels.contract.
+        """Compute attention over (batch, seqlen, num_heads, head_dim); see contract.
 
-        Raises ArgumentError, UnsupportedError (all reasons) or UnavailableBackendError.
+        Raises ArgumentError, UnsupportedError (with all reasons), UnavailableBackendError,
+        KernelError or OutputError.
         """
         scale = contract.check_attention(q, k, v, softmax_scale)
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
@@ -205,11 +232,23 @@ class BackendSpec:
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
-        kernels = self._forward_only(self.load(), q, k, v)
-        return self._checked(kernels.attention(q, k, v, scale, is_causal), q)
+        kernel = self._forward_only(self.load(), q, k, v).attention
+        if kernel is None:
+            raise UnsupportedError(self.name, ["it has a decode kernel only"])
+        try:
+            o = kernel(q, k, v, scale, is_causal)
+        except (AttentionError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise KernelError(self.name, f"raised {describe(error)}") from error
+        return self._checked(o, q, k, v)
+
+    def has_attention(self) -> bool:
+        """Return whether it has an attention kernel, not only one for decoding (loads it)."""
+        return self.load().attention is not None
 
     def has_decode(self, device_type: str) -> bool:
-        """Whether it has a decode kernel for that device type (loads the backend)."""
+        """Return whether it has a decode kernel for that device type (loads the backend)."""
         kernels = self.load()
         return kernels.decode is not None and device_type in kernels.decode_device_types
 
@@ -222,10 +261,9 @@ class BackendSpec:
         *,
         softmax_scale: float | None = None,
     ) -> Tensor:
-        """One token per row against a cache; see attention_kernels.contract.
+        """Compute attention of one new token per row against a cache; see contract.
 
-        Raises UnsupportedError where the backend has no decode kernel: nothing falls back in
-        silence.
+        Raises what attention() does; UnsupportedError also where there is no decode kernel.
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
@@ -234,22 +272,35 @@ class BackendSpec:
             raise UnsupportedError(
                 self.name, reasons or [f"it has no decode kernel on {q.device.type}"]
             )
-        return self._checked(kernel(q, k_cache, v_cache, seqlens, scale), q)
+        try:
+            o = kernel(q, k_cache, v_cache, seqlens, scale)
+        except (AttentionError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise KernelError(self.name, f"raised {describe(error)}") from error
+        return self._checked(o, q, k_cache, v_cache)
 
     def _forward_only(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Kernels:
-        """The kernels; UnsupportedError where autograd expects a gradient that they have not."""
+        """Return the kernels, or raise UnsupportedError if autograd wants a gradient they lack."""
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
         if wanted and torch.is_grad_enabled() and not kernels.backward:
             reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
             raise UnsupportedError(self.name, [reason])
         return kernels
 
-    def _checked(self, o: Tensor, q: Tensor) -> Tensor:
-        """The kernel's output, which must look like q: a wrong layout would pass for wrong text."""
-        if o.shape != q.shape or o.dtype != q.dtype:
-            raise OutputError(
-                self.name, f"{tuple(o.shape)} {o.dtype}", f"{tuple(q.shape)} {q.dtype}"
-            )
+    def _checked(self, o: object, *inputs: Tensor) -> Tensor:
+        """Return a kernel's output, or raise OutputError if it breaks the contract."""
+        q = inputs[0]
+        wanted = f"{tuple(q.shape)} {q.dtype} on {q.device}"
+        if not isinstance(o, Tensor):
+            raise OutputError(self.name, type(o).__name__, wanted)
+        if o.shape != q.shape or o.dtype != q.dtype or o.device != q.device:
+            raise OutputError(self.name, f"{tuple(o.shape)} {o.dtype} on {o.device}", wanted)
+        if not o.is_contiguous():
+            raise OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
+        # A tensor that is being traced has no address.
+        if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in inputs]:
+            raise OutputError(self.name, "the memory of an input", "a new tensor")
         return o
 
 
@@ -257,76 +308,50 @@ _specs: dict[str, BackendSpec] = {}
 _lock = threading.RLock()
 
 
-def register(
-    *,
-    name: str,
-    family: str,
-    summary: str,
-    precisions: Mapping[str, str],
-    head_dims: tuple[int, ...] = (),
-    device_types: tuple[str, ...] = ("cuda", "cpu"),
-    min_compute_capability: tuple[int, int] | None = None,
-    modules: tuple[str, ...] = (),
-    probe: Callable[[str], str | None] | None = None,
-    emulated_on: tuple[str, ...] = (),
-    needs_contiguous: bool = False,
-    cuda_graphs: bool = True,
-) -> Callable[[Callable[[], Kernels]], Callable[[], Kernels]]:
-    """Register the decorated loader as a backend; the arguments are the fields of BackendSpec.
+def register(**fields: Any) -> Callable[[_Loader], _Loader]:
+    """Register the decorated loader as a backend; `fields` are those of BackendSpec.
 
-    Raises ValueError for a name that is taken or a field that is off.
+    Raises ValueError for a name that is taken or a field that is off, TypeError for an unknown one.
     """
 
-    def decorate(loader: Callable[[], Kernels]) -> Callable[[], Kernels]:
-        spec = BackendSpec(
-            name=name,
-            family=family,
-            summary=summary,
-            loader=loader,
-            precisions=precisions,
-            head_dims=head_dims,
-            device_types=device_types,
-            min_compute_capability=min_compute_capability,
-            modules=modules,
-            probe=probe,
-            emulated_on=emulated_on,
-            needs_contiguous=needs_contiguous,
-            cuda_graphs=cuda_graphs,
-        )
-        with _lock:
-            if name in _specs:
-                raise ValueError(f"an attention backend named {name} is registered already")
-            _specs[name] = spec
+    def decorate(loader: _Loader) -> _Loader:
+        add(BackendSpec(loader=loader, **fields))
         return loader
 
     return decorate
 
 
-def register_broken(
-    name: str, family: str, summary: str, device_types: tuple[str, ...], reason: str
-) -> None:
-    """Register a backend that is unavailable for that reason and breaks no other."""
+def add(spec: BackendSpec) -> None:
+    """Register a backend; raises ValueError if its name is taken."""
+    with _lock:
+        if spec.name in _specs:
+            raise ValueError(f"an attention backend named {spec.name} is registered already")
+        _specs[spec.name] = spec
 
-    @register(
+
+def unavailable(
+    name: str, family: str, summary: str, device_types: tuple[str, ...], reason: str
+) -> BackendSpec:
+    """Return a backend that is unavailable for that reason."""
+    return BackendSpec(
         name=name,
         family=family,
         summary=summary,
+        loader=Kernels,
         precisions={"float32": PLAIN_PRECISIONS["float32"]},
         device_types=device_types,
         probe=lambda _: reason,
     )
-    def load() -> Kernels:
-        raise RuntimeError(reason)
 
 
 def list_backends() -> list[BackendSpec]:
-    """Every registered backend, in the order of registration."""
+    """Return every registered backend, in the order of registration."""
     _discover()
     return list(_specs.values())
 
 
 def get_backend(name: str) -> BackendSpec:
-    """The backend of that name; lower case and '-' for '_' are accepted.
+    """Return the backend of that name; lower case and '-' for '_' are accepted.
 
     Raises UnknownBackendError with the nearest names.
     """
@@ -339,7 +364,7 @@ def get_backend(name: str) -> BackendSpec:
 
 
 def _nearest(key: str) -> list[str]:
-    """Up to three names like `key`: first as a whole, then by one of their words."""
+    """Return up to three names like `key`: by the whole name, else by one of its words."""
     whole = difflib.get_close_matches(key, _specs, n=3, cutoff=0.6)
     words = [
         name
@@ -350,9 +375,9 @@ def _nearest(key: str) -> list[str]:
 
 
 def default_backend(device_type: str) -> BackendSpec:
-    """What runs where no backend is named.
+    """Return the backend to use where none is named.
 
-    Memory-efficient SDPA on CUDA, torch's own flash kernel on the CPU.
+    It is memory-efficient SDPA on CUDA and torch's own flash kernel on the CPU.
     """
     return get_backend(
         "PYTORCH_SDPA_EFFICIENT_ATTENTION"
@@ -362,19 +387,19 @@ def default_backend(device_type: str) -> BackendSpec:
 
 
 def default_decode_backend(device_type: str) -> BackendSpec:
-    """What decodes where no backend is named, or the one named has no decode kernel.
+    """Return the backend to decode with where none is named, or the one named cannot decode.
 
-    On CUDA plain matrix-vector products: for one query per row, the fused kernels put each head on
-    one multiprocessor and leave the rest idle. On the CPU torch's own flash kernel.
+    On CUDA it is plain matrix-vector products: for one query per row, the fused kernels put each
+    head on one multiprocessor and leave the rest idle. On the CPU it is torch's own flash kernel.
     """
     return get_backend("NAIVE_PYTORCH" if device_type == "cuda" else "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
-_discovered: bool | None = False  # None while it is under way
+_discovered: bool | None = False  # None during discovery
 
 
 def _discover() -> None:
-    """Import every module of attention_kernels.backends, then every plug-in, once."""
+    """Import attention_kernels.backends, then every plug-in, once."""
     global _discovered  # noqa: PLW0603 (a functools.cache stops torch.compile)
     if _discovered:
         return
@@ -383,27 +408,70 @@ def _discover() -> None:
             return
         _discovered = None
         try:
-            package = importlib.import_module("attention_kernels.backends")
-            for module in sorted(
-                pkgutil.iter_modules(package.__path__),
-                key=lambda m: [m.name != first for first in LISTED_FIRST],
-            ):
-                importlib.import_module(f"{package.__name__}.{module.name}")
+            importlib.import_module("attention_kernels.backends")
+            for entry_point in _plugins():
+                if reason := _plugin_fault(entry_point):
+                    name = _plugin_name(entry_point.name)
+                    summary = "A plug-in that could not be loaded."
+                    # One device type, so that the reason is told once.
+                    _specs[name] = unavailable(name, "plug-in", summary, ("cpu",), reason)
         except BaseException:
             _discovered = False  # the next call must not go on with half a registry
             raise
-        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            try:
-                entry_point.load()
-            except Exception as error:  # a broken plug-in is listed and breaks no other
-                register_broken(
-                    _plugin_name(entry_point.name),
-                    "plug-in",
-                    "A plug-in that could not be loaded.",
-                    ("cpu",),  # one device, so that the reason is told once
-                    f"its plug-in failed to load: {type(error).__name__}: {error}",
-                )
         _discovered = True
+
+
+def _plugins() -> importlib.metadata.EntryPoints | tuple[()]:
+    setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
+    if setting not in ("on", "off"):
+        raise AttentionError(f"ATTENTION_KERNELS_PLUGINS is on or off, not {setting!r}")
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if setting == "on" else ()
+
+
+def _plugin_fault(entry_point: importlib.metadata.EntryPoint) -> str | None:
+    """Import a plug-in, which registers its backends; return what is wrong with it."""
+    known, imported = len(_specs), entry_point.module in sys.modules
+    try:
+        with _watched(entry_point.name):
+            entry_point.load()
+    except (Exception, SystemExit) as error:
+        return f"its plug-in failed to load: {describe(error)}"
+    module = sys.modules.get(entry_point.module)
+    if getattr(module, "__file__", None) is None:
+        folders = ", ".join(getattr(module, "__path__", ()))
+        return f"its plug-in is hidden by a folder of its name without __init__.py: {folders}"
+    if len(_specs) == known and not imported:
+        return f"its plug-in registers no backend: {entry_point.value}"
+    return None
+
+
+@contextmanager
+def _watched(plugin: str) -> Iterator[None]:
+    """Name a plug-in on stderr if its import is slow, and let none end the process in silence."""
+    process, thread, exit_at_once = os.getpid(), threading.get_ident(), os._exit
+
+    def tell() -> None:
+        print(
+            f"still loading the attention plug-in {plugin} "
+            "(ATTENTION_KERNELS_PLUGINS=off loads none)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def refuse(status: int) -> None:
+        if (os.getpid(), threading.get_ident()) != (process, thread):  # a fork's or a thread's own
+            exit_at_once(status)
+        raise SystemExit(f"os._exit({status})")
+
+    timer = threading.Timer(SLOW_PLUGIN_S, tell)
+    timer.daemon = True
+    timer.start()
+    os._exit = refuse  # type: ignore[assignment] # else it leaves status 0 and no word
+    try:
+        yield
+    finally:
+        os._exit = exit_at_once
+        timer.cancel()
 
 
 def _plugin_name(entry_point: str) -> str:

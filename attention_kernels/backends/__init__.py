@@ -1,1 +1,11 @@
-"""One small module per family of backends; importing one registers it and does nothing else."""
+"""One small module per family of backends; importing this package registers them all."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+_FOUND = sorted(module.name for module in pkgutil.iter_modules(__path__))
+# PyTorch's own and the ladders come first in listings.
+for _name in dict.fromkeys(("pytorch", "cuda", *_FOUND)):
+    importlib.import_module(f"{__name__}.{_name}")

@@ -43,4 +43,14 @@ struct Params {
   bool is_causal;
 };
 
+// What binding.cpp knows of a version; common.cuh fills it in.
+struct Version {
+  const char* op;
+  const char* dtype;
+  bool is_contiguous;
+  int64_t (*scratch_floats)(const Params&);
+  int (*launch)(const Params&, void* stream);  // returns a cudaError_t
+};
+extern const Version version;
+
 }  // namespace attention

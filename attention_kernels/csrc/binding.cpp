@@ -1,15 +1,12 @@
 // The one file with torch headers: it registers a version's launch() as
-// attention_kernels::ATTENTION_VERSION, for CUDA or, with ATTENTION_EMULATOR, for the CPU. The op's
-// schema and its fake kernel are in Python. Macros that the build sets:
-//
-//   ATTENTION_VERSION     the version's namespace and its op's name, e.g. v07
-//   ATTENTION_DTYPE       float32, float16, bfloat16 or float64
-//   ATTENTION_CONTIGUOUS  the kernel ignores the strides of q, k and v
-//   ATTENTION_POISON      output and scratch are NaN before the launch, so that what nobody writes
-//                         shows; the emulator does so always
+// attention_kernels::<version.op>, for CUDA or, with ATTENTION_EMULATOR, for the CPU. It does not
+// depend on the version, so it is compiled once and linked to each. The op's schema and its fake
+// kernel are in Python. With ATTENTION_POISON, output and scratch are NaN before the launch, so
+// that what nobody writes shows; the emulator always does that.
 //
 // It does all that a version's launch() does not: checks, allocation, the device guard, the current
-// stream, and exceptions for errors.
+// stream, and exceptions for errors. An error that begins with "refuses: " concerns the call; it
+// lists every reason, separated by "; ", and nothing has run.
 
 // The stable interface of torch 2.10: later ones keep it.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
@@ -27,6 +24,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "attention.h"
 #ifdef ATTENTION_EMULATOR
@@ -35,17 +34,7 @@
 #include <cuda_runtime.h>
 #endif
 
-#define ATTENTION_TEXT_(token) #token
-#define ATTENTION_TEXT(token) ATTENTION_TEXT_(token)
-#define ATTENTION_JOIN_(a, b) a##b
-#define ATTENTION_JOIN(a, b) ATTENTION_JOIN_(a, b)
-
 namespace attention {
-
-namespace ATTENTION_VERSION {
-int64_t scratch_floats(const Params& params);
-cudaError_t launch(const Params& params, cudaStream_t stream);
-}  // namespace ATTENTION_VERSION
 
 namespace {
 
@@ -55,8 +44,13 @@ using torch::stable::Tensor;
 constexpr int64_t kAlignment = 16;
 
 [[noreturn]] void fail(const std::string& complaint) {
-  throw std::runtime_error("attention_kernels::" ATTENTION_TEXT(ATTENTION_VERSION) ": " +
-                           complaint);
+  throw std::runtime_error("attention_kernels::" + std::string(version.op) + ": " + complaint);
+}
+
+[[noreturn]] void refuse(const std::vector<std::string>& reasons) {
+  std::string text = "refuses: ";
+  for (const std::string& reason : reasons) text += (&reason == &reasons[0] ? "" : "; ") + reason;
+  fail(text);
 }
 
 int32_t dtype_of(const Tensor& tensor) {
@@ -65,14 +59,22 @@ int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
+int32_t version_dtype() {
+  const std::string name = version.dtype;
+  if (name == "float16") return aoti_torch_dtype_float16();
+  if (name == "bfloat16") return aoti_torch_dtype_bfloat16();
+  if (name == "float64") return aoti_torch_dtype_float64();
+  return aoti_torch_dtype_float32();
+}
+
 void check_input(const char* name, const Tensor& tensor, const Tensor& q) {
-  const auto check = [&](bool holds, const char* complaint) {
+  const auto check = [&](bool holds, const std::string& complaint) {
     if (!holds) fail(std::string(name) + " must " + complaint);
   };
+  static const int32_t dtype = version_dtype();
   check(tensor.dim() == 4, "be (batch, seqlen, num_heads, head_dim)");
   for (int i = 0; i < 4; ++i) check(tensor.size(i) == q.size(i), "have the shape of q");
-  check(dtype_of(tensor) == ATTENTION_JOIN(aoti_torch_dtype_, ATTENTION_DTYPE)(),
-        "be " ATTENTION_TEXT(ATTENTION_DTYPE));
+  check(dtype_of(tensor) == dtype, std::string("be ") + version.dtype);
 #ifdef ATTENTION_EMULATOR
   check(tensor.is_cpu(), "be on the CPU");
 #else
@@ -80,14 +82,63 @@ void check_input(const char* name, const Tensor& tensor, const Tensor& q) {
 #endif
   check(tensor.get_device_index() == q.get_device_index(), "be on the device of q");
   check(tensor.size(3) <= 1 || tensor.stride(3) == 1, "have a last stride of 1");
-#ifdef ATTENTION_CONTIGUOUS
-  check(tensor.is_contiguous(), "be contiguous");
-#endif
+  check(!version.is_contiguous || tensor.is_contiguous(), "be contiguous");
+}
+
+bool is_aligned(const Tensor& tensor) {
   const auto element = static_cast<int64_t>(tensor.element_size());
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
   for (int i = 0; i < 3; ++i)
     aligned &= tensor.size(i) <= 1 || tensor.stride(i) * element % kAlignment == 0;
-  check(aligned, "begin at a multiple of 16 bytes, and so must its rows");
+  return aligned;
+}
+
+// Refuses what no version can take.
+void check_limits(const Tensor& q, const Tensor& k, const Tensor& v) {
+  std::vector<std::string> reasons;
+  const auto limit = [&](const char* what, int64_t size, int64_t most) {
+    if (size > most)
+      reasons.push_back(std::string(what) + " may be at most " + std::to_string(most) + ", not " +
+                        std::to_string(size));
+  };
+  // Kernels that index a tile with int have tiles of up to 64 rows; all have a block per 16 rows or
+  // more, on grid.y.
+  limit("seqlen", q.size(1), 65535 * 16);
+  limit("batch * num_heads", q.size(0) * q.size(2), INT_MAX);
+  limit("num_heads * head_dim", q.size(2) * q.size(3), INT_MAX / 64);
+  for (const auto& [name, tensor] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)})
+    if (!is_aligned(*tensor))
+      reasons.push_back(std::string(name) +
+                        " must begin at a multiple of 16 bytes, and so must its rows");
+  if (!reasons.empty()) refuse(reasons);
+}
+
+// A launch that failed with one of these has run nothing and can never succeed on this device.
+bool is_refusal(cudaError_t error) {
+  return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
+         error == cudaErrorLaunchOutOfResources || error == cudaErrorNoKernelImageForDevice
+#ifndef ATTENTION_EMULATOR
+         || error == cudaErrorInsufficientDriver
+#endif
+      ;
+}
+
+void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q) {
+  if (error == cudaSuccess) return;
+  std::string complaint = std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error);
+#ifdef ATTENTION_EMULATOR
+  if (const std::string reason = emulator::last_error(); !reason.empty())
+    complaint += ": " + reason;
+#endif
+  if (!is_refusal(error)) fail(complaint);
+#ifndef ATTENTION_EMULATOR
+  int bytes = 0;
+  (void)cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                               q.get_device_index());
+  complaint += " (a block of this device may have " + std::to_string(bytes) +
+               " bytes of shared memory)";
+#endif
+  refuse({"head_dim " + std::to_string(q.size(3)) + " on this device: " + complaint});
 }
 
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
@@ -122,11 +173,7 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   check_input("q", q, q);
   check_input("k", k, q);
   check_input("v", v, q);
-  // Kernels that index a tile with int have tiles of up to 64 rows; all have a block per 16 rows or
-  // more, on grid.y.
-  if (q.size(1) > 65535 * 16) fail("seqlen may be at most 1048560");
-  if (q.size(0) * q.size(2) > INT_MAX) fail("batch * num_heads may be at most 2147483647");
-  if (q.size(2) * q.size(3) > INT_MAX / 64) fail("num_heads * head_dim may be at most 33554431");
+  check_limits(q, k, v);
 
 #ifdef ATTENTION_EMULATOR
   const cudaStream_t stream = nullptr;
@@ -159,21 +206,13 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
   // Freed on return, while the kernel may still run: the allocator gives it to later work on this
   // stream only.
   std::optional<Tensor> scratch;
-  if (const int64_t floats = ATTENTION_VERSION::scratch_floats(params); floats > 0) {
+  if (const int64_t floats = version.scratch_floats(params); floats > 0) {
     scratch = empty({floats}, aoti_torch_dtype_float32(), q);
     params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
     poison(*scratch, stream);
   }
 
-  const cudaError_t error = ATTENTION_VERSION::launch(params, stream);
-  if (error != cudaSuccess) {
-    std::string complaint = std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error);
-#ifdef ATTENTION_EMULATOR
-    if (const std::string reason = emulator::last_error(); !reason.empty())
-      complaint += ": " + reason;
-#endif
-    fail(complaint);
-  }
+  check_launch(static_cast<cudaError_t>(version.launch(params, stream)), q);
   return o;
 }
 
@@ -185,5 +224,5 @@ STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
 #endif
-  library.impl(ATTENTION_TEXT(ATTENTION_VERSION), TORCH_BOX(&attention::run));
+  library.impl(attention::version.op, TORCH_BOX(&attention::run));
 }

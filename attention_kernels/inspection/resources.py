@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -201,9 +202,11 @@ def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]
 
 def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
     """What ptxas reports of every kernel of a version, by mangled name."""
-    flags = compilers.compile_flags(version, "cuda", arch)
-    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", os.devnull]
-    return parse_ptxas(compilers.output_of(command))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = compilers.compile_flags(version, "cuda", arch, Path(folder))
+        source = compilers.shell_safe(version.path.parent, Path(folder))
+        command = [*flags, "-O3", "-cubin", "-Xptxas=-v", f"{source}/{version.path.name}"]
+        return parse_ptxas(compilers.output_of([*command, "-o", os.devnull], folder))
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:

@@ -42,7 +42,7 @@ def sanitize(whats: Sequence[str], device: str) -> list[str]:
     for spec in specs:
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
-        in_ladder = spec.name in ladder.versions() and device in spec.emulated_on
+        in_ladder = spec.version is not None and device in spec.emulated_on
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
     if device == "cpu":
@@ -137,7 +137,9 @@ def main(mode: str, *whats: str) -> None:
     for what in whats:
         spec = ladder.resolve(what)
         if mode == "build":
-            build.build(ladder.versions()[spec.name], "emulator")
+            if spec.version is None:
+                raise UnsupportedError(spec.name, ["it has no version file"])
+            build.build(spec.version, "emulator")
         else:
             _run(spec, mode)
 

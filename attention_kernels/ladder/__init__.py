@@ -1,11 +1,12 @@
 """Ladders: folders of version files, each of them a backend.
 
 header reads a version file, compilers finds nvcc and g++, build makes the shared library, and op
-loads it and turns it into a backend.
+loads it and makes it a backend.
 """
 
 from attention_kernels.ladder.op import (
     architectures,
+    backend,
     build_all,
     define_op,
     families,
@@ -18,6 +19,7 @@ from attention_kernels.ladder.op import (
 
 __all__ = [
     "architectures",
+    "backend",
     "build_all",
     "define_op",
     "families",

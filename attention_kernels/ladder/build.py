@@ -1,9 +1,12 @@
 """From a version file to a shared library, through a cache of builds.
 
-A library is named by a digest of all that goes into it, so what is found in the cache is right and
-is never overwritten. A build happens in a folder of its own and is moved into place in one step:
-it cannot be seen half done. A lock, which the kernel of the operating system drops when a process
-dies, only saves two processes from doing the same work.
+ninja runs the compilers, in a folder of its own that is deleted afterwards. The library moves into
+the cache in one step, under a name with a digest of all that went into it, so a library is never
+overwritten and a build that is killed leaves nothing to trip over. Beside it lies a manifest: the
+files that the compiler's depfiles name and the library, each with its SHA-256. A library is used
+again if everything still has its digest. ninja's own rule, rebuild what is newer, is not enough: it
+would take a source that was restored with an old date for unchanged. A lock only saves two
+processes from doing the same work.
 
 Environment: ATTENTION_KERNELS_CACHE is the folder of the cache; ATTENTION_KERNELS_FLAGS adds
 compiler flags, e.g. -DATTENTION_POISON or, for the emulator, "-fsanitize=address -g".
@@ -14,114 +17,115 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import torch
 
 from attention_kernels.ladder.compilers import (
     FLAGS,
     BuildError,
     Target,
+    binding_flags,
     compile_flags,
+    cuda_root,
     cuda_runtime,
-    execute,
+    extra_flags,
     find_gxx,
+    find_ninja,
     first_error,
     identity,
+    output_of,
+    shell_safe,
 )
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
-INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.M)
 LOCK_TIMEOUT_S = 300.0
+RULES = """\
+rule run
+  command = $words > $log 2>&1
+  description = $what
+"""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The commands of a build, to be run in an empty folder, and the file name of its result."""
+class _Plan:
+    """How to build one version."""
 
-    compile: tuple[tuple[str, ...], ...]
-    link: tuple[str, ...]
+    version: VersionHeader
+    target: Target
+    arch: str
     stem: str
+    """The beginning of its files' names in the cache; a digest of all that is not a source file."""
+    binding: str
+    """The same of binding.cpp, which many versions share."""
     label: str
 
 
-def plan(version: VersionHeader, target: Target, arch: str = "", label: str = "") -> Plan:
-    """How to build a version; raises BuildError where a compiler is missing.
+def build(
+    version: VersionHeader, target: Target, arch: str = "", *, label: str = "", quiet: bool = False
+) -> Path:
+    """Return the shared library of a version, from the cache or built now.
 
     arch: the compute capabilities to build for, e.g. "90" or "80,90"; none for the emulator.
+    Unless it is quiet, a line on stderr names what is being built: `label`, else the file. Raises
+    BuildError with the compiler's first error line and the path of its log.
     """
-    csrc = csrc_of(version)
-    extra = shlex.split(os.environ.get(FLAGS[0], ""))
-    flags, gxx = compile_flags(version, target, arch), str(find_gxx())
-    torch_folder = Path(torch.__file__).parent
-    torch_libraries = torch_folder / "lib"
-    # Hidden symbols: the versions define the same names, and live in one process.
-    if target == "emulator":
-        flags += ["-fPIC", "-fvisibility=hidden"]
-        # Line tables, for source_line(): they change no code.
-        kernel, libraries = ["-O3", "-g1", "-x", "c++"], ["-ltorch_cpu", "-pthread", "-ldl"]
-    else:
-        cudart = cuda_runtime(flags[0])
-        has_cuda = (torch_libraries / "libtorch_cuda.so").exists()
-        flags.append("-Xcompiler=-fPIC,-fvisibility=hidden")
-        kernel, libraries = ["-O3", "-lineinfo"], ["-ltorch_cpu", *["-ltorch_cuda"] * has_cuda]
-        libraries += [str(cudart), f"-Wl,-rpath,{cudart.parent}"]
-    kernel += [*extra, "-c", str(version.path), "-o", "kernel.o"]
-    binding = ["-O1", "-isystem", f"{torch_folder}/include", *extra]
-    binding += ["-c", f"{csrc}/binding.cpp", "-o", "binding.o"]
-    objects = ["kernel.o", "binding.o", "-o", "library.so"]
-    openmp = [flag for flag in flags if flag == "-fopenmp"]
-    link = (gxx, "-shared", *openmp, *extra, *objects, f"-L{torch_libraries}", *libraries)
-    compile_ = ((*flags, *kernel), (*flags, *binding))
-
-    digest = hashlib.sha256()
-    headers = [path for path in csrc.iterdir() if path.suffix in (".h", ".cuh")]
-    headers += (csrc / "emulator").iterdir() if target == "emulator" else ()
-    for path in sorted({csrc / "binding.cpp", *headers, *own_files(version)}):
-        digest.update(path.read_bytes() + b"\0")
-    compilers = [identity(name, Path(name).stat().st_mtime) for name in {flags[0], gxx}]
-    nvcc_flags = [os.environ.get(name) for name in FLAGS[1:]] if target == "cuda" else None
-    commands = (compile_, link, nvcc_flags)
-    digest.update(repr((commands, torch.__version__, sorted(compilers))).encode())
-    where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
-    stem = f"{version.op}-{where}-{digest.hexdigest()[:20]}"
-    purpose = "for the CPU" if version.is_host else "for the CPU emulator"
-    if target == "cuda":
-        purpose = f"for sm_{arch.replace(',', ', sm_')}"
-    return Plan(compile_, link, stem, f"{label or version.path.name} {purpose}")
+    plan = _plan(version, target, arch, label)
+    (outcome,) = _build([plan], quiet=quiet, progress=False)
+    if isinstance(outcome, BuildError):
+        raise outcome
+    return outcome
 
 
-def own_files(version: VersionHeader) -> set[Path]:
-    """A version file and all that it includes, in quotes, but for what every version may."""
-    csrc = csrc_of(version)
-    found: set[Path] = set()
-    waiting = [version.path]
-    while waiting:
-        file = waiting.pop()
-        found.add(file)
-        for name in INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
-            for folder in (file.parent, csrc):
-                included = Path(os.path.normpath(folder / name))
-                if included.parent != csrc and included not in found and included.is_file():
-                    waiting.append(included)
-    return found
+def build_many(
+    wanted: Iterable[VersionHeader], target: Target, arch: str = ""
+) -> dict[str, Path | BuildError]:
+    """Build several versions at once; return the library or the error of each, by op.
+
+    ninja's progress goes to stderr.
+    """
+    results: dict[str, Path | BuildError] = {}
+    plans = []
+    for version in wanted:
+        try:
+            plans.append(_plan(version, target, arch, ""))
+        except BuildError as error:
+            results[version.op] = error
+    outcomes = _build(plans, quiet=True, progress=True) if plans else []
+    return results | {p.version.op: done for p, done in zip(plans, outcomes, strict=True)}
+
+
+def sources(version: VersionHeader) -> list[Path]:
+    """Return the files that a version's library is built from, as the preprocessor lists them.
+
+    Raises BuildError.
+    """
+    command = [*compile_flags(version, "emulator", ""), "-MM", "-x", "c++", str(version.path)]
+    names = _names(output_of(command))
+    return sorted({csrc_of(version) / "binding.cpp", *(Path(os.path.normpath(n)) for n in names)})
+
+
+# The cache
 
 
 def cache_dir() -> Path:
-    """Where libraries are kept; ATTENTION_KERNELS_CACHE names another folder."""
+    """Return the folder of the cache; ATTENTION_KERNELS_CACHE names another one."""
     if named := os.environ.get("ATTENTION_KERNELS_CACHE"):
         return Path(named).absolute()
+    # platformdirs is not everywhere that torch is, and this is all that it would do on Linux.
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "attention_kernels"
     try:
         return base.expanduser().absolute()
@@ -129,8 +133,33 @@ def cache_dir() -> Path:
         return _private_cache(base, "this user has no home folder")
 
 
+def cache_entries() -> list[Path]:
+    """Return the files and folders in the cache, sorted."""
+    try:
+        return sorted(cache_dir().iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def clear_cache() -> int:
+    """Delete everything in the cache; return how many bytes that freed. Raises OSError."""
+    freed = 0
+    for entry in cache_entries():
+        files = entry.rglob("*") if entry.is_dir() else [entry]
+        freed += sum(path.lstat().st_size for path in files if path.is_file())
+        _remove(entry)
+    return freed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _writable(cache: Path) -> Path:
-    """The folder, created where it is not there, or a private one where it cannot be written."""
+    """Return the folder, created if need be, or a private one if it cannot be written."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
@@ -160,104 +189,260 @@ def _tell(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, label: str) -> Iterator[bool]:
-    """Hold the lock file; False where that took too long: it only saves work."""
-    import fcntl
-
+def _lock(file: Path, label: str) -> Iterator[bool]:
+    """Hold a lock; False if that is impossible or took too long: it only saves work."""
+    lock, held = filelock.FileLock(file), True
     try:
-        file = path.open("w")
-    except OSError:  # another user's, in a cache that is shared: build without it
-        yield False
-        return
-    with file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        told = held = False
-        while not held and time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except BlockingIOError:
-                if not told:
-                    _tell(f"waiting for another process that builds {label} ...")
-                told = True
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
-        yield held
-
-
-def build(
-    version: VersionHeader, target: Target, arch: str = "", *, label: str = "", quiet: bool = False
-) -> Path:
-    """The shared library of a version, from the cache or built now.
-
-    Unless it is quiet, a line on stderr names what is being built: `label`, else the file. Raises
-    BuildError with the compiler's first error line and the path of its log.
-    """
-    return _build(plan(version, target, arch, label), quiet)
-
-
-def build_many(
-    wanted: Iterable[VersionHeader], target: Target, arch: str = ""
-) -> dict[str, Path | BuildError]:
-    """Build several versions at once, under one progress bar; by op, the library or the error."""
-    from tqdm import tqdm
-
-    results: dict[str, Path | BuildError] = {}
-    plans: dict[str, Plan] = {}
-    for version in wanted:
         try:
-            plans[version.op] = plan(version, target, arch)
-        except BuildError as error:
-            results[version.op] = error
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            _tell(f"waiting for another process that builds {label} ...")
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except (filelock.Timeout, OSError, NotImplementedError):  # another user's, or no locks here
+        held = False
+    try:
+        yield held
+    finally:
+        if held:
+            lock.release()
+
+
+def _digest(file: Path | str) -> str | None:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:  # missing, or a folder in its place
+        return None
+
+
+def _find(cache: Path, stem: str) -> Path | None:
+    """Return what is cached under a stem, if its inputs and itself are what they were."""
+    try:
+        manifest = json.loads((cache / f"{stem}.json").read_text("utf-8"))
+        found, digest = cache / str(manifest["output"]), manifest["sha256"]
+        inputs = dict(manifest["inputs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    same = all(_digest(file) == known for file, known in inputs.items())
+    return found if same and _digest(found) == digest else None
+
+
+def _keep(cache: Path, stem: str, output: Path, inputs: Iterable[str], started: float) -> Path:
+    """Move a build's output into the cache and describe it there."""
+    digests = {name: _digest(name) for name in sorted(inputs)}
+    contents = hashlib.sha256(repr(digests).encode()).hexdigest()[:16]
+    kept = cache / f"{stem}-{contents}{output.suffix}"
+    if kept.is_dir():
+        _remove(kept)
+    sha256 = _digest(output)
+    os.replace(output, kept)
+    # What changed while the compiler read it is built again next time.
+    if all(os.stat(name).st_mtime < started for name in digests):
+        manifest, written = cache / f"{stem}.json", output.with_suffix(".json")
+        record = {"output": kept.name, "sha256": sha256, "inputs": digests}
+        written.write_text(json.dumps(record, indent=1), "utf-8")
+        if manifest.is_dir():
+            _remove(manifest)
+        os.replace(written, manifest)
+    return kept
+
+
+# The build
+
+
+def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Plan:
+    """Name a build; raises BuildError where a compiler is missing or a setting is wrong."""
+    flags, csrc = compile_flags(version, target, arch), csrc_of(version)
+    extra, gxx = extra_flags(), str(find_gxx())
+    compilers = [identity(name, Path(name).stat().st_mtime) for name in sorted({flags[0], gxx})]
+    nvcc_flags = [os.environ.get(name) for name in FLAGS[1:]] if target == "cuda" else []
+    common = [str(csrc), gxx, compilers, extra, nvcc_flags, torch.__version__, torch.__file__]
+    where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
+    purpose = "for the CPU" if version.is_host else "for the CPU emulator"
+    if target == "cuda":
+        purpose = f"for sm_{arch.replace(',', ', sm_')}"
+    return _Plan(
+        version,
+        target,
+        arch,
+        stem=_stem(f"{version.op}-{where}", flags, str(version.path), common),
+        binding=_stem(f"binding-{target}", binding_flags(target, csrc), common),
+        label=f"{label or version.path.name} {purpose}",
+    )
+
+
+def _stem(name: str, *parts: object) -> str:
+    return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _build(plans: Sequence[_Plan], *, quiet: bool, progress: bool) -> list[Path | BuildError]:
+    """Return the library or the error of each plan, all built by one ninja."""
     cache = cache_dir()
-    missing = sum(not os.path.exists(cache / f"{item.stem}.so") for item in plans.values())
+    built: dict[_Plan, Path | BuildError] = {}
+    missing = _missing(plans, cache, built)
     if missing:
-        _writable(cache)  # here once, so that the threads below share what stands in for it
-    with (
-        tqdm(total=len(plans), desc="building kernels", unit="", disable=missing == 0) as bar,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-
-        def run(item: tuple[str, Plan]) -> None:
-            try:
-                results[item[0]] = _build(item[1], quiet=True)
-            except (BuildError, OSError) as error:
-                results[item[0]] = BuildError(str(error))
-            bar.update()
-
-        list(pool.map(run, plans.items()))
-    return results
+        cache = _writable(cache)
+        one = missing[0] if len(missing) == 1 else None
+        label = one.label if one else f"{len(missing)} kernels"
+        name = one.stem if one else missing[0].target
+        with _lock(cache / f"{name}.lock", label) as held:
+            for left in cache.glob(f"{name}.build-*") if held else ():  # by a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            if missing := _missing(missing, cache, built):  # another process may have been first
+                if not quiet:
+                    _tell(f"building {label} ...")
+                with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
+                    built |= _run_ninja(missing, cache, Path(folder), progress=progress)
+    return [built[plan] for plan in plans]
 
 
-def _build(item: Plan, quiet: bool) -> Path:
-    cache, name = cache_dir(), f"{item.stem}.so"
-    if os.path.exists(cache / name):  # False, not an error, below a folder that is closed to us
-        return cache / name
-    cache = _writable(cache)
-    library, log = cache / name, cache / f"{item.stem}.log"
-    with _lock(cache / f"{item.stem}.lock", item.label) as held:
-        if library.exists():
-            return library
-        for left in cache.glob(f"{item.stem}.tmp-*") if held else ():  # by a build that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        if not quiet:
-            _tell(f"building {item.label} ...")
-        with tempfile.TemporaryDirectory(prefix=f"{item.stem}.tmp-", dir=cache) as folder:
-            _run(item.compile, folder, log, "w")
-            _run([item.link], folder, log, "a")
-            os.replace(Path(folder) / "library.so", library)
-    return library
+def _missing(
+    plans: Iterable[_Plan], cache: Path, built: dict[_Plan, Path | BuildError]
+) -> list[_Plan]:
+    """Add to `built` what is in the cache; return the plans that are not."""
+    found = {plan: _find(cache, plan.stem) for plan in plans}
+    built |= {plan: library for plan, library in found.items() if library}
+    return [plan for plan, library in found.items() if not library]
 
 
-def _run(commands: Iterable[Sequence[str]], folder: str, log: Path, mode: str) -> None:
-    """Run the commands side by side; their output goes to the log."""
-    commands = list(commands)
-    with ThreadPoolExecutor(len(commands)) as pool:
-        results = list(pool.map(lambda command: execute(command, folder), commands))
-    with log.open(mode, encoding="utf-8") as file:
-        for command, (_, output) in zip(commands, results, strict=True):
-            file.write(f"$ {shlex.join(command)}\n{output}\n")
-    for status, output in results:
-        if status != 0:
-            raise BuildError(f"{first_error(output) or f'exit status {status}'} (log: {log})")
+def _run_ninja(
+    plans: Sequence[_Plan], cache: Path, folder: Path, *, progress: bool
+) -> dict[_Plan, Path | BuildError]:
+    """Build plans in an empty folder and move what comes of it into the cache."""
+    started = time.time()
+    bindings = {plan.binding: _find(cache, plan.binding) for plan in plans}
+    edges: dict[str, _Edge] = {}
+    for plan in plans:
+        bound = str(bindings[plan.binding] or f"{plan.binding}.o")
+        if bindings[plan.binding] is None and bound not in edges:
+            edges[bound] = _Edge(f"binding.cpp for {plan.target}", _compile_binding(plan, folder))
+        compiled, linked = f"{plan.stem}.o", f"{plan.stem}.so"
+        edges[compiled] = _Edge(plan.label, _compile_kernel(plan, folder))
+        edges[linked] = _Edge(f"link {plan.label}", _link(plan, bound), (compiled, bound))
+    statements = [edge.statement(output) for output, edge in edges.items()]
+    (folder / "build.ninja").write_text("".join([RULES, *statements]), "utf-8")
+    done = subprocess.run(
+        [find_ninja(), "-k", "0"],  # the others, although one has failed
+        cwd=folder,
+        # A relative folder for temporary files, for nvcc hands its name to a shell.
+        env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.__stderr__ if progress else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    built: dict[_Plan, Path | BuildError] = {}
+    for plan in plans:
+        if (library := folder / f"{plan.stem}.so").exists():
+            inputs = {*_inputs(folder, plan, plan.stem), *_binding_inputs(folder, plan, cache)}
+            built[plan] = _keep(cache, plan.stem, library, inputs, started)
+        else:
+            steps = (f"{plan.binding}.o", f"{plan.stem}.o", library.name)
+            told = (done.stdout or b"").decode(errors="replace")
+            built[plan] = _error(plan, folder, cache, [s for s in steps if s in edges], edges, told)
+    for plan in {plan.binding: plan for plan in plans if bindings[plan.binding] is None}.values():
+        if (compiled_binding := folder / f"{plan.binding}.o").exists():
+            inputs = {*_inputs(folder, plan, plan.binding)}
+            _keep(cache, plan.binding, compiled_binding, inputs, started)
+    return built
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """One command of a build."""
+
+    what: str
+    command: list[str]
+    inputs: tuple[str, ...] = ()
+
+    def statement(self, output: str) -> str:
+        """Return ninja's statement for it."""
+
+        def escape(text: str) -> str:
+            return re.sub(r"([$ :])", r"$\1", text)
+
+        variables = {
+            "words": shlex.join(self.command),
+            "log": shlex.quote(f"{output}.log"),
+            "what": self.what,
+        }
+        lines = [f"build {escape(output)}: run {' '.join(map(escape, self.inputs))}"]
+        lines += [f"  {name} = {value.replace('$', '$$')}" for name, value in variables.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _error(
+    plan: _Plan, folder: Path, cache: Path, steps: list[str], edges: dict[str, _Edge], told: str
+) -> BuildError:
+    """Return the error of the first step that failed; its log stays in the cache."""
+    failed = next(step for step in steps if not (folder / step).exists())
+    file, log = folder / f"{failed}.log", cache / f"{plan.stem}.log"
+    output = file.read_text("utf-8", "replace") if file.exists() else told
+    log.write_text(f"$ {shlex.join(edges[failed].command)}\n{output}", "utf-8")
+    return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
+
+
+def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
+    flags = compile_flags(plan.version, plan.target, plan.arch, folder)
+    if plan.target == "emulator":
+        # Hidden symbols: the versions define the same names and live in one process. Line tables
+        # change no code; source_line() reads them.
+        flags += ["-fPIC", "-fvisibility=hidden", "-O3", "-g1", "-x", "c++"]
+        source = str(plan.version.path)
+    else:
+        flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]
+        source = f"{shell_safe(plan.version.path.parent, folder)}/{plan.version.path.name}"
+    return [*flags, *extra_flags(), *_depfile(plan.stem), "-c", source, "-o", f"{plan.stem}.o"]
+
+
+def _compile_binding(plan: _Plan, folder: Path) -> list[str]:
+    csrc = csrc_of(plan.version)
+    flags = binding_flags(plan.target, csrc, folder)
+    hidden = ["-fPIC", "-fvisibility=hidden"]
+    flags += hidden if plan.target == "emulator" else [f"-Xcompiler={','.join(hidden)}"]
+    headers = shell_safe(Path(torch.__file__).parent / "include", folder)
+    source = f"{shell_safe(csrc, folder)}/binding.cpp"
+    flags += ["-O1", "-isystem", headers, *extra_flags(), *_depfile(plan.binding)]
+    return [*flags, "-c", source, "-o", f"{plan.binding}.o"]
+
+
+def _link(plan: _Plan, binding: str) -> list[str]:
+    libraries = Path(torch.__file__).parent / "lib"
+    flags = compile_flags(plan.version, plan.target, plan.arch)
+    command = [str(find_gxx()), "-shared", *(flag for flag in flags if flag == "-fopenmp")]
+    command += [*extra_flags(), f"{plan.stem}.o", binding, "-o", f"{plan.stem}.so"]
+    command += [f"-L{libraries}", "-ltorch_cpu"]
+    if plan.target == "emulator":
+        return [*command, "-pthread", "-ldl"]
+    cudart = cuda_runtime(flags[0])
+    has_cuda = (libraries / "libtorch_cuda.so").exists()
+    return [*command, *["-ltorch_cuda"] * has_cuda, str(cudart), f"-Wl,-rpath,{cudart.parent}"]
+
+
+def _depfile(stem: str) -> list[str]:
+    return ["-MMD", "-MF", f"{stem}.d"]
+
+
+def _names(rule: str) -> list[str]:
+    """Return the prerequisites of a make rule, which is what a depfile is."""
+    names = re.findall(r"(?:\\.|\S)+", rule.replace("\\\n", " ").split(": ", 1)[1])
+    return [re.sub(r"\\(.)", r"\1", name).replace("$$", "$") for name in names]
+
+
+def _inputs(folder: Path, plan: _Plan, stem: str) -> list[str]:
+    """Return the files that a compilation read, but for the toolkit's and the system's."""
+    names = _names((folder / f"{stem}.d").read_text("utf-8"))
+    # A relative name goes through one of shell_safe()'s links.
+    paths = [
+        os.path.normpath(name) if os.path.isabs(name) else os.path.realpath(folder / name)
+        for name in names
+    ]
+    if plan.target == "emulator":
+        return paths
+    toolkit = cuda_root(compile_flags(plan.version, plan.target, plan.arch)[0])
+    return [path for path in paths if toolkit not in Path(os.path.realpath(path)).parents]
+
+
+def _binding_inputs(folder: Path, plan: _Plan, cache: Path) -> list[str]:
+    if (folder / f"{plan.binding}.d").exists():
+        return _inputs(folder, plan, plan.binding)
+    return [*json.loads((cache / f"{plan.binding}.json").read_text("utf-8"))["inputs"]]

@@ -1,11 +1,14 @@
-"""Find nvcc and g++, and run them: flags, architectures, errors, source lines."""
+"""Find nvcc, g++ and ninja, and run compilers: flags, architectures, errors, source lines."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,68 +30,108 @@ class BuildError(AttentionError, RuntimeError):
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the pip packages of the extra `cuda`."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    """Return the nvcc of CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the extra `cuda`'s packages.
+
+    None if there is none, or if one of the variables names what does not exist.
+    """
+    return _find(_named_nvcc(), ("nvcc", *_pip_nvcc()))
+
+
+def find_gxx() -> str | None:
+    """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None as find_nvcc()."""
+    return _find(_named_gxx(), ("g++", "clang++", "c++"))
+
+
+def find_ninja() -> str:
+    """Return the ninja of the Python package, else the one on PATH; raises BuildError."""
+    package = importlib.import_module("ninja").BIN_DIR if importlib.util.find_spec("ninja") else ""
+    found = (package and shutil.which("ninja", path=package)) or shutil.which("ninja")
+    if not found:
+        raise BuildError("needs ninja: pip install ninja, or put it on PATH")
+    return found
+
+
+def _named_nvcc() -> tuple[str, str] | None:
+    """Return the variable that names an nvcc, and the nvcc."""
+    if named := os.environ.get("CUDACXX"):
+        return "CUDACXX", named
+    homes = ((name, os.environ.get(name)) for name in ("CUDA_HOME", "CUDA_PATH"))
+    return next(((name, f"{home}/bin/nvcc") for name, home in homes if home), None)
+
+
+def _named_gxx() -> tuple[str, str] | None:
+    return ("CXX", os.environ["CXX"]) if os.environ.get("CXX") else None
+
+
+def _pip_nvcc() -> list[str]:
     spec = importlib.util.find_spec("nvidia")
-    pip = [
+    return [
         str(path)
         for root in (spec.submodule_search_locations or () if spec else ())
         for pattern in ("cu[0-9]*/bin/nvcc", "cuda_nvcc/bin/nvcc")
         for path in sorted(Path(root).glob(pattern), reverse=True)
     ]
-    candidates = [os.environ.get("CUDACXX"), *(f"{home}/bin/nvcc" for home in homes), "nvcc", *pip]
-    return _first_program(candidates)
 
 
-def find_gxx() -> str | None:
-    """The C++ compiler of CXX, else g++, clang++ or c++ on PATH."""
-    candidates = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return _first_program(candidates)
-
-
-def _first_program(names: Iterable[str | None]) -> str | None:
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
+def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
+    """Return the program that the user named, and no other; without one the first that exists."""
+    candidates = [named[1]] if named else names
+    found = next((path for name in candidates if (path := shutil.which(name))), None)
     return os.path.abspath(found) if found else None
 
 
 def missing_compiler(target: Target) -> str | None:
-    """The reason against building for a target, where a compiler is missing; cheap."""
+    """Return the reason against building for a target, if a compiler is missing; cheap."""
     if sys.platform != "linux":
         return "its kernels are built on Linux only"
     if find_gxx() is None:
-        return "needs a C++ compiler: install g++, or name one with CXX"
+        return _misnamed(_named_gxx()) or (
+            "needs a C++ compiler: install g++, or name one with CXX"
+        )
     if target == "cuda" and find_nvcc() is None:
-        return (
+        return _misnamed(_named_nvcc()) or (
             "needs nvcc: install the CUDA toolkit or the extra `cuda` of this package, or name it "
             "with CUDACXX or CUDA_HOME"
         )
     return None
 
 
+def _misnamed(named: tuple[str, str] | None) -> str | None:
+    return f"{named[0]} asks for {named[1]}, which is no program here" if named else None
+
+
+def extra_flags() -> list[str]:
+    """Return the flags of ATTENTION_KERNELS_FLAGS; raises BuildError for an unbalanced quote."""
+    try:
+        return shlex.split(os.environ.get(FLAGS[0], ""))
+    except ValueError as error:
+        raise BuildError(f"{FLAGS[0]}: {error}") from error
+
+
 @functools.cache
 def identity(compiler: str, _mtime: float) -> str:
-    """What the compiler says of its version; asked again when its file has changed."""
+    """Return what a compiler says of its version; asked again when its file has changed."""
     return execute([compiler, "--version"])[1]
 
 
 def nvcc_architectures() -> set[str]:
-    """The compute capabilities that nvcc compiles for: {"75", ..., "120"}; none without nvcc."""
+    """Return the compute capabilities that nvcc compiles for, {"75", ...}; none without nvcc."""
     nvcc = find_nvcc()
     output = execute([nvcc, "--list-gpu-arch"])[1] if nvcc else ""
     return set(re.findall(r"compute_(\d+)", output))
 
 
 @functools.cache
-def _cuda_root(nvcc: str) -> Path:
-    """The toolkit's folder, from nvcc itself: on PATH there may be a link or a script."""
+def cuda_root(nvcc: str) -> Path:
+    """Return the toolkit's folder. nvcc itself tells: on PATH there may be a link or a script."""
     _, output = execute([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull])
     top = re.search(r"^#\$ TOP=(.*)$", output, re.M)
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
 
 
 def cuda_runtime(nvcc: str) -> Path:
-    """The toolkit's libcudart.so: the pip packages have it under its full name only."""
-    root = _cuda_root(nvcc)
+    """Return the toolkit's libcudart.so, which the pip packages have under its full name only."""
+    root = cuda_root(nvcc)
     folders = [root / "lib64", root / "lib", *root.glob("targets/*/lib")]
     for folder in [*folders, *root.parent.glob("cuda_runtime/lib")]:
         if found := sorted(folder.glob("libcudart.so*")):
@@ -96,37 +139,61 @@ def cuda_runtime(nvcc: str) -> Path:
     raise BuildError(f"{nvcc} has no libcudart.so in or below {root}")
 
 
-def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
-    """Compiler, target, macros and include folders: what every compilation of a version shares.
+def compile_flags(
+    version: VersionHeader, target: Target, arch: str, folder: Path | None = None
+) -> list[str]:
+    """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    Of a version's flags g++ takes the macros, and what is passed through nvcc to it; the others
-    are nvcc's own.
+    Of a version's own flags g++ takes the macros and what is passed through nvcc to it; the others
+    are nvcc's. folder: where nvcc will run; see shell_safe(). Raises BuildError where a compiler
+    is missing.
     """
-    if reason := missing_compiler(target):
-        raise BuildError(reason)
-    csrc, gxx = csrc_of(version), str(find_gxx())
-    common = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
-    common.append(f"-I{csrc}")
+    flags = [*binding_flags(target, csrc_of(version), folder)]
+    flags += [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
     if version.layout == "contiguous":
-        common.append("-DATTENTION_CONTIGUOUS")
+        flags.append("-DATTENTION_CONTIGUOUS")
     if target == "emulator":
-        own = [flag for flag in version.flags if flag.startswith("-D")]
+        flags += [flag for flag in version.flags if flag.startswith("-D")]
         for flag in version.flags:
             if flag.startswith("-Xcompiler="):
-                own += flag.removeprefix("-Xcompiler=").split(",")
-        return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", f"-I{csrc}/emulator", *common, *own]
-    nvcc = str(find_nvcc())
-    gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",")]
-    return [nvcc, f"-ccbin={gxx}", "-std=c++17", *gencode, *common, *version.flags]
+                flags += flag.removeprefix("-Xcompiler=").split(",")
+        return flags
+    flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",")]
+    return [*flags, *version.flags]
+
+
+def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> list[str]:
+    """Return the part of compile_flags() that is the same for every version."""
+    if reason := missing_compiler(target):
+        raise BuildError(reason)
+    gxx = str(find_gxx())
+    if target == "emulator":
+        include = [f"-I{csrc}/emulator", f"-I{csrc}"]
+        return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", *include]
+    include = [f"-I{shell_safe(csrc, folder) if folder else csrc}"]
+    return [str(find_nvcc()), f"-ccbin={gxx}", "-std=c++17", *include]
+
+
+def shell_safe(path: Path, folder: Path) -> str:
+    """Return a name of `path` for nvcc, run in `folder`: its shell would act on some characters.
+
+    It is the path itself, else a link to it in the folder.
+    """
+    if shlex.quote(str(path)) == str(path):
+        return str(path)
+    link = folder / f"link-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+    if not link.is_symlink():
+        link.symlink_to(path)
+    return link.name
 
 
 def execute(command: Sequence[str], folder: str | None = None) -> tuple[int, str]:
-    """Run a command in a folder, which is also where its temporary files go: status and output."""
+    """Run a command, in `folder` with its temporary files there; return status and output."""
     try:
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, "LC_ALL": "C", **({"TMPDIR": folder} if folder else {})},
+            env={**os.environ, "LC_ALL": "C", **({"TMPDIR": "."} if folder else {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -138,16 +205,16 @@ def execute(command: Sequence[str], folder: str | None = None) -> tuple[int, str
     return done.returncode, done.stdout.decode(errors="replace")
 
 
-def output_of(command: Sequence[str]) -> str:
-    """The output of a command; raises BuildError with the first error line where it fails."""
-    status, output = execute(command)
+def output_of(command: Sequence[str], folder: str | None = None) -> str:
+    """Return the output of a command; raises BuildError with its first error line if it fails."""
+    status, output = execute(command, folder)
     if status != 0:
         raise BuildError(first_error(output) or f"{command[0]}: exit status {status}")
     return output
 
 
 def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, int]]]:
-    """File and line of each address, in hexadecimal; callers of inlined functions first.
+    """Return file and line of each address, in hexadecimal; callers of inlined functions first.
 
     Raises BuildError.
     """
@@ -164,10 +231,10 @@ def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, 
 
 @functools.cache
 def source_line(library: str, address: str) -> str | None:
-    """Where in a version's source an address of its library is, e.g. "v07_x.cu:31 (from 73, 164)".
+    """Return the source line of an address of a library, e.g. "v07_x.cu:31 (from 73, 164)".
 
-    Callers follow where the code was inlined. None where the library does not tell, or addr2line is
-    missing: what is told of a fault is right without it.
+    The callers of inlined code follow. None if the library does not tell or addr2line is missing: a
+    fault's message is right without it.
     """
     try:
         (frames,) = source_lines(library, [address])
@@ -182,7 +249,7 @@ def source_line(library: str, address: str) -> str | None:
 
 
 def first_error(output: str) -> str | None:
-    """The line of a compiler's output that says what is wrong."""
+    """Return the line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     markers = re.compile(r"\b(error|fatal)\b|undefined (reference|symbol)", re.I)
     return next((line for line in lines if markers.search(line)), lines[-1] if lines else None)

@@ -41,7 +41,7 @@ from attention_kernels.conformance import (
     run_case,
 )
 from attention_kernels.contract import Kernels
-from attention_kernels.ladder import build, header
+from attention_kernels.ladder import build
 from attention_kernels.reference import check_precision
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, timing
@@ -677,7 +677,7 @@ def _labels(spec: BackendSpec, cell: Mapping[str, Any], dtype: str) -> dict[str,
     if spec.name == FREE_ATTENTION:
         return {**cell, "family": spec.family, "precision": "none"}
     labels = {**cell, "family": spec.family, "precision": spec.precisions[dtype]}
-    if version := ladder.versions().get(spec.name):
+    if version := spec.version:
         labels |= {"flags": " ".join(version.flags), "change": version.title}
     return labels
 
@@ -697,10 +697,8 @@ def _source_files(spec: BackendSpec) -> list[Path]:
     its whole package, or its own file in none: what it imports it may import by a name that it puts
     together, as those of backends.numpy are, so that no list of imports is sure to be whole.
     """
-    if version := ladder.versions().get(spec.name):
-        csrc = header.csrc_of(version)
-        shared = (path for kind in ("*.h", "*.cuh", "emulator/*.h") for path in csrc.glob(kind))
-        return sorted({csrc / "binding.cpp", *shared, *build.own_files(version)})
+    if version := spec.version:
+        return build.sources(version)
     loader = inspect.unwrap(spec.loader)
     try:
         file = Path(inspect.getsourcefile(loader) or "")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.debug or not _is_expected(error):
             raise
-        console.print_error("gpt2-infer", str(error))
+        console.print_error("gpt2-infer", f"{error}{_hint(error)}")
         return console.EXIT_BAD_INPUT
 
 
@@ -79,6 +79,15 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 def _list_commands() -> str:
     rows = [f"  {name:<10}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
     return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
+
+
+def _hint(error: Exception) -> str:
+    """Return the command that helps on, for an error of the kernels' package, which knows none."""
+    from attention_kernels import KernelError, UnknownBackendError
+
+    if isinstance(error, UnknownBackendError) and not error.nearest:
+        return "; see `gpt2-infer backends`"
+    return "; --debug shows the traceback" if isinstance(error, KernelError) else ""
 
 
 def _is_expected(error: Exception) -> bool:

@@ -74,11 +74,10 @@ def version_of(what: str) -> tuple[str, VersionHeader]:
     """
     from attention_kernels import UnsupportedError, ladder
 
-    name = ladder.resolve(what).name
-    try:
-        return name, ladder.versions()[name]
-    except KeyError:
-        raise UnsupportedError(name, ["it has no version file, *.cu"]) from None
+    spec = ladder.resolve(what)
+    if spec.version is None:
+        raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
+    return spec.name, spec.version
 
 
 def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:

@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
             spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
         )
     is_emulated = device in spec.emulated_on
-    on_cpu = device == "cpu" and spec.name in ladder.versions()
+    on_cpu = device == "cpu" and spec.version is not None
     if on_cpu:
-        ladder.load_op(spec.name, device)  # what does not build is told before anything runs
+        spec.prepare(device)  # what does not build is told before anything runs
     where = f"{spec.name} on {device}{', emulated' if is_emulated else ''}"
     if arguments.sanitize:
         print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     if report.killed and is_emulated and not arguments.sanitize:
         show("  probably by an access out of bounds: with --sanitize, verify tells where")
     passed = report.passed
-    if passed and is_emulated and on_cpu:
-        passed = _nvcc_compiles(ladder.versions()[spec.name])
+    if passed and is_emulated and spec.version:
+        passed = _nvcc_compiles(spec.version)
     if passed and is_emulated:
         show("  no timing: its source runs emulated, which says nothing about its speed")
     elif passed and not arguments.no_timing:

@@ -58,6 +58,9 @@ def test_default_scale_is_one_over_root_head_dim():
         ({"q": torch.randn(2, 3, 8)}, "q must be (batch"),
         ({"v_cache": GOOD.mT.contiguous().mT}, "the last stride of v_cache must be 1, not 3"),
         ({"q": torch.randn(0, 1, 3, 8)}, "q is empty"),
+        ({"seqlens": torch.tensor([0, 5]).int()}, "seqlens must be between 1 and 5, not [0, 5]"),
+        ({"seqlens": torch.tensor([1, 6]).int()}, "seqlens must be between 1 and 5, not [1, 6]"),
+        ({"seqlens": torch.tensor([-1, 5]).int()}, "seqlens must be between 1 and 5, not [-1, 5]"),
     ],
 )
 def test_broken_decode_arguments_are_named(change, words):

@@ -65,7 +65,7 @@ def spec_in(folder: Path):
     folder.mkdir(exist_ok=True)
     (folder / "v90_faults.cu").write_text(SOURCE)
     spec = ladder.resolve(str(folder / "v90_faults.cu"))
-    ladder.load_op(spec.name, "cpu")
+    spec.prepare("cpu")
     return spec
 
 

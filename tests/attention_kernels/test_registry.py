@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import attention_kernels
 from attention_kernels import (
+    BackendSpec,
+    KernelError,
     OutputError,
+    UnavailableBackendError,
     UnknownBackendError,
     UnsupportedError,
     get_backend,
@@ -21,6 +25,7 @@ from attention_kernels import (
 )
 from attention_kernels.contract import Kernels
 
+ROOT = Path(__file__).parents[2]
 NAMES = [spec.name for spec in list_backends()]
 FIELDS = {
     "family": "test",
@@ -54,7 +59,7 @@ def test_any_case_and_any_dash_finds_the_backend(name, data):
 
 
 @given(st.text(max_size=60))
-def test_any_other_text_is_refused_with_a_hint_or_the_way_to_the_list(text):
+def test_any_other_text_is_refused_with_the_nearest_names(text):
     if text.strip().upper().replace("-", "_") in NAMES:
         return
     with pytest.raises(UnknownBackendError) as caught:
@@ -62,8 +67,8 @@ def test_any_other_text_is_refused_with_a_hint_or_the_way_to_the_list(text):
     error = caught.value
     assert error.valid == NAMES
     assert set(error.nearest) <= set(NAMES)
-    hint = f"did you mean {' or '.join(error.nearest)}?"
-    assert str(error).endswith(hint if error.nearest else "see `gpt2-infer backends`")
+    hint = f": did you mean {' or '.join(error.nearest)}?" if error.nearest else ""
+    assert str(error) == f"unknown attention backend {text!r}{hint}"
     assert len(str(error)) < 200 + len(repr(text))
 
 
@@ -95,7 +100,7 @@ def test_registering_and_loading(clean_registry):
     @register(name="TEST_BACKEND", **FIELDS)
     def load() -> Kernels:
         loads.append(1)
-        return Kernels(lambda q, k, v, softmax_scale, is_causal: q)
+        return Kernels(raise_assertion)
 
     assert not loads
     spec = get_backend("test-backend")
@@ -120,53 +125,84 @@ def test_fields_that_are_off_are_refused(change):
         register(name="TEST_OFF", **(FIELDS | change))(lambda: Kernels(None))
 
 
-def test_every_field_is_kept(clean_registry):
-    fields = FIELDS | {
-        "head_dims": (8,),
-        "device_types": ("cuda",),
-        "min_compute_capability": (8, 0),
-        "modules": ("triton",),
-        "probe": lambda _: None,
-        "emulated_on": ("cpu",),
-        "needs_contiguous": True,
-        "cuda_graphs": False,
-    }
-    register(name="TEST_FIELDS", **fields)(Kernels)
-    spec = get_backend("TEST_FIELDS")
-    assert {name: getattr(spec, name) for name in fields} == fields
-    assert {*fields} | {"name", "loader", "_kernels"} == {f.name for f in dataclasses.fields(spec)}
+def raise_assertion(*_: object) -> Tensor:
+    raise AssertionError("no")
 
 
 def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
-    @register(name="TEST_BROKEN", **FIELDS)
     def load() -> Kernels:
         raise OSError("no such library")
 
-    with pytest.raises(attention_kernels.UnavailableBackendError, match="OSError: no such library"):
-        get_backend("TEST_BROKEN").load()
+    for name, loader, words in (
+        ("TEST_BROKEN", load, "its loader raised OSError: no such library (test_registry.py:"),
+        ("TEST_EXIT", lambda: sys.exit(3), "its loader raised SystemExit: 3 (test_registry.py:"),
+        ("TEST_NONE", lambda: None, "its loader returned NoneType instead of Kernels"),
+    ):
+        register(name=name, **FIELDS)(loader)
+        with pytest.raises(UnavailableBackendError) as caught:
+            get_backend(name).load()
+        assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [lambda q: q.transpose(1, 2), lambda q: q.double()])
-def test_an_output_that_does_not_look_like_q_is_refused(wrong, clean_registry):
-    register(name="TEST_LAYOUT", **FIELDS)(
-        lambda: Kernels(lambda q, k, v, softmax_scale, is_causal: wrong(q))
-    )
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(OutputError, match="TEST_LAYOUT returned"):
-        get_backend("TEST_LAYOUT").attention(q, q, q)
+def test_a_probe_that_fails_is_a_reason(clean_registry):
+    register(name="TEST_PROBE", probe=raise_assertion, **FIELDS)(Kernels)
+    reason = get_backend("TEST_PROBE").unavailable_reason("cpu")
+    assert reason.startswith("its probe raised AssertionError: no (test_registry.py:")
 
 
-def test_decode_is_checked_as_attention_is(clean_registry):
-    register(name="TEST_DECODE", **FIELDS)(
-        lambda: Kernels(None, lambda q, k_cache, v_cache, seqlens, softmax_scale: q.mT)
-    )
-    q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 4, 2, 8)
-    seqlens = torch.ones(1, dtype=torch.int32)
-    decode = get_backend("TEST_DECODE").decode
-    with pytest.raises(OutputError, match="TEST_DECODE returned"):
-        decode(q, cache, cache, seqlens)
-    with pytest.raises(UnsupportedError, match=r"dtype float64 \(it takes float32\)"):
-        decode(q.double(), cache.double(), cache.double(), seqlens)
+Q = torch.randn(1, 1, 2, 8)
+CALLS = {
+    "attention": lambda spec: spec.attention(Q, Q, Q),
+    "decode": lambda spec: spec.decode(Q, Q, Q, torch.ones(1, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [
+        (raise_assertion, KernelError, "raised AssertionError: no (test_registry.py:"),
+        (lambda *_: {}["tile"], KernelError, "raised KeyError: 'tile' (test_registry.py:"),
+        (lambda *_: Q @ Q, KernelError, "raised RuntimeError: Expected size"),
+        (lambda *_: sys.exit(), KernelError, "raised SystemExit: no message (test_"),
+        (lambda *_: None, OutputError, "returned NoneType instead of (1, 1, 2, 8)"),
+        (lambda q, *_: q.mT, OutputError, "returned (1, 1, 8, 2) torch.float32 on cpu instead of"),
+        (lambda q, *_: q.double(), OutputError, "returned (1, 1, 2, 8) torch.float64"),
+        (lambda q, *_: q.to("meta"), OutputError, "returned (1, 1, 2, 8) torch.float32 on meta"),
+        (
+            lambda *_: Q.mT.contiguous().mT,
+            OutputError,
+            "returned strides (16, 16, 1, 2) instead",
+        ),
+        (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
+    ],
+)
+def test_what_a_kernel_does_wrong_is_one_sentence(call, kernel, error, words):
+    kernels = Kernels(kernel, kernel)
+    spec = BackendSpec(name="TEST_WRONG", loader=lambda: kernels, **FIELDS)
+    with pytest.raises(error) as caught:
+        CALLS[call](spec)
+    assert str(caught.value).startswith(f"attention backend TEST_WRONG {words}")
+    assert error is OutputError or caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, torch.OutOfMemoryError, UnsupportedError])
+def test_what_is_not_the_kernels_fault_comes_through(raised):
+    def kernel(*_: object) -> Tensor:
+        raise raised("TEST", []) if raised is UnsupportedError else raised
+
+    spec = BackendSpec(name="TEST_RAISES", loader=lambda: Kernels(kernel), **FIELDS)
+    with pytest.raises(raised):
+        CALLS["attention"](spec)
+
+
+def test_a_backend_that_only_decodes_says_so():
+    decode = get_backend("NAIVE_PYTORCH").load().decode
+    spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
+    assert (spec.has_attention(), spec.has_decode("cpu")) == (False, True)
+    assert CALLS["decode"](spec).shape == Q.shape
+    with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
+        CALLS["attention"](spec)
 
 
 def test_needs_contiguous_is_met(clean_registry):
@@ -174,7 +210,7 @@ def test_needs_contiguous_is_met(clean_registry):
 
     def kernel(q, k, v, softmax_scale, is_causal):
         seen.extend([q, k, v])
-        return q
+        return torch.empty(q.shape)
 
     for needs in (True, False):
         name = f"TEST_CONTIGUOUS_{needs}".upper()
@@ -209,17 +245,22 @@ def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry
     assert get_backend("TEST_OLD").unavailable_reason("cuda") == reason
 
 
-def run_python(code: str, path: Path | None = None) -> str:
-    prefix = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
+def run_python(code: str, path: Path | None = None, **environment: str) -> tuple[str, str]:
+    """stdout and stderr of a new process; `path` is on its sys.path, from the front."""
+    python_path = os.pathsep.join([*([str(path)] if path else []), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", prefix + code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": python_path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def test_importing_is_free():
-    out = run_python(
+    out, _ = run_python(
         "import sys, attention_kernels, gpt2_infer, torch\n"
         "from attention_kernels import list_backends\n"
         "names = [spec.name for spec in list_backends()]\n"
@@ -237,29 +278,57 @@ def install_plugin(folder: Path, package: str, code: str) -> None:
     (info / "entry_points.txt").write_text(f"[attention_kernels.backends]\n{package} = {package}\n")
 
 
-def test_plugins_register_and_a_broken_one_breaks_nothing(tmp_path):
-    install_plugin(
-        tmp_path,
-        "good_plugin",
-        "from attention_kernels import register\n"
-        "from attention_kernels.contract import Kernels\n"
-        "@register(name='PLUGGED_IN', family='plug-in', summary='From elsewhere.',\n"
-        "          precisions={'float32': 'ieee-fp32'})\n"
-        "def load():\n"
-        "    return Kernels(lambda q, k, v, softmax_scale, is_causal: v.contiguous())\n",
-    )
-    install_plugin(tmp_path, "bad_plugin", "raise ImportError('libfoo.so is missing')\n")
-    out = run_python(
-        "import torch\nfrom attention_kernels import list_backends, get_backend, attention\n"
-        "q = torch.ones(1, 2, 1, 4)\n"
-        "print(attention(q, q, q, backend='plugged-in').sum().item())\n"
-        "print(get_backend('BAD_PLUGIN').unavailable_reason())\n"
-        "print(len(list_backends()))",
-        tmp_path,
-    ).splitlines()
-    assert out[0] == "8.0"
-    assert out[1] == "its plug-in failed to load: ImportError: libfoo.so is missing"
-    assert int(out[2]) == len(NAMES) + 2
+GOOD_PLUGIN = """
+from attention_kernels import register
+from attention_kernels.contract import Kernels
+@register(name="PLUGGED_IN", family="plug-in", summary="From elsewhere.",
+          precisions={"float32": "ieee-fp32"})
+def load():
+    return Kernels(lambda q, k, v, softmax_scale, is_causal: v.clone())
+"""
+BAD_PLUGINS = {
+    "raises": ("raise ImportError('no libfoo')", "failed to load: ImportError: no libfoo (raises"),
+    "exits": ("import sys; sys.exit(0)", "failed to load: SystemExit: 0 (exits.py:1)"),
+    "leaves": ("import os; os._exit(0)", "failed to load: SystemExit: os._exit(0) ("),
+    "empty": ("", "registers no backend: empty"),
+}
+LIST = """
+import attention_kernels
+for spec in attention_kernels.list_backends():
+    if spec.family == "plug-in":
+        print(spec.name, spec.unavailable_reason("cpu"))
+"""
+
+
+def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(tmp_path):
+    install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
+    for name, (code, _) in BAD_PLUGINS.items():
+        install_plugin(tmp_path, name, code)
+    install_plugin(tmp_path, "hidden", "")
+    (tmp_path / "hidden.py").unlink()
+    (tmp_path / "hidden").mkdir()
+    out, _ = run_python(LIST, tmp_path)
+    reasons = dict(line.split(" ", 1) for line in out.splitlines())
+    assert reasons.pop("PLUGGED_IN") == "None"
+    hidden = f"its plug-in is hidden by a folder of its name without __init__.py: {tmp_path}/hidden"
+    assert reasons.pop("HIDDEN") == hidden
+    assert reasons.keys() == {name.upper() for name in BAD_PLUGINS}
+    for name, (_, words) in BAD_PLUGINS.items():
+        assert words in reasons[name.upper()]
+    out, _ = run_python(LIST, tmp_path, ATTENTION_KERNELS_PLUGINS="off")
+    assert out == ""
+    # Imported before it is discovered, it registers nothing then.
+    out, _ = run_python("import good_plugin\n" + LIST, tmp_path)
+    assert "PLUGGED_IN None" in out
+    assert "GOOD_PLUGIN" not in out
+
+
+def test_a_slow_plugin_is_named_while_it_loads(tmp_path):
+    install_plugin(tmp_path, "slow", "import time; time.sleep(3)\n" + GOOD_PLUGIN)
+    speed_up = "from attention_kernels import registry; registry.SLOW_PLUGIN_S = 0.1\n"
+    out, errors = run_python(speed_up + LIST, tmp_path)
+    assert out == "PLUGGED_IN None\n"
+    assert errors.startswith("still loading the attention plug-in slow (ATTENTION_KERNELS_PLUGINS=")
 
 
 def test_half_a_registry_is_never_gone_on_with(monkeypatch):

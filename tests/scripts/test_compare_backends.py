@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import ladder, register
+from attention_kernels import register
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer.bench import compare, environment
@@ -165,7 +165,7 @@ def test_the_baseline_may_be_a_version_file(task, named, tmp_path, monkeypatch):
     words = ["--task", task, "--device", "cpu", "--baseline", str(file)]
     words += ["--backends", "NAIVE_PYTORCH", *[str(file)] * named]
     compare_backends.run(compare_backends.parse([*words, "--out", str(tmp_path / "r.json")]))
-    assert [ladder.versions()[spec.name].path for spec in seen] == [file]
+    assert [spec.version.path for spec in seen] == [file]
 
 
 @pytest.mark.parametrize("task", ["kernel", "generation"])

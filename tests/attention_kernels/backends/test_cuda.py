@@ -24,7 +24,6 @@ from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import build, compilers, header, op
 from attention_kernels.ladder.header import HeaderError
-from attention_kernels.registry import PLAIN_PRECISIONS
 from tests.conftest import DEVICES, usable
 
 NAMES = [spec.name for spec in list_backends() if spec.name in ladder.versions()]
@@ -61,16 +60,7 @@ def inputs_of(name: str, device: str, seqlen: int, head_dim: int = 64, **fields)
 
 def spec_of(version: header.VersionHeader) -> BackendSpec:
     """A backend of a version file that is in no ladder."""
-    name = f"TEST_{version.op.upper()}"
-    return BackendSpec(
-        name=name,
-        family="test",
-        summary="A version file of a test.",
-        loader=lambda: op.kernels(name, version),
-        precisions={version.dtype: PLAIN_PRECISIONS[version.dtype]},
-        head_dims=version.head_dims,
-        needs_contiguous=version.layout == "contiguous",
-    )
+    return ladder.backend(f"TEST_{version.op.upper()}", "test", version)
 
 
 # Right results
@@ -265,7 +255,6 @@ def test_torch_compile_fullgraph(name, device):
 
     q, k, v = inputs_of(name, device, 33)
     spec._kernels.clear()
-    ladder._loaded.discard((name, device))
     torch.compiler.reset()
     # Inductor for one of them, which also runs what it compiles; on a GPU that takes triton.
     inductor = name == FP32[-1] and (device == "cpu" or importlib.util.find_spec("triton"))
@@ -388,12 +377,12 @@ def test_without_compilers_the_reason_is_told_and_asking_compiles_nothing(no_com
 
 
 def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
-    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
-    (tmp_path / "v01_typo.cu").write_text(header + "a typo\n")
+    opening = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_typo.cu").write_text(opening + "a typo\n")
     spec = spec_of(header.parse_header(tmp_path / "v01_typo.cu", "typo_"))
     with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
         spec.attention(BAD, BAD, BAD)
-    assert "v01_typo.cu:11:1: error: " in ladder._failed[spec.name, "cpu"]
+    assert "v01_typo.cu:11:1: error: " in spec.unavailable_reason("cpu")
 
 
 def test_an_architecture_that_nvcc_has_not_is_left_out(monkeypatch):

@@ -84,7 +84,7 @@ def test_random_weights_are_labelled(capsys):
 BAD = [
     (["--backend", "NAIVE_PYTORHC"], ["'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"]),
     (["--backend", "{folder}/none.cu"], ["there is no file ", "none.cu"]),
-    (["--backend", "?"], ["unknown attention backend '?': see `gpt2-infer backends`\n"]),
+    (["--backend", "?"], ["unknown attention backend '?'; see `gpt2-infer backends`\n"]),
     (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
     (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
     (["--max-new-tokens", "0"], ["max-new-tokens must be 1 or more"]),

@@ -1,0 +1,77 @@
+"""A small tree like csrc, compiled by the real compiler through a script that notes its calls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attention_kernels.ladder import build, compilers, header
+
+HEADER = """\
+// {name} - {title}
+//
+// Change: one thing,
+//         told on two lines.
+// Why:    because.
+// Cost:   none.
+// Tile:   4 x 4
+// Layout: contiguous
+// Flags:  -DTHIS --use_fast_math
+// Expect: less.
+
+#include "common.cuh"
+"""
+# Notes each call; sleeps when told to.
+COMPILER = """\
+#!/bin/sh
+case "$*" in *--version*) echo "noting compiler"; exec {gxx} --version;; esac
+echo "$*" >> "$NOTED"
+sleep "${{SLEEP:-0}}"
+exec {gxx} "$@"
+"""
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    """A tree like csrc, with versions 1 and 2."""
+    folder = tmp_path / "csrc"
+    for name in ("attention.h", "common.cuh", "emulator/cuda_emulator.h"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("#pragma once\n")
+    (folder / "common.cuh").write_text('#include "emulator/cuda_emulator.h"\n')
+    (folder / "binding.cpp").write_text('#include "attention.h"\n')
+    (folder / "fp32").mkdir()
+    for name, stem in (("v01", "v01_first"), ("v02", "v02_second")):
+        (folder / "fp32" / f"{stem}.cu").write_text(HEADER.format(name=name, title="a change"))
+    return folder
+
+
+@pytest.fixture
+def first(csrc: Path) -> header.VersionHeader:
+    return header.versions(csrc / "fp32")[0]
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """An empty cache and a compiler whose calls are noted: calls() are those since the last."""
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    compiler, noted, told = tmp_path / "compiler", tmp_path / "noted", 0
+    compiler.write_text(COMPILER.format(gxx=shutil.which(str(compilers.find_gxx()))))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("NOTED", str(noted))
+    monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATTENTION_KERNELS_FLAGS", raising=False)
+    monkeypatch.setattr(build, "_private", {})
+
+    def calls() -> list[str]:
+        # The file is only read: a compiler may be writing its line just now.
+        nonlocal told
+        lines = noted.read_text().splitlines() if noted.exists() else []
+        new, told = lines[told:], len(lines)
+        return new
+
+    return calls

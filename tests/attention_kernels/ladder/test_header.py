@@ -1,0 +1,86 @@
+"""The comment that opens a version file."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder.header import HeaderError
+
+
+def test_every_version_file_has_a_header_that_reads():
+    found = header.versions()
+    assert [version.number for version in found] == [*range(1, len(found) + 1)]
+    for version in found:
+        assert version.path.name.startswith(f"{version.name}_")
+        assert version.op == version.name
+        assert version.title == version.title.strip()
+        assert all(flag.startswith("-") for flag in version.flags)
+
+
+def test_a_header_is_read_field_by_field(csrc):
+    version = header.parse_header(csrc / "fp32" / "v01_first.cu", op_prefix="x_")
+    assert (version.name, version.number, version.op) == ("v01", 1, "x_v01")
+    assert (version.title, version.change) == ("a change", "one thing, told on two lines.")
+    assert (version.why, version.cost, version.tile) == ("because.", "none.", "4 x 4")
+    assert (version.layout, version.expect) == ("contiguous", "less.")
+    assert version.flags == ("-DTHIS", "--use_fast_math")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("v01 - a", "v02 - a", "the first line must be `// v01 - <what changed>`"),
+        ("// v01 - a change\n", "", "the first line must be"),
+        ("// Why:    because.\n", "", "the header lacks Why"),
+        ("because.", "", "the header lacks Why"),
+        ("// Tile:", "// Why: again\n// Tile:", "the header has Why twice"),
+        ("// Cost:   none.\n", "", "the header lacks Cost"),
+        ("Layout: contiguous", "Layout: any", "Layout is contiguous or strided, not 'any'"),
+        ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
+        ("// v01", "v01", "the first line must be"),
+        ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
+        ("// Expect", "// Takes:  float16\n// Expect", "the header's order is Change, Why"),
+    ],
+)
+def test_a_broken_header_is_named(csrc, old, new, words):
+    file = csrc / "fp32" / "v01_first.cu"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(HeaderError) as caught:
+        header.parse_header(file)
+    assert "v01_first.cu: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("takes", "expected"),
+    [
+        (None, ("float32", (32, 64, 128), False)),
+        ("float64", ("float64", (32, 64, 128), False)),
+        ("float16, head_dim 64", ("float16", (64,), False)),
+        ("bfloat16, head_dim 32 64", ("bfloat16", (32, 64), False)),
+        ("float32, on the CPU", ("float32", (32, 64, 128), True)),
+    ],
+)
+def test_what_a_version_takes(csrc, takes, expected):
+    file = csrc / "fp32" / "v01_first.cu"
+    if takes:
+        file.write_text(file.read_text().replace("// Flags", f"// Takes:  {takes}\n// Flags"))
+    version = header.parse_header(file)
+    assert (version.dtype, version.head_dims, version.is_host) == expected
+    assert f"-DATTENTION_DTYPE={expected[0]}" in compilers.compile_flags(version, "emulator", "")
+
+
+def test_fields_out_of_order_are_named(csrc):
+    file = csrc / "fp32" / "v01_first.cu"
+    lines = file.read_text().replace("// Why:    because.\n", "")
+    file.write_text(lines.replace("// Expect: less.\n", "// Expect: less.\n// Why: because.\n"))
+    with pytest.raises(HeaderError, match="the header's order is Change, Why"):
+        header.parse_header(file)
+
+
+def test_versions_are_found_by_number_and_nothing_else_is(csrc):
+    for name in ("v10_tenth.cu", "v9_ninth.cu", "notes.cu", "v11.cu", "vnext_idea.cu"):
+        (csrc / "fp32" / name).write_text("")
+    names = [path.name for path in header.version_files(csrc / "fp32")]
+    assert names == ["v01_first.cu", "v02_second.cu", "v9_ninth.cu", "v10_tenth.cu"]
