@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "check one backend against the float64 reference and show its worst case",
     "diverge": "find where two backends' greedy texts part, and tell a tie from a bug",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
+    "cache": "show the cache of compiled kernels, or empty it",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
 }
 
@@ -82,7 +83,7 @@ def _list_commands() -> str:
 
 
 def _hint(error: Exception) -> str:
-    """Return the command that helps on, for an error of the kernels' package, which knows none."""
+    """Return what the command line can add: attention_kernels knows no command."""
     from attention_kernels import KernelError, UnknownBackendError
 
     if isinstance(error, UnknownBackendError) and not error.nearest:
@@ -91,7 +92,9 @@ def _hint(error: Exception) -> str:
 
 
 def _is_expected(error: Exception) -> bool:
+    import torch
+
     from attention_kernels import AttentionError
     from gpt2_infer.errors import GPT2InferError
 
-    return isinstance(error, (GPT2InferError, AttentionError, OSError))
+    return isinstance(error, (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError))

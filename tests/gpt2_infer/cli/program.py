@@ -1,0 +1,26 @@
+"""The program, run in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.cli import main
+
+DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
+ROOT = Path(__file__).parents[3]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return the status, standard output and standard error."""
+    status = main(list(arguments))
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import json
+
+from gpt2_infer.cli import main
+
+
+def test_accesses_shows_what_each_source_line_asks_of_memory(capsys):
+    command = ["accesses", "CUSTOM_CUDA_VERSION_1", "--seqlen", "33", "--head-dim", "32", "--full"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    conflicts = [access for access in found if access["conflicts"]]
+    assert [access["source"][:4] for access in conflicts] == ["s +="]
+    assert main(command) == 0
+    title, _, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "v01_naive_flash.cu, emulated: B=1 H=1 N=33 head_dim=32 full"
+    assert head.split()[:4] == ["line", "access", "bytes", "requests"]
+    assert len(rows) == len(found)
+    assert sum("(32-way)" in row for row in rows) == 1
+    for name, words in (
+        ("NAIVE_PYTORCH", "no version file"),
+        ("CUSTOM_CUDA_VERSION_1", "batch 0 (1 or more)"),
+    ):
+        assert main(["accesses", name, "--batch", "0"]) == 2
+        assert words in capsys.readouterr().err

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels.ladder import header
+from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
+
+
+def test_text_on_stdout_and_report_on_stderr(capsys):
+    status, out, err = run(capsys, *DEMO, "--prompt", "Once upon a time")
+    assert status == 0
+    assert out.startswith("Once upon a time")
+    assert out.count("\n") >= 1
+    for label in (
+        "model  demo",
+        "attention  PYTORCH_SDPA_FLASH_ATTENTION",
+        "device  cpu",
+        "dtype  float32",
+        "mode  recompute",
+        "prompt tokens  ",
+        "new tokens  8, ended by length",
+        "load  ",
+        "warm-up  ",
+        "prefill  ",
+        "generation  ",
+        "speed  ",
+        "peak memory  ",
+    ):
+        assert label in err, label
+
+
+def test_json_for_machines(capsys):
+    status, out, err = run(
+        capsys, *DEMO, "--json", "--prompt", "The", "--prompt", "A", "--kv-cache"
+    )
+    assert status == 0
+    assert not err
+    value = json.loads(out)
+    assert [row["prompt"] for row in value["results"]] == ["The", "A"]
+    assert all(len(row["tokens"]) == 8 for row in value["results"])
+    assert value["report"]["decode_attention"] == "PYTORCH_SDPA_FLASH_ATTENTION"
+    assert value["report"]["mode"] == "kv-cache"
+    assert value["report"]["tokens_per_second"] > 0
+
+
+def test_prompts_from_files_and_standard_input(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffThe dog\n\nThe café\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A cat\n")))
+    arguments = ["--json", "--prompt", "One", "--prompt-file", str(file), "--prompt-file", "-"]
+    status, out, _ = run(capsys, *DEMO, *arguments)
+    assert status == 0
+    prompts = [row["prompt"] for row in json.loads(out)["results"]]
+    assert prompts == ["One", "The dog", "The café", "A cat"]
+
+
+def test_random_weights_are_labelled(capsys):
+    status, _, err = run(capsys, *DEMO, "--random-weights")
+    assert status == 0
+    assert "demo (random weights: the text means nothing)" in err
+
+
+BAD = [
+    (["--backend", "NAIVE_PYTORHC"], ["'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"]),
+    (["--backend", "{folder}/none.cu"], ["there is no file ", "none.cu"]),
+    (["--backend", "?"], ["unknown attention backend '?'; see `gpt2-infer backends`\n"]),
+    (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
+    (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
+    (["--max-new-tokens", "0"], ["max-new-tokens must be 1 or more"]),
+    (["--temperature", "-1"], ["temperature must be a number of 0 or more, not -1.0"]),
+    (["--temperature", "nan"], ["temperature must be"]),
+    (["--temperature", "1", "--top-p", "nan"], ["top-p must be"]),
+    (["--temperature", "1", "--top-k", "-3"], ["top-k must be"]),
+    (["--top-k", "3"], ["need a temperature"]),
+    (["--temperature", "1", "--seed", "-1"], ["the seed must be"]),
+    (["--prompt-file", "/no/such/file"], ["/no/such/file cannot be read: No such file"]),
+    (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
+    (["--prompt-file", "{empty}"], ["holds no prompt"]),
+    (["--prompt-file", "{folder}"], ["cannot be read: Is a directory"]),
+    (["--model", "{corrupt}"], ["model.safetensors is truncated or corrupt"]),
+    (["--model", "/no/such/model"], ["there is no folder '/no/such/model'"]),
+    (["--model", "someone/unknown"], ["could not be fetched", "--model demo"]),
+    (["--revision", "main"], ["is a local folder"]),
+    (["--decode-backend", "NAIVE_PYTORCH"], ["--decode-backend is for --kv-cache"]),
+    (["--stop", ""], ["a stop string must not be empty"]),
+    (["--seed", "3"], ["--seed needs a temperature above 0"]),
+    (["--temperature", "1e-40"], ["temperature must be 0 (greedy) or 1e-06 and more"]),
+    (["--prompt", "a\udcff"], ["the prompt is not valid text"]),
+    (["--model", "~nobody-of-that-name/x"], ["cannot be a model"]),
+    (["--model", "x" * 300], ["cannot be a model"]),
+    (["--model", "{latin1}"], ["is a file: name the folder it is in"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_clear_line_and_status_2(
+    arguments, words, capsys, tmp_path, save_checkpoint
+):
+    places = {name: str(tmp_path / name) for name in ("latin1", "empty", "folder")}
+    Path(places["latin1"]).write_bytes(b"caf\xe9")
+    Path(places["empty"]).write_bytes(b"\n \n")
+    Path(places["folder"]).mkdir()
+    if "{corrupt}" in arguments:
+        corrupt, _ = save_checkpoint(vocab_size=8192)
+        (corrupt / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+        places["corrupt"] = str(corrupt)
+        capsys.readouterr()  # transformers' own progress bar
+    status, out, err = run(capsys, *DEMO, *(text.format(**places) for text in arguments))
+    assert status == 2
+    assert not out
+    assert err.startswith("gpt2-infer: error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_no_cuda_device_is_told(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, err = run(capsys, "--model", "demo", "--device", "cuda")
+    assert status == 2
+    assert "no CUDA device" in err
+
+
+def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
+    from gpt2_infer import Sampling
+
+    calls = []
+    original = Sampling.choose
+
+    def interrupt(self, logits, uniform):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, logits, uniform)
+
+    monkeypatch.setattr(Sampling, "choose", interrupt)
+    status, out, err = run(capsys, *DEMO, "--prompt", "Once upon")
+    assert status == 130
+    assert len(out.strip()) > len("Once upon")
+    assert "new tokens  3, ended by interrupted" in err
+
+
+def test_generate_may_be_named(capsys):
+    _, named, _ = run(capsys, "generate", *DEMO, "--prompt", "The")
+    assert (0, named) == run(capsys, *DEMO, "--prompt", "The")[:2]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_checkpoints_code_is_never_run(file, capsys, tmp_path, monkeypatch, save_checkpoint):
+    folder, _ = save_checkpoint()
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    raw = json.loads((folder / file).read_text())
+    raw |= {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+    (folder / file).write_text(json.dumps(raw))
+    marker = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))
+    capsys.readouterr()  # transformers' progress bar
+    status, out, err = run(capsys, "--model", str(folder), "--device", "cpu")
+    assert status == 2
+    assert not out
+    assert "auto_map is set: a checkpoint's own code is never run" in err
+    assert not marker.exists()
+    assert sys.stdin.tell() == 0
+
+
+def test_a_kernel_that_returns_nan_writes_no_text(capsys, clean_registry):
+    from attention_kernels import register
+    from attention_kernels.contract import Kernels
+
+    fields = {"family": "test", "summary": "NaN.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_NAN", **fields)(lambda: Kernels(lambda q, *_: q * torch.nan))
+    status, out, err = run(capsys, *DEMO, "--backend", "test-nan", "--prompt", "Hi")
+    assert status == 2
+    assert not out
+    assert "with attention backend TEST_NAN in float32 the logits at position 1 of prompt 1" in err
+
+
+def test_a_kernel_that_raises_is_one_sentence(capsys, clean_registry):
+    from attention_kernels import register
+    from attention_kernels.contract import Kernels
+
+    def attention(*_):
+        raise KeyError("no tile")
+
+    fields = {"family": "test", "summary": "Raises.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_RAISES", **fields)(lambda: Kernels(attention))
+    status, out, err = run(capsys, *DEMO, "--backend", "test-raises")
+    assert (status, out) == (2, "")
+    assert "TEST_RAISES raised KeyError: 'no tile' (test_generate.py:" in err
+    assert err.endswith("; --debug shows the traceback\n")
+
+
+def test_a_terminal_shows_what_is_under_way(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, _, err = run(capsys, *DEMO, "--prompt", "The")
+    before = err[: err.index("\n")]
+    assert before == ("loading demo ...\r\x1b[Kwarming up PYTORCH_SDPA_FLASH_ATTENTION ...\r\x1b[K")
+
+
+def test_only_line_ends_separate_the_prompts_of_a_file(capsys, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("one\u2028still one\r\ntwo\x0bstill two\rthree\n".encode())
+    status, out, _ = run(capsys, *DEMO, "--json", "--prompt-file", str(file))
+    assert status == 0
+    prompts = [row["prompt"] for row in json.loads(out)["results"]]
+    assert prompts == ["one\u2028still one", "two\x0bstill two", "three"]
+
+
+def test_every_option_of_generating_is_documented(capsys):
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    documented = {*re.findall(r"--[a-z-]+", "".join(f.read_text("utf-8") for f in documents))}
+    assert {*re.findall(r"--[a-z-]+", help_of(capsys))} <= documented | {
+        "--help",
+        "--debug",
+        "--version",
+    }
+
+
+def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
+    from attention_kernels import get_backend
+
+    reason = get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason("cpu")
+    if reason:
+        pytest.skip(reason)
+    file = str(header.version_files(header.CSRC / "fp32")[0])
+    arguments = [*DEMO, "--prompt", "The king", "--backend"]
+    status, emulated, err = run(capsys, *arguments, file)
+    assert status == 0
+    assert "V01_NAIVE_FLASH (emulated on the CPU)" in err
+    assert "timing  none" in err
+    assert "tokens/s" not in err
+    _, plain, _ = run(capsys, *arguments, "NAIVE_PYTORCH")
+    assert emulated == plain
+    _, out, _ = run(capsys, *arguments, file, "--json")
+    report = json.loads(out)["report"]
+    assert report["emulated"] is True
+    assert "tokens_per_second" not in report

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from attention_kernels import ladder
+from attention_kernels.ladder import compilers, header
+from gpt2_infer.cli import main
+
+
+@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+def test_one_ladder_is_shown(capsys):
+    only = ["--arch", "90", "--head-dim", "64"]
+    assert main(["kernels", *only, "--json", "--family", "flash-attention-1"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["version"] for row in rows} == {
+        v.op for v in ladder.versions("flash-attention-1").values() if not v.is_host
+    }
+    assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
+    assert main(["kernels", "--family", "fp32"]) == 2
+    assert "there is no ladder fp32: there are custom-cuda, " in capsys.readouterr().err
+    assert main(["kernels", "--head-dim", "64", "7"]) == 2
+    assert "no version of custom-cuda takes head_dim 7" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+def test_kernels_takes_backends_and_version_files(capsys, tmp_path):
+    file = tmp_path / "v13_mine.cu"
+    right = (header.CSRC / "fp32" / "v08_o_in_shared.cu").read_text()
+    file.write_text(right.replace("// v08 - ", "// v13 - "))
+    only = ["--arch", "90", "--head-dim", "64", "--json"]
+    assert main(["kernels", str(file), "custom-cuda-version-8", *only]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row.pop("version").split("_")[-1] for row in rows] == ["v13", "v08"]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["NAIVE_PYTORCH"], "NAIVE_PYTORCH cannot take this call: it has no version file"),
+        (["FLASH_ATTENTION_1_CPU"], "it is host code"),
+        (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family is for all of a ladder"),
+        (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 takes head_dim 7"),
+        (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
+    ],
+)
+def test_what_kernels_does_not_take_is_one_line(words, complaint, capsys, tmp_path):
+    (tmp_path / "my kernel.cu").write_text("")
+    assert main(["kernels", *(word.format(tmp_path) for word in words)]) == 2
+    err = capsys.readouterr().err
+    assert complaint.format(tmp_path) in err
+    assert err.count("\n") == 1
