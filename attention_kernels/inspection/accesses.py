@@ -1,4 +1,4 @@
-"""What each source line of a kernel asks of memory: requests, bank conflicts, sectors.
+"""What each source line of a kernel asks of memory: requests, wavefronts, conflicts, sectors.
 
 Counted while the version's file runs in the emulator: no GPU is needed, and the counts are the same
 every time. They are those of the loads and stores in the source. What nvcc moves out of a loop,
@@ -10,7 +10,9 @@ memory moves in sectors of 32 bytes.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pathlib import Path
 import torch
 
 from attention_kernels.errors import UnsupportedError
+from attention_kernels.inspection import child
 from attention_kernels.inspection.resources import aligned
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
@@ -28,25 +31,29 @@ _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=t
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store of the source, summed over a launch.
-
-    lines: where it is, from the kernel's own line through the functions called there. source: the
-    kernel's own line. memory: "shared" or "global". bytes: per lane. requests: how often a warp
-    executes it. conflicts: how often shared memory must be asked again, since lanes want different
-    words of one bank; ways: the most words that they want. sectors: of global memory;
-    fewest_sectors: as many as would hold the bytes.
-    """
+    """One load or store of the source, summed over a launch."""
 
     lines: tuple[int, ...]
+    """Where it is, from the kernel's own line through the functions called there."""
     source: str
+    """The kernel's own line."""
     memory: str
+    """"shared" or "global"."""
     is_store: bool
     bytes: int
+    """Per lane."""
     requests: int
+    """How often a warp executes it."""
+    wavefronts: int
+    """How often shared memory delivers: a profiler's wavefronts. 0 for global memory."""
     conflicts: int
+    """Wavefronts that are there because lanes want different words of one bank."""
     ways: int
+    """The most words that the lanes of one wavefront want of one bank."""
     sectors: int
+    """Of global memory, 32 bytes each. 0 for shared memory."""
     fewest_sectors: int
+    """As many sectors as would hold the bytes."""
 
 
 def count_accesses(
@@ -57,11 +64,14 @@ def count_accesses(
     batch: int = 1,
     num_heads: int = 1,
     is_causal: bool = True,
+    timeout_s: float = 600.0,
 ) -> list[Access]:
-    """The accesses of one launch of a version, in the order of their lines; all inputs are zeros.
+    """Count the accesses of one launch of a version, in the order of their lines.
 
-    Raises UnsupportedError for a version that it cannot count, or that refuses the case, and
-    BuildError where a compiler is missing or the version does not compile.
+    All inputs are zeros. timeout_s: seconds that the launch may take; ATTENTION_EMULATOR_TIMEOUT
+    limits each of its blocks. Raises UnsupportedError for a version that it cannot count, that
+    refuses the case or that does not end in time, and BuildError where a compiler is missing or the
+    version does not compile.
     """
     reasons = []
     if version.is_host:
@@ -82,17 +92,32 @@ def count_accesses(
     element = getattr(torch, version.dtype).itemsize
     arguments = map(str, (batch, seqlen, num_heads, head_dim, element, int(is_causal)))
     with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/recorder"
         # The emulator's own functions are in both objects: the first one's, bare, are linked.
         objects = [f"{folder}/recorder.o", f"{folder}/kernel.o"]
         compilers.output_of([*flags, "-O2", "-c", recorder, "-o", objects[0]])
         # Unoptimized: each access of the source is one of the program, in the order of the source.
         compilers.output_of([*flags, *_FLAGS.split(), "-x", "c++", "-c", source, "-o", objects[1]])
-        compilers.output_of([flags[0], "-no-pie", *objects, "-o", program, "-pthread", "-ldl"])
-        status, output = compilers.execute([program, *arguments])
-        if status != 0:
-            raise UnsupportedError(version.path.name, [output.strip() or f"exit status {status}"])
-        rows = [line.split("\t") for line in output.splitlines()]
+        command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
+        compilers.output_of(command)
+        file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
+    # The folder is gone before the launch: whoever kills this process leaves nothing behind.
+    with file:
+        program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        label = f"counting accesses of {version.path.name}"
+        try:
+            done = child.run([program, *arguments], label=label, timeout_s=timeout_s)
+        except subprocess.TimeoutExpired:
+            reason = f"the launch did not end in {timeout_s:g} s"
+            raise UnsupportedError(version.path.name, [reason]) from None
+        if done.returncode != 0:
+            output = (done.stdout + done.stderr).strip()
+            reason = re.sub(
+                r"at (0x\w+)",
+                lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
+                output or f"exit status {done.returncode}",
+            )
+            raise UnsupportedError(version.path.name, [reason])
+        rows = [line.split("\t") for line in done.stdout.splitlines()]
         places = _places(program, {address for row in rows for address in row[-1].split()})
     text = version.path.read_text("utf-8").splitlines()
     found = []
@@ -114,8 +139,10 @@ def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str,
 
 
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
-    """The table for people: a line per access, cut to `width` columns where that is given."""
-    cells = [("line", "access", "bytes", "requests", "conflicts", "sectors", "source")]
+    """Format a table for people: a line per access, cut to `width` columns if that is given."""
+    cells = [
+        ("line", "access", "bytes", "requests", "wavefronts", "conflicts", "sectors", "source")
+    ]
     for a in accesses:
         lines = ">".join(map(str, a.lines))
         kind = f"{a.memory} {'store' if a.is_store else 'load'}"
@@ -123,7 +150,9 @@ def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
         sectors = str(a.sectors) if a.memory == "global" else ""
         if a.fewest_sectors < a.sectors:
             sectors += f" ({a.fewest_sectors} would do)"
-        cells.append((lines, kind, str(a.bytes), str(a.requests), conflicts, sectors, a.source))
+        wavefronts = str(a.wavefronts) if a.memory == "shared" else ""
+        counts = (str(a.bytes), str(a.requests), wavefronts, conflicts, sectors)
+        cells.append((lines, kind, *counts, a.source))
     rows = aligned(cells).splitlines()
     return "\n".join(
         r if width is None or len(r) <= width else f"{r[: width - 3]}..." for r in rows

@@ -1,15 +1,17 @@
 """Run backends under a sanitizer: what a right output hides.
 
-On the CPU emulated kernels run in a build with AddressSanitizer, and again with their threads in
-other orders, which must not change a bit. On a GPU NVIDIA's compute-sanitizer looks for bad
-accesses (memcheck) and for races in shared memory (racecheck).
+On the CPU emulated kernels run in a build with AddressSanitizer, and again with their blocks and
+threads in other orders, which must not change a bit. On a GPU NVIDIA's compute-sanitizer looks for
+bad accesses (memcheck) and for races in shared memory (racecheck).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import torch
 from attention_kernels import ladder
 from attention_kernels.conformance import Case
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.inspection import child
 from attention_kernels.ladder import build, compilers
 from attention_kernels.registry import BackendSpec
 
@@ -29,14 +32,16 @@ _ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # what it finds no line for, addr2
 # Small, for both sanitizers are slow: seqlen, head_dim, batch, num_heads.
 SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
 ORDERS = ("reverse", "shuffle:1")
+_PR_SET_PDEATHSIG = 1
 _EXIT = 77  # compute-sanitizer's, where it found something
 
 
-def sanitize(whats: Sequence[str], device: str) -> list[str]:
+def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> list[str]:
     """Run backends, by name or version file, under the device's sanitizers; a sentence per fault.
 
-    The first fault ends a run. Raises UnavailableBackendError where a sanitizer is missing, and
-    UnsupportedError on the CPU for a backend that is not emulated.
+    The first fault ends a run, and timeout_s limits each: a build, or all cases under one
+    sanitizer. Raises UnavailableBackendError where a sanitizer is missing, and UnsupportedError on
+    the CPU for a backend that is not emulated.
     """
     specs = [ladder.resolve(what) for what in whats]
     for spec in specs:
@@ -46,13 +51,13 @@ def sanitize(whats: Sequence[str], device: str) -> list[str]:
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
     if device == "cpu":
-        return _address_sanitizer(specs[0].name, list(whats))
+        return _address_sanitizer(specs[0].name, list(whats), timeout_s)
     if shutil.which("compute-sanitizer") is None:
         raise UnavailableBackendError(specs[0].name, "needs compute-sanitizer on PATH")
-    return [fault for tool in TOOLS for fault in compute_sanitizer(tool, whats)]
+    return [fault for tool in TOOLS for fault in compute_sanitizer(tool, whats, timeout_s)]
 
 
-def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
+def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[str]:
     # libstdc++ before torch brings it: the sanitizer looks for its __cxa_throw when it starts.
     names = ("libasan.so", "libstdc++.so.6")
     gxx = str(compilers.find_gxx())
@@ -61,10 +66,11 @@ def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
     environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": _ASAN_OPTIONS}
     # Built without LD_PRELOAD, or the compiler would run under it, too.
-    built = _worker(["build", *whats], environment)
+    built = _worker(["build", *whats], environment, timeout_s)
     if built.returncode != 0:
         return [f"the sanitizer's build failed: {_last_line(built.stderr)}"]
-    done = _worker(["cpu", *whats], environment | {"LD_PRELOAD": ":".join(libraries)})
+    environment["LD_PRELOAD"] = ":".join(libraries)
+    done = _worker(["cpu", *whats], environment, timeout_s)
     if done.returncode == 0:
         return []
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
@@ -77,12 +83,12 @@ def _address_sanitizer(name: str, whats: list[str]) -> list[str]:
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
 
 
-def compute_sanitizer(tool: str, whats: Sequence[str]) -> list[str]:
-    """Run backends on the GPU under one of TOOLS."""
+def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
+    """Run backends on the GPU under one of TOOLS; a sentence per fault."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
     command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
     # Inside torch's pool an access beyond a tensor is not beyond an allocation.
-    done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, command)
+    done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
     summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
     if done.returncode == 0 and summary in done.stdout:
         return []
@@ -94,17 +100,25 @@ def compute_sanitizer(tool: str, whats: Sequence[str]) -> list[str]:
 
 
 def _worker(
-    arguments: list[str], environment: dict[str, str], before: Sequence[str] = ()
+    arguments: list[str],
+    environment: dict[str, str],
+    timeout_s: float,
+    before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
+    """Run main() in a process of its own; to take too long is to fail with that sentence."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments]
+    what = "building with a sanitizer" if arguments[0] == "build" else "running under a sanitizer"
+    try:
+        return child.run(
+            command,
+            label=what,
+            timeout_s=timeout_s,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"{what} took more than {timeout_s:g} s")
 
 
 def _last_line(text: str) -> str:
@@ -112,7 +126,7 @@ def _last_line(text: str) -> str:
 
 
 def _run(spec: BackendSpec, device: str) -> None:
-    """Every shape once; in the emulator in every order."""
+    """Run every shape once; in the emulator in every order."""
     for seqlen, head_dim, batch, num_heads in SHAPES:
         if spec.head_dims and head_dim not in spec.head_dims:
             continue
@@ -126,14 +140,16 @@ def _run(spec: BackendSpec, device: str) -> None:
             for order in ORDERS if device == "cpu" else ():
                 os.environ["ATTENTION_EMULATOR_ORDER"] = order
                 if not torch.equal(spec.attention(*inputs, is_causal=is_causal), expected):
-                    sys.exit(f"{spec.name}: {case}: the order of its threads changes the output")
+                    what = "the order of its blocks or threads changes the output"
+                    sys.exit(f"{spec.name}: {case}: {what}")
                 del os.environ["ATTENTION_EMULATOR_ORDER"]
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def main(mode: str, *whats: str) -> None:
-    """What a run under a sanitizer runs: build, cpu or cuda."""
+    """Do what one run under a sanitizer does; the mode is build, cpu or cuda."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with who started this
     for what in whats:
         spec = ladder.resolve(what)
         if mode == "build":

@@ -53,6 +53,9 @@ from attention_kernels.ladder.compilers import (
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
+# What csrc/emulator/faults.h answers.
+EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
+EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
 rule run
   command = $words > $log 2>&1
@@ -386,7 +389,8 @@ def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
     if plan.target == "emulator":
         # Hidden symbols: the versions define the same names and live in one process. Line tables
         # change no code; source_line() reads them.
-        flags += ["-fPIC", "-fvisibility=hidden", "-O3", "-g1", "-x", "c++"]
+        flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
+        flags += ["-O3"] if plan.version.is_host else ["-O2", *EMULATOR_CHECKS]
         source = str(plan.version.path)
     else:
         flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]
@@ -412,7 +416,7 @@ def _link(plan: _Plan, binding: str) -> list[str]:
     command += [*extra_flags(), f"{plan.stem}.o", binding, "-o", f"{plan.stem}.so"]
     command += [f"-L{libraries}", "-ltorch_cpu"]
     if plan.target == "emulator":
-        return [*command, "-pthread", "-ldl"]
+        return [*command, "-pthread", "-ldl", EMULATOR_WRAPS]
     cudart = cuda_runtime(flags[0])
     has_cuda = (libraries / "libtorch_cuda.so").exists()
     return [*command, *["-ltorch_cuda"] * has_cuda, str(cudart), f"-Wl,-rpath,{cudart.parent}"]

@@ -13,48 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import UnsupportedError, ladder
+from attention_kernels import ladder
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import compilers
 
+FILE = Path(__file__).parent / "negative" / "v04_faults.cu"
+SOURCE = FILE.read_text("utf-8")
 RIGHT, SPIN, BARRIERS, ABOVE, BELOW, NULL, DIVERGENCE = range(1, 8)
-SOURCE = """\
-// v90 - one kernel with many faults
-//
-// Change: seqlen chooses the fault.
-// Why:    test data: the emulator must survive it.
-// Cost:   none.
-// Tile:   none, block 64
-// Layout: contiguous
-// Flags:  (none)
-// Expect: an error that names the line.
-
-#include "common.cuh"
-
-namespace attention::ATTENTION_VERSION {
-
-__global__ void faults(volatile float* o, int fault) {
-  ATTENTION_DYNAMIC_SHARED(float, smem);
-  smem[threadIdx.x] = 1.0f;
-  __syncthreads();
-  while (fault == 2) o[0] = o[0] + 1.0f;  // 2
-  while (fault == 3) __syncthreads();     // 3
-  if (fault == 4) smem[100000] = 1.0f;    // 4
-  if (fault == 5) smem[-100000] = 1.0f;   // 5
-  if (fault == 6) static_cast<volatile float*>(nullptr)[fault] = 1.0f;  // 6
-  if (fault == 7 && threadIdx.x == 0) __syncthreads();                  // 7
-  if (threadIdx.x < 32) o[blockIdx.x * 32 + threadIdx.x] = smem[threadIdx.x];
-}
-
-int64_t scratch_floats(const Params&) { return 0; }
-
-cudaError_t launch(const Params& params, cudaStream_t stream) {
-  return launch_kernel(faults, params.batch * params.seqlen, 64, 64 * sizeof(float), stream,
-                       static_cast<float*>(params.o), params.seqlen);
-}
-
-}  // namespace attention::ATTENTION_VERSION
-"""
+PAST_AN_ARRAY, PAST_A_POINTER, FLOAT2, FLOAT4, JUST_PAST, ASSERT, TRAP, EXIT, ABORT = range(8, 17)
+PAST_A_FUNCTION, RACE, EXIT_OF_THE_HOST, RETURNED = range(17, 21)
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -63,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 def spec_in(folder: Path):
     folder.mkdir(exist_ok=True)
-    (folder / "v90_faults.cu").write_text(SOURCE)
-    spec = ladder.resolve(str(folder / "v90_faults.cu"))
+    (folder / "v04_faults.cu").write_text(SOURCE)
+    spec = ladder.resolve(str(folder / "v04_faults.cu"))
     spec.prepare("cpu")
     return spec
 
@@ -87,7 +54,7 @@ def launch(spec, fault):
 def place_of(fault):
     lines = SOURCE.splitlines()
     (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"// {fault}"))
-    return f"v90_faults.cu:{number}"
+    return f"v04_faults.cu:{number}"
 
 
 def runs_right(spec):
@@ -136,10 +103,27 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
     assert runs_right(spec)
 
 
-def test_a_time_limit_is_a_number(spec, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "60 s")
-    with pytest.raises(UnsupportedError, match="ATTENTION_EMULATOR_TIMEOUT is no number"):
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TIMEOUT", "60 s"),
+        ("ORDER", "random"),
+        ("ORDER", "shuffle:"),
+        ("THREADS", "-1"),
+        ("POISON", "xyz"),
+        ("ARCH", "1"),
+    ],
+)
+def test_a_wrong_setting_is_reported_as_one(spec, variable, value, monkeypatch):
+    """And not as a head_dim that this device refuses."""
+    monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)
+    with pytest.raises(RuntimeError) as caught:
         launch(spec, RIGHT)
+    assert f"ATTENTION_EMULATOR_{variable} is `{value}`: it takes " in str(caught.value)
+    assert "head_dim" not in str(caught.value)
+
+
+def test_no_time_limit(spec, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0")
     assert runs_right(spec)
 
@@ -163,7 +147,7 @@ def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, p
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         for future in running:
-            with pytest.raises(RuntimeError, match="interrupted, at v90_faults"):
+            with pytest.raises(RuntimeError, match="interrupted, at v04_faults"):
                 future.result(timeout=20)
         assert all(pool.map(runs_right, specs))
 
@@ -180,16 +164,52 @@ def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        (ABOVE, "illegal access to byte 400000 of 256 bytes of dynamic shared memory"),
-        (BELOW, "illegal access to byte -400000 of 256 bytes of dynamic shared memory"),
-        (NULL, "illegal memory access (address 0x18)"),
+        (ABOVE, "illegal access to byte 400000 of 256 bytes of dynamic shared memory, at {}"),
+        (BELOW, "illegal access to byte -400000 of 256 bytes of dynamic shared memory, at {}"),
+        (JUST_PAST, "illegal access to byte 256 of 256 bytes of dynamic shared memory, at {}"),
+        (NULL, "illegal memory access (address 0x18), at {}"),
+        (PAST_AN_ARRAY, "access out of bounds of an array at {}: index 64 of a 'float [64]'"),
+        (PAST_A_POINTER, "access out of bounds of an array at {}: there is no room for a 'float'"),
+        (FLOAT2, "misaligned access at {}: a 'struct float2' that is not at a multiple of 8 bytes"),
+        (FLOAT4, "misaligned access at {}: a 'struct float4' that is not at a multiple of 16 b"),
+        (ASSERT, "device-side assert triggered: assert() at {}: threadIdx.x < 32"),
+        (TRAP, "__trap() at {}"),
+        (EXIT, "the version file calls exit(3)"),
+        (ABORT, "the version file calls abort()"),
     ],
 )
-def test_a_wild_access_is_told_with_its_line(spec, fault, what, threads):
+def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
     with pytest.raises(RuntimeError) as caught:
         launch(spec, fault)
-    assert f"{what}, at {place_of(fault)}; block (0, 0, 0), thread (" in str(caught.value)
+    message = str(caught.value).replace("'float4'", "'struct float4'")
+    assert what.format(place_of(fault)) in message
+    assert "; block (0, 0, 0), thread (" in message
     assert runs_right(spec)
+
+
+def test_a_write_past_an_array_through_a_function_is_told(spec):
+    with pytest.raises(RuntimeError, match="access out of bounds of an array at v04_faults"):
+        launch(spec, PAST_A_FUNCTION)
+
+
+def test_a_launch_function_that_exits_is_an_error(spec):
+    with pytest.raises(RuntimeError, match=r"the version file calls exit\(3\)"):
+        launch(spec, EXIT_OF_THE_HOST)
+    assert runs_right(spec)
+
+
+def test_barriers_wait_only_for_threads_that_have_not_returned(spec):
+    assert bool((launch(spec, RETURNED) == 1).all())
+
+
+def test_a_race_between_blocks_shows_in_another_order_of_blocks(spec, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_THREADS", "1")
+    right = {}
+    for order in ("", "reverse", "shuffle:1"):
+        monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+        right[order] = bool((launch(spec, RACE) == 1).all())
+        assert runs_right(spec)
+    assert right == {"": True, "reverse": False, "shuffle:1": False}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +223,7 @@ def test_a_wild_access_is_told_with_its_line(spec, fault, what, threads):
 )
 def test_the_sanitizer_names_the_line(fault, what, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0.5")
-    file = tmp_path / "v90_faults.cu"
+    file = tmp_path / "v04_faults.cu"
     file.write_text(SOURCE.replace("params.seqlen);", f"{fault});"))
     (found,) = sanitize([str(file)], "cpu")
     assert what.format(place_of(fault)) in found

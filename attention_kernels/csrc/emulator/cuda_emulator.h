@@ -1,22 +1,26 @@
 // CUDA for g++, as far as the attention kernels use it: with -x c++ -std=c++17
-// -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. This file spells CUDA;
-// block_runner.h runs the threads. It is there to find wrong kernels, not to be fast.
+// -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. It is there to find wrong
+// kernels and to count, not to be fast.
 //
-// Half precision is in cuda_fp16.h and cuda_bf16.h beside this file, fragments (nvcuda::wmma) are
+// This file spells CUDA. What lies below it: grid.h runs a launch, block.h a block, warp.h what
+// lanes do together, fiber.h a thread; shared_memory.h and faults.h report what goes wrong; types.h
+// has CUDA's types. Half precision is in cuda_fp16.h and cuda_bf16.h, fragments (nvcuda::wmma) are
 // in mma.h and asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
 // `#include <mma.h>` finds them.
 //
 // Environment, read at each launch:
 //   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...
 //   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
-//   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order in which threads run
+//   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order of blocks and of their threads
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that shared memory holds at first
 //   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 unless it is set; 0: no limit
 //
-// Limits. Barriers must be reached as CUDA's documentation says, not merely as hardware forgives. A
-// shuffle orders memory accesses here, which CUDA does not promise. A thread that spins until
-// another writes spins until the block's time is up. There is no inline PTX. A library of emulated
-// kernels must have no thread_local of its own, not from a static C++ library either (see Library).
+// Limits. There is no inline PTX, no clock64() and no cooperative groups: the compiler says so.
+// Threads that wait at different __syncthreads() are an error, as CUDA's documentation has it,
+// though hardware forgives it. A shuffle orders memory accesses here, which CUDA does not promise.
+// A thread that spins until another writes spins until the block's time is up. A library of
+// emulated kernels must have no thread_local of its own, not from a static C++ library either (see
+// Library).
 
 #pragma once
 
@@ -27,7 +31,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "block_runner.h"
+#include "grid.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -44,79 +48,37 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 #define threadIdx (::attention::emulator::this_fiber().thread_idx)
-#define blockIdx (::attention::emulator::this_fiber().runner->block_idx)
-#define blockDim (::attention::emulator::this_fiber().runner->launch->block)
-#define gridDim (::attention::emulator::this_fiber().runner->launch->grid)
+#define blockIdx (::attention::emulator::this_fiber().block->index)
+#define blockDim (::attention::emulator::this_fiber().block->launch->block)
+#define gridDim (::attention::emulator::this_fiber().block->launch->grid)
 constexpr int warpSize = 32;
 
 #define ATTENTION_DYNAMIC_SHARED(type, name) \
   type* const name =                         \
-      reinterpret_cast<type*>(::attention::emulator::this_fiber().runner->dynamic_shared())
+      reinterpret_cast<type*>(::attention::emulator::this_fiber().block->shared.dynamic)
 
 #define CUDART_INF_F (std::numeric_limits<float>::infinity())
 #define CUDART_NAN_F (std::numeric_limits<float>::quiet_NaN())
 #define CUDART_INF (std::numeric_limits<double>::infinity())
 
-#ifndef NDEBUG
-#undef assert
-#define assert(condition) \
-  ((condition) ? void() : ::attention::emulator::assertion_failed(#condition, __FILE__, __LINE__))
-#endif
-
-// ---- Vector types -------------------------------------------------------------------------------
-
-#define ATTENTION_EMULATOR_VECTORS(name, type)                                           \
-  struct name##1 { type x; };                                                            \
-  struct alignas(2 * sizeof(type)) name##2 { type x, y; };                               \
-  struct alignas(sizeof(type) < 4 ? 4 * sizeof(type) : 16) name##4 { type x, y, z, w; }; \
-  constexpr name##1 make_##name##1(type x) { return {x}; }                               \
-  constexpr name##2 make_##name##2(type x, type y) { return {x, y}; }                    \
-  constexpr name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-
-ATTENTION_EMULATOR_VECTORS(char, signed char)
-ATTENTION_EMULATOR_VECTORS(uchar, unsigned char)
-ATTENTION_EMULATOR_VECTORS(short, short)
-ATTENTION_EMULATOR_VECTORS(ushort, unsigned short)
-ATTENTION_EMULATOR_VECTORS(int, int)
-ATTENTION_EMULATOR_VECTORS(uint, unsigned)
-ATTENTION_EMULATOR_VECTORS(longlong, long long)
-ATTENTION_EMULATOR_VECTORS(ulonglong, unsigned long long)
-ATTENTION_EMULATOR_VECTORS(float, float)
-ATTENTION_EMULATOR_VECTORS(double, double)
-
-struct int3 {
-  int x, y, z;
-};
-struct float3 {
-  float x, y, z;
-};
-constexpr int3 make_int3(int x, int y, int z) { return {x, y, z}; }
-constexpr uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
-constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-
 // ---- Waiting for others -------------------------------------------------------------------------
 
 namespace attention::emulator {
 
-// The caller's source line, as a default argument of the function that is called.
-#define ATTENTION_EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-
-#define ATTENTION_EMULATOR_INLINE __attribute__((always_inline)) inline
-
 ATTENTION_EMULATOR_INLINE unsigned wait_for_block(bool predicate, const char* name,
                                                   const char* file, int line) {
   Fiber& self = this_fiber();
-  Fiber* const to = self.runner->arrive_at_barrier(predicate, name, file, line);
+  Fiber* const to = self.block->arrive_at_barrier(predicate, name, file, line);
   if (to != &self) switch_context(self, *to);
-  return self.runner->barrier_votes;
+  return self.block->barrier_votes;
 }
 
 ATTENTION_EMULATOR_INLINE uint64_t wait_for_warp(WarpOp op, unsigned mask, uint64_t value,
                                                  unsigned source, const Site& site) {
   Fiber& self = this_fiber();
-  Fiber* const to = self.runner->arrive_in_warp(op, mask, value, source, &site);
+  Fiber* const to = self.block->arrive_in_warp(op, mask, value, source, &site);
   if (to != &self) switch_context(self, *to);
-  return self.runner->warp->result[self.thread % kWarpSize];
+  return self.block->warp->result[self.thread % kWarpSize];
 }
 
 // source(lane, first lane of its segment of `width` lanes) is the lane to read from.
@@ -126,9 +88,7 @@ ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Sit
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
   Fiber& self = this_fiber();
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
-    self.runner->record(cudaErrorLaunchFailure,
-                        site.text() + ": width is not a power of two up to 32");
-    self.runner->abandon();
+    fail(cudaErrorLaunchFailure, site.text() + ": width is not a power of two up to 32");
   }
   const int lane = static_cast<int>(self.thread % kWarpSize);
   uint64_t bits = 0;
@@ -136,17 +96,6 @@ ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Sit
   bits = wait_for_warp(WarpOp::kShuffle, mask, bits, source(lane, lane & -width), site);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
-}
-
-// Ends the launch, or outside of kernels the process.
-[[noreturn]] inline void assertion_failed(const char* condition, const char* file, int line) {
-  const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  if (BlockRunner* const runner = Runners::instance().of(stack_pointer)) {
-    runner->record(cudaErrorAssert, Site{"assert", file, line}.text() + ": " + condition);
-    runner->abandon();
-  }
-  std::fprintf(stderr, "%s:%d: assertion failed: %s\n", file, line, condition);
-  std::abort();
 }
 
 }  // namespace attention::emulator
@@ -182,7 +131,7 @@ ATTENTION_EMULATOR_INLINE int __all_sync(unsigned mask, int predicate, ATTENTION
 }
 inline unsigned __activemask() {
   const auto& fiber = attention::emulator::this_fiber();
-  const auto& warp = fiber.runner->warps[fiber.thread / 32];
+  const auto& warp = fiber.block->warps[fiber.thread / 32];
   return warp.exists & ~warp.done;
 }
 
@@ -218,12 +167,17 @@ ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mas
       });
 }
 
+// Time means nothing where threads run one after the other.
+#define ATTENTION_EMULATOR_NO_CLOCK \
+  __attribute__((error("the CPU emulator has no clock: its threads run one after the other")))
+ATTENTION_EMULATOR_NO_CLOCK long long clock64();
+#undef ATTENTION_EMULATOR_NO_CLOCK
+
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __threadfence_block() { __threadfence(); }
-[[noreturn]] inline void __trap() {
-  attention::emulator::BlockRunner& runner = *attention::emulator::this_fiber().runner;
-  runner.record(cudaErrorLaunchFailure, "__trap()");
-  runner.abandon();
+[[noreturn]] inline void __trap(ATTENTION_EMULATOR_SITE) {
+  attention::emulator::fail(cudaErrorLaunchFailure,
+                            attention::emulator::Site{"__trap", file, line}.text());
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -461,3 +415,9 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
 }  // namespace attention
 
 #pragma GCC visibility pop
+
+// For kernels, and whatever is included from here on.
+#define asm                                                                     \
+  static_assert(false,                                                          \
+                "the CPU emulator has no inline PTX: put the instruction in a " \
+                "function with a plain twin under #ifdef ATTENTION_EMULATOR");

@@ -14,29 +14,23 @@ inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, siz
                                     ATTENTION_EMULATOR_SITE) {
   namespace emulator = attention::emulator;
   emulator::Fiber& self = emulator::this_fiber();
-  emulator::BlockRunner& runner = *self.runner;
-  const auto is_within = [&](const unsigned char* memory, size_t bytes) {
-    return reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(memory) < bytes;
-  };
+  emulator::SharedMemory& shared = self.block->shared;
   const char* wrong = nullptr;
   if ((size != 4 && size != 8 && size != 16) || zeros > size) {
     wrong = "4, 8 or 16 bytes can be copied";
   } else if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % size != 0) {
     wrong = "an address is not a multiple of the size";
-  } else if (runner.static_shared != nullptr &&
-             !is_within(runner.dynamic_shared(), runner.launch->dynamic_shared) &&
-             !is_within(runner.static_shared, emulator::Library::instance().tls_bytes)) {
+  } else if (shared.fixed != nullptr && !shared.has(to)) {
     wrong = "the destination is not in shared memory";
   }
   if (wrong != nullptr) {
-    runner.record(cudaErrorMisalignedAddress,
-                  emulator::Site{"__pipeline_memcpy_async", file, line}.text() + ": " + wrong);
-    runner.abandon();
+    emulator::fail(cudaErrorMisalignedAddress,
+                   emulator::Site{"__pipeline_memcpy_async", file, line}.text() + ": " + wrong);
   }
   if (self.pending == nullptr) self.pending = new std::vector<emulator::PendingCopy>;
   self.pending->push_back({to, size, {}});
   std::memcpy(self.pending->back().data, from, size - zeros);
-  runner.fill(static_cast<unsigned char*>(to), size, runner.launch->poison);
+  shared.fill(static_cast<unsigned char*>(to), size, self.block->launch->poison);
 }
 
 inline void __pipeline_commit() {

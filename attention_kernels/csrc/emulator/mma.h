@@ -55,17 +55,15 @@ struct MatrixCall {
 };
 
 [[noreturn]] inline void matrix_failure(cudaError_t code, const Site& site, const char* what) {
-  BlockRunner& runner = *this_fiber().runner;
-  runner.record(code, site.text() + ": " + what);
-  runner.abandon();
+  fail(code, site.text() + ": " + what);
 }
 
 // Waits for the warp. The last lane to arrive runs work(calls), calls being those of all lanes.
 template <typename Work>
 ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site, Work work) {
   const Fiber& self = this_fiber();
-  BlockRunner& runner = *self.runner;
-  const Warp& warp = *runner.warp;
+  Block& block = *self.block;
+  const Warp& warp = *block.warp;
   const unsigned lane = self.thread % kWarpSize;
   if (warp.exists != ~0u) {
     matrix_failure(cudaErrorLaunchFailure, site, "the warp has less than 32 threads");
@@ -81,8 +79,8 @@ ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site, Wo
       if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
           std::strcmp(wait.site->name, site.name) != 0 ||
           std::strcmp(wait.site->file, site.file) != 0) {
-        runner.record_divergence(site, *wait.site, *warp.fibers[other]);
-        runner.abandon();
+        block.record_divergence(site, *wait.site, *warp.fibers[other]);
+        block.abandon();
       }
       calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
       if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
@@ -134,7 +132,7 @@ class fragment {
   static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
   static attention::emulator::Position position(unsigned lane, unsigned i) {
-    const bool ampere = attention::emulator::this_fiber().runner->launch->arch >= 80;
+    const bool ampere = attention::emulator::this_fiber().block->launch->arch >= 80;
     // Below sm_80 a lane's elements of matrix_a are not those that it has of an accumulator.
     return attention::emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere),
                                                                 ampere);

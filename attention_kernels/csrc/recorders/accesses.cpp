@@ -10,10 +10,15 @@
 //
 // Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
 // for each place, separated by tabs: "shared" or "global", "load" or "store", bytes per lane,
-// requests, bank conflicts, the most lanes of a phase in one bank, sectors, the fewest sectors that
-// hold the same bytes, and the return addresses that lead to it, outermost first.
+// requests, wavefronts, bank conflicts, the most lanes of a wavefront in one bank, sectors, the
+// fewest sectors that hold the same bytes, and the return addresses that lead to it, outermost
+// first. It ends with the process that started it, and by itself where a block takes longer than
+// ATTENTION_EMULATOR_TIMEOUT seconds.
+
+#include <sys/prctl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -36,7 +41,8 @@ using namespace emulator;
 
 constexpr unsigned kBanks = 32;  // of 4 bytes
 constexpr uintptr_t kSectorBytes = 32;
-constexpr unsigned kPhaseBytes = 128;  // that shared memory delivers at once
+constexpr unsigned kWavefrontBytes = 128;      // that shared memory delivers at once
+constexpr size_t kMaxSteps = size_t{1} << 26;  // between two barriers: 1 GB
 
 struct Range {
   uintptr_t begin;
@@ -49,25 +55,50 @@ struct Place {
   std::vector<uintptr_t> chain;
   unsigned size = 0;
   bool is_shared = false, is_store = false;
-  uint64_t requests = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
+  uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
 
-  // The accesses of some lanes at once. 8 bytes per lane are delivered to half a warp at a time, 16
-  // to a quarter; within such a phase lanes conflict that want different words of one bank.
+  // The accesses of some lanes at once. Shared memory delivers 4 bytes per lane to a warp in one
+  // wavefront, 8 bytes to half a warp and 16 to a quarter. Two such groups share their wavefronts
+  // where lanes i and i ^ 1 of both, or i and i ^ 2, want the same. Lanes of a group that want
+  // different words of one bank conflict: each such word takes a wavefront more.
   void count(const uintptr_t (&address)[kWarpSize], uint32_t lanes) {
     ++requests;
-    const unsigned phase = size <= 4 ? kWarpSize : std::max(1u, kPhaseBytes / size);
-    for (unsigned first = 0; is_shared && first < kWarpSize; first += phase) {
-      const uint32_t in_phase = lanes >> first & ~uint32_t{0} >> (kWarpSize - phase);
-      unsigned in_bank[kBanks] = {};
-      for (const uintptr_t word : units(address + first, in_phase, 4)) ++in_bank[word % kBanks];
-      const uint64_t most = *std::max_element(std::begin(in_bank), std::end(in_bank));
-      conflicts += most > 1 ? most - 1 : 0;
-      ways = std::max(ways, most);
-    }
     if (!is_shared) {
       sectors += units(address, lanes, kSectorBytes).size();
       fewest_sectors += (units(address, lanes, 1).size() + kSectorBytes - 1) / kSectorBytes;
+      return;
     }
+    const unsigned group = size <= 4 ? kWarpSize : std::max(1u, kWavefrontBytes / size);
+    unsigned together = group;
+    for (unsigned first = 0; first < kWarpSize; first += together) {
+      const uint32_t both = lanes & lanes_from(first, 2 * group);
+      const bool merges = 2 * group <= kWarpSize && first % (2 * group) == 0 &&
+                          (pairs_agree(address, both, 1) || pairs_agree(address, both, 2));
+      together = merges ? 2 * group : group;
+      const uint32_t delivered = lanes & lanes_from(first, together);
+      if (delivered == 0) continue;
+      unsigned in_bank[kBanks] = {};
+      for (const uintptr_t word : units(address, delivered, 4)) ++in_bank[word % kBanks];
+      const uint64_t most = *std::max_element(std::begin(in_bank), std::end(in_bank));
+      wavefronts += most;
+      conflicts += most - 1;
+      ways = std::max(ways, most);
+    }
+  }
+
+  static uint32_t lanes_from(unsigned first, unsigned count) {
+    return count >= kWarpSize ? ~0u : ((1u << count) - 1) << first;
+  }
+
+  // Whether lanes i and i ^ distance, where both take part, want the same.
+  static bool pairs_agree(const uintptr_t (&address)[kWarpSize], uint32_t lanes,
+                          unsigned distance) {
+    for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+      const unsigned other = lane ^ distance;
+      if ((lanes >> lane & lanes >> other & 1) != 0 && address[lane] != address[other])
+        return false;
+    }
+    return true;
   }
 
   // The different units of so many bytes that the lanes touch.
@@ -107,20 +138,25 @@ struct Recorder {
   std::vector<Call> calls[kMaxThreads];          // that each thread is in
   std::vector<Step> steps[kMaxThreads];          // since the last barrier
   bool is_idle = true;                           // there are no steps
-  uint64_t block = 0;
+  uint64_t block = ~uint64_t{0};
   unsigned interval = 0;
+  double timeout = 0;                           // seconds that a block may take; 0: no limit
+  std::chrono::steady_clock::time_point began;  // the block
+  uint64_t visits = 0;
+  size_t pending = 0;  // steps since the last barrier
 
   // The calling CUDA thread, or null outside of kernels: between two launches.
   Fiber* thread() {
     const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-    if (Runners::instance().of(stack_pointer) == nullptr) {
+    if (Blocks::instance().of(stack_pointer) == nullptr) {
       replay();
       return nullptr;
     }
     Fiber& fiber = this_fiber();
-    if (fiber.runner->block != block || fiber.runner->interval != interval) replay();
-    block = fiber.runner->block;
-    interval = fiber.runner->interval;
+    if (fiber.block->number != block || fiber.block->interval != interval) replay();
+    if (fiber.block->number != block) began = std::chrono::steady_clock::now();
+    block = fiber.block->number;
+    interval = fiber.block->interval;
     return &fiber;
   }
 
@@ -150,9 +186,8 @@ struct Recorder {
     // order.
     if (size == 0 && (chain.empty() || chain.back().frame != frame)) return;
     const auto address = reinterpret_cast<uintptr_t>(pointer);
-    const BlockRunner& runner = *fiber->runner;
-    const Range dynamic_shared{reinterpret_cast<uintptr_t>(runner.dynamic_shared()),
-                               runner.launch->dynamic_shared};
+    const SharedMemory& shared = fiber->block->shared;
+    const Range dynamic_shared{reinterpret_cast<uintptr_t>(shared.dynamic), shared.dynamic_bytes};
     const bool is_shared = dynamic_shared.has(address) || static_shared.has(address);
     const bool is_global = std::any_of(tensors.begin(), tensors.end(),
                                        [&](const Range& tensor) { return tensor.has(address); });
@@ -167,7 +202,24 @@ struct Recorder {
       places.back().chain.push_back(at);
     }
     steps[fiber->thread].push_back({found->second, address});
+    ++pending;
     is_idle = false;
+    if (++visits % (1 << 16) == 0) check_limits(*fiber->block, at);
+  }
+
+  // A thread that visits basic blocks for ever passes here, so no signal is needed.
+  void check_limits(Block& running, uintptr_t at) const {
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
+    char what[128] = "";
+    if (timeout > 0 && taken.count() > timeout) {
+      std::snprintf(what, sizeof what, "the block did not end in %g s, at 0x%lx", timeout, at);
+    } else if (pending > kMaxSteps) {
+      std::snprintf(what, sizeof what, "no barrier and no end after %zu steps, at 0x%lx", kMaxSteps,
+                    at);
+    }
+    if (*what == '\0') return;
+    running.record(cudaErrorLaunchTimeout, what);
+    running.abandon();
   }
 
   void replay() {
@@ -182,6 +234,7 @@ struct Recorder {
     }
     for (unsigned warp = 0; warp < kMaxThreads; warp += kWarpSize) replay_warp(steps + warp);
     for (auto& of_thread : steps) of_thread.clear();
+    pending = 0;
   }
 
   void replay_warp(const std::vector<Step>* lanes) {
@@ -211,9 +264,10 @@ struct Recorder {
   void print() const {
     for (const Place& place : places) {
       if (place.size == 0) continue;
-      std::printf("%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t", place.is_shared ? "shared" : "global",
-                  place.is_store ? "store" : "load", place.size, place.requests, place.conflicts,
-                  place.ways, place.sectors, place.fewest_sectors);
+      std::printf("%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t%lu\t",
+                  place.is_shared ? "shared" : "global", place.is_store ? "store" : "load",
+                  place.size, place.requests, place.wavefronts, place.conflicts, place.ways,
+                  place.sectors, place.fewest_sectors);
       for (const uintptr_t address : place.chain) std::printf("%lx ", address);
       std::printf("\n");
     }
@@ -299,6 +353,9 @@ void __tsan_atomic_thread_fence(int) {}
 
 int main(int, char** arguments) {
   using namespace attention;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (const char* const limit = setting("ATTENTION_EMULATOR_TIMEOUT"))
+    recorder.timeout = std::strtod(limit, nullptr);
   setenv("ATTENTION_EMULATOR_THREADS", "1", 1);
   setenv("ATTENTION_EMULATOR_TIMEOUT", "0", 1);  // no signals: what handles them would be counted
   Params params{};

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,7 +61,12 @@ __global__ void patterns(const float* q, float* o, int head_dim) {
   const float4 a = reinterpret_cast<float4*>(smem)[lane];      // vectors
   const float4 b = reinterpret_cast<float4*>(smem)[8 * lane];  // vectors in a column
   const float2 c = reinterpret_cast<float2*>(smem)[16 * lane]; // pairs in a column
-  x += a.y + b.z + c.x;
+  const float4 d = reinterpret_cast<float4*>(smem)[lane / 2];      // vectors of neighbours
+  const float4 e = reinterpret_cast<float4*>(smem)[lane / 4 * 2 + lane % 2];  // two by two
+  const float4 f = reinterpret_cast<float4*>(smem)[lane / 4];      // vectors of four
+  const float2 g = reinterpret_cast<float2*>(smem)[lane / 2];      // pairs of neighbours
+  const float4 h = reinterpret_cast<float4*>(smem)[lane % 16];     // vectors of both halves
+  x += a.y + b.z + c.x + d.x + e.x + f.x + g.x + h.x;
   x += none(smem);               // called before
   x += helper(smem, 32 * lane);  // called
   x += fixed[16 * (lane % 4)];   // static column
@@ -102,26 +112,31 @@ def patterns(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Access]
     return by_comment
 
 
-# Of two warps: requests, bank conflicts, and the most words that are wanted of one bank.
+# Of two warps: requests, wavefronts, bank conflicts, and the most words wanted of one bank.
 SHARED = {
-    "fill": (128, 0, 1),
-    "in order": (2, 0, 1),
-    "broadcast": (2, 0, 1),
-    "every second": (2, 2, 2),
-    "a column": (2, 62, 32),
-    "a padded column": (2, 0, 1),
-    "half a column twice": (2, 30, 16),
-    "one of four": (2, 6, 4),
-    "vectors": (2, 0, 1),
-    "vectors in a column": (2, 2 * 4 * 7, 8),
-    "pairs in a column": (2, 2 * 2 * 15, 16),
-    "called": (2, 62, 32),
-    "static": (2, 0, 1),
-    "static column": (2, 2, 2),
-    "some leave early": (2 * 3 * 32, 0, 1),
-    "all again": (6, 0, 1),
-    "eight lanes": (2, 0, 1),
-    "the others": (2, 2 * 23, 24),
+    "fill": (128, 128, 0, 1),
+    "in order": (2, 2, 0, 1),
+    "broadcast": (2, 2, 0, 1),
+    "every second": (2, 4, 2, 2),
+    "a column": (2, 64, 62, 32),
+    "a padded column": (2, 2, 0, 1),
+    "half a column twice": (2, 32, 30, 16),
+    "one of four": (2, 8, 6, 4),
+    "vectors": (2, 8, 0, 1),
+    "vectors in a column": (2, 64, 2 * 4 * 7, 8),
+    "pairs in a column": (2, 64, 2 * 2 * 15, 16),
+    "vectors of neighbours": (2, 4, 0, 1),
+    "two by two": (2, 4, 0, 1),
+    "vectors of four": (2, 4, 0, 1),
+    "pairs of neighbours": (2, 2, 0, 1),
+    "vectors of both halves": (2, 8, 0, 1),
+    "called": (2, 64, 62, 32),
+    "static": (2, 2, 0, 1),
+    "static column": (2, 4, 2, 2),
+    "some leave early": (2 * 3 * 32, 192, 0, 1),
+    "all again": (6, 6, 0, 1),
+    "eight lanes": (2, 2, 0, 1),
+    "the others": (2, 48, 2 * 23, 24),
 }
 
 
@@ -131,7 +146,7 @@ def test_shared_memory_conflicts_as_hardware_does(
 ) -> None:
     (found,) = patterns[comment]
     assert found.memory == "shared"
-    assert (found.requests, found.conflicts, found.ways) == SHARED[comment]
+    assert (found.requests, found.wavefronts, found.conflicts, found.ways) == SHARED[comment]
 
 
 def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(
@@ -186,6 +201,30 @@ def test_the_readme_shows_what_is_counted() -> None:
     assert any("32-way" in line for line in lines)
 
 
+def test_wavefronts_are_the_profilers() -> None:
+    """Of the version whose loads nvcc leaves as they are; its results were taken on an H200."""
+    list_backends()
+    found = count_accesses(ladder.versions()["CUSTOM_CUDA_VERSION_12"], seqlen=128)
+    results = Path(__file__).parents[3] / "results" / "2026-11-20_h200_profile-fp32-128.json"
+    for kind in ("load", "store"):
+        counted = sum(a.wavefronts for a in found if a.is_store == (kind == "store"))
+        assert counted == profiled(results, "CUSTOM_CUDA_VERSION_12", f"shared_{kind}_wavefronts")
+
+
+def profiled(results: Path, backend: str, metric: str) -> float:
+    """A sample of a file of results, wherever in its records it is."""
+    waiting = [json.loads(results.read_text("utf-8"))]
+    while waiting:
+        record = waiting.pop()
+        text = json.dumps(record)
+        children = record.values() if isinstance(record, dict) else record
+        nested = [child for child in children if isinstance(child, dict | list)]
+        if isinstance(record, dict) and backend in text and metric in text and "samples" in record:
+            return float(record["samples"][0])
+        waiting += nested
+    raise AssertionError(metric)
+
+
 def test_padding_k_ends_the_conflicts_of_the_first_version_and_changes_no_request() -> None:
     first, second = total("CUSTOM_CUDA_VERSION_1"), total("CUSTOM_CUDA_VERSION_2")
     assert first[0] == second[0]
@@ -219,3 +258,57 @@ def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> 
     file.write_text(PATTERNS.replace("float x = 0.0f;", "float x = ;"))
     with pytest.raises(BuildError, match=r"v01_patterns\.cu:\d+:\d+: error"):
         count_accesses(parse_header(file))
+
+
+ENDLESS = PATTERNS.replace(
+    "float x = 0.0f;", "volatile float x = 0.0f; for (;;) x = 1.0f;"
+).replace("x += none(smem);", "")
+
+
+def test_an_endless_block_ends_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "v01_patterns.cu"
+    file.write_text(ENDLESS)
+    monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0.5")
+    with pytest.raises(UnsupportedError, match=r"did not end in 0\.5 s, at v01_patterns\.cu:\d+"):
+        count_accesses(parse_header(file))
+    monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
+    with pytest.raises(UnsupportedError, match=r"the launch did not end in 0\.5 s"):
+        count_accesses(parse_header(file), timeout_s=0.5)
+
+
+def test_who_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "v01_patterns.cu"
+    file.write_text(ENDLESS)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from attention_kernels.inspection.accesses import count_accesses\n"
+        "from attention_kernels.ladder.header import parse_header\n"
+        "count_accesses(parse_header(Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", program, str(file)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+
+    def recorders() -> list[str]:
+        """The processes that this one's child started, all of which name its temporary folder."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if str(temporary) in os.readlink(process / "exe"):
+                    found.append(process.name)
+            except OSError:  # gone, or another user's
+                continue
+        return found
+
+    with subprocess.Popen(command, env=environment) as running:
+        while not any("recorder" in os.readlink(f"/proc/{pid}/exe") for pid in recorders()):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.kill()
+    assert list(temporary.iterdir()) == []
+    for _ in range(100):
+        if not recorders():
+            break
+        time.sleep(0.05)
+    assert recorders() == []

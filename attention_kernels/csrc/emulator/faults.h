@@ -1,0 +1,370 @@
+// What goes wrong in a kernel ends its launch with an error that names block, thread and line, and
+// not the process: wild and misaligned accesses, indices out of bounds, failed assertions, exit(),
+// blocks that do not end, and Ctrl-C.
+//
+// Three ways lead here. The compiler puts checks of indices, bounds of known arrays and alignment
+// into the kernel (-fsanitize=bounds,object-size,alignment), which call the handlers below instead
+// of the sanitizer's library. The linker gives us the kernel's calls of exit(), abort() and what a
+// failed assert() calls (--wrap). And there are signals: those of faults, and ticks. A loop without
+// a barrier never yields, so each OS thread that runs blocks gets a signal every 50 ms, and its
+// handler ends a block that has had its time, or that Ctrl-C is to end.
+
+#pragma once
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "block.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+constexpr long kTickNanoseconds = 50'000'000;
+constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
+
+// Ends the calling thread's launch; in host code it is an exception.
+[[noreturn]] inline void fail(cudaError_t code, const std::string& what) {
+  if (Block* const block = this_block()) {
+    block->record(code, what);
+    block->abandon();
+  }
+  throw std::runtime_error(what);
+}
+
+// ", in code at +0x1f of v07.so", from which the ladder finds the source line.
+inline std::string place(uintptr_t code) {
+  Dl_info library{};
+  dladdr(reinterpret_cast<void*>(code), &library);
+  char text[48];
+  std::snprintf(text, sizeof text, ", in code at +0x%zx of ",
+                size_t(code - reinterpret_cast<uintptr_t>(library.dli_fbase)));
+  return text + std::string(library.dli_fname ? library.dli_fname : "an unknown library");
+}
+
+// ---- The compiler's checks ----------------------------------------------------------------------
+
+// As GCC and Clang pass them to UndefinedBehaviorSanitizer.
+struct CheckedLine {
+  const char* file;
+  uint32_t line, column;
+
+  std::string text() const { return Site{"", file, int(line)}.place(); }
+};
+
+struct CheckedType {
+  uint16_t kind, info;
+  char name[1];  // in quotes
+};
+
+struct AccessCheck {
+  CheckedLine at;
+  const CheckedType* type;
+  unsigned char log_alignment;
+  unsigned char kind;
+};
+
+struct IndexCheck {
+  CheckedLine at;
+  const CheckedType* array;
+  const CheckedType* index;
+};
+
+extern "C" {
+
+[[noreturn]] __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1_abort(
+    const AccessCheck* check, uintptr_t address) {
+  const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
+  if (address % alignment != 0) {
+    fail(cudaErrorMisalignedAddress, "misaligned access at " + check->at.text() + ": a " +
+                                         check->type->name + " that is not at a multiple of " +
+                                         std::to_string(alignment) + " bytes");
+  }
+  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
+                                    ": there is no room for a " + check->type->name);
+}
+
+[[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
+    const IndexCheck* check, intptr_t index) {
+  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
+                                    ": index " + std::to_string(index) + " of a " +
+                                    check->array->name);
+}
+
+// ---- The linker's -------------------------------------------------------------------------------
+
+[[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
+  fail(cudaErrorLaunchFailure, "the version file calls exit(" + std::to_string(status) + ")");
+}
+
+[[noreturn]] __attribute__((used)) inline void __wrap__exit(int status) {
+  fail(cudaErrorLaunchFailure, "the version file calls _exit(" + std::to_string(status) + ")");
+}
+
+[[noreturn]] __attribute__((used)) inline void __wrap_abort() {
+  fail(cudaErrorLaunchFailure, "the version file calls abort()");
+}
+
+[[noreturn]] __attribute__((used)) inline void __wrap___assert_fail(const char* condition,
+                                                                    const char* file, unsigned line,
+                                                                    const char*) {
+  fail(cudaErrorAssert, Site{"assert", file, int(line)}.text() + ": " + condition);
+}
+
+}  // extern "C"
+
+// ---- Signals ------------------------------------------------------------------------------------
+
+// Keyboard interrupts. The one thing that all libraries share, because a process has one handler of
+// SIGINT: GCC makes an inline variable of default visibility unique in the process.
+struct Interrupts {
+  std::mutex mutex;
+  unsigned launches = 0;  // that run
+  std::atomic<unsigned> count{0};
+  struct sigaction ours{}, previous{};
+};
+inline __attribute__((visibility("default"))) Interrupts interrupts;
+
+#if defined(__x86_64__)
+inline auto& code_of(mcontext_t& machine) { return machine.gregs[REG_RIP]; }
+inline auto& stack_pointer_of(mcontext_t& machine) { return machine.gregs[REG_RSP]; }
+#elif defined(__aarch64__)
+inline auto& code_of(mcontext_t& machine) { return machine.pc; }
+inline auto& stack_pointer_of(mcontext_t& machine) { return machine.sp; }
+#else  // unknown, so that no fiber is ever found at fault
+inline uintptr_t no_register = 0;
+inline auto& code_of(mcontext_t&) { return no_register; }
+inline auto& stack_pointer_of(mcontext_t&) { return no_register; }
+#endif
+
+// Makes a fiber go on at `function`, with an empty stack, when the signal handler returns.
+inline void redirect(mcontext_t& machine, Fiber& fiber, void (*function)()) {
+#ifdef ATTENTION_EMULATOR_ASAN
+  __asan_unpoison_memory_region(fiber.bottom, fiber.size);
+#endif
+  code_of(machine) = reinterpret_cast<uintptr_t>(function);
+  stack_pointer_of(machine) = reinterpret_cast<uintptr_t>(&fiber) - kEntryOffset;
+}
+
+inline Block* block_of(mcontext_t& machine) {
+  return Blocks::instance().of(static_cast<uintptr_t>(stack_pointer_of(machine)));
+}
+
+inline struct sigaction previous_actions[65];
+
+inline bool is_function(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 ||
+         (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
+}
+
+// Calls the handler that was there before; false where there was none.
+inline bool pass_on(const struct sigaction& to, int signal, siginfo_t* info, void* context) {
+  if (!is_function(to)) return false;
+  if ((to.sa_flags & SA_SIGINFO) != 0) {
+    to.sa_sigaction(signal, info, context);
+  } else {
+    to.sa_handler(signal);
+  }
+  return true;
+}
+
+inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flags = 0) {
+  struct sigaction action{};
+  action.sa_sigaction = handler;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | flags;
+  sigaction(signal, &action, &previous_actions[signal]);
+}
+
+inline void record_fault(Block& block) {
+  const siginfo_t& fault = block.signals.fault;
+  const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
+  char text[32];
+  std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
+  const std::string at = place(block.signals.code);
+  if (fault.si_signo == SIGFPE) {
+    block.record(cudaErrorLaunchFailure, "integer division by zero" + at);
+  } else if (fault.si_signo == SIGILL) {
+    block.record(cudaErrorLaunchFailure, "the kernel traps" + at);
+  } else if (block.owns(address)) {
+    block.record(cudaErrorLaunchFailure, "stack overflow" + (text + at));
+  } else if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL) {
+    block.record(cudaErrorMisalignedAddress,
+                 "access of a misaligned or wild address" + (text + at));
+  } else if (block.shared.is_near(address)) {
+    block.record(cudaErrorIllegalAddress,
+                 "illegal access to " + block.shared.describe(address) + at);
+  } else {
+    block.record(cudaErrorIllegalAddress, "illegal memory access" + (text + at));
+  }
+}
+
+// Where a fiber continues after a fault, on its own stack again.
+[[noreturn]] inline void after_fault() {
+  Block& block = *this_fiber().block;
+  record_fault(block);
+  block.abandon();
+}
+
+// A wild address in a kernel is an error of the launch, as on a GPU, and not the end of the
+// process. Faults elsewhere go to the handler that was there before. AddressSanitizer keeps its own
+// handlers, and names the thread at fault.
+#ifdef ATTENTION_EMULATOR_ASAN
+inline void catch_faults() {
+  __asan_set_error_report_callback([](const char*) {
+    if (const Block* const block = this_block()) {
+      std::fprintf(stderr, "emulated CUDA block %s, thread %s\n", text(block->index).c_str(),
+                   text(this_fiber().thread_idx).c_str());
+    }
+  });
+}
+#else
+inline void on_fault(int signal, siginfo_t* info, void* context) {
+  auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+  Block* const block = block_of(machine);
+  if (block != nullptr && !std::exchange(block->signals.faulted, true)) {
+    block->signals.fault = *info;
+    block->signals.code = static_cast<uintptr_t>(code_of(machine));
+    redirect(machine, *block->warp->fibers[block->lane], &after_fault);
+  } else if (!pass_on(previous_actions[signal], signal, info, context)) {
+    sigaction(signal, &previous_actions[signal], nullptr);  // the instruction faults again
+  }
+}
+
+inline void catch_faults() {
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) handle(signal, on_fault);
+}
+#endif
+
+// ---- Time and Ctrl-C ----------------------------------------------------------------------------
+
+inline bool is_late(const Block& block) {
+  const unsigned limit = block.launch->tick_limit;
+  return limit != 0 && block.signals.ticks > limit;
+}
+
+// At each tick: whether the fiber that runs this code must end now. In other libraries' code it may
+// hold a lock (malloc's, say) and gets until the next tick; one that already fails ends by itself.
+inline bool must_stop(Block& block, uintptr_t code) {
+  Signals& signals = block.signals;
+  ++signals.ticks;
+  const Library& library = Library::instance();
+  if (!is_late(block) && interrupts.count == block.launch->interrupts) return false;
+  if (signals.stopped || block.error != cudaSuccess || code - library.code >= library.code_bytes) {
+    return false;
+  }
+  signals.code = code;
+  return signals.stopped = true;
+}
+
+// Where a fiber continues that is to end, on its own stack.
+[[noreturn]] inline void after_stop() {
+  Block& block = *this_fiber().block;
+  std::string where = place(block.signals.code);
+  if (block.interval + block.arrived > 0) where += ", the last barrier was " + block.barrier.text();
+  if (is_late(block)) {
+    char what[64];
+    std::snprintf(what, sizeof what, "the block did not end in %g s",
+                  block.launch->tick_limit / kTicksPerSecond);
+    block.record(cudaErrorLaunchTimeout, what + where);
+  } else {
+    block.record(cudaErrorLaunchFailure, "interrupted" + where);
+  }
+  block.abandon();
+}
+
+// The signal of ticks, which nothing else is likely to use. Each library handles its own fibers'.
+inline int tick_signal() { return SIGRTMAX - 5; }
+
+inline void on_tick(int signal, siginfo_t* info, void* context) {
+  auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+  Block* const block = block_of(machine);
+  if (block == nullptr) {
+    pass_on(previous_actions[signal], signal, info, context);
+  } else if (must_stop(*block, static_cast<uintptr_t>(code_of(machine)))) {
+    const auto stack_pointer = static_cast<uintptr_t>(stack_pointer_of(machine));
+    redirect(machine, fiber_on(stack_pointer & ~(kStackBytes - 1)), &after_stop);
+  }
+}
+
+// While this lives the calling OS thread gets a tick now and then. By system calls: older C
+// libraries have the functions in a library of their own, and no name for a thread's timers.
+struct Ticker {
+  int timer = 0;
+
+  Ticker() {
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID;
+    event.sigev_signo = tick_signal();
+    event._sigev_un._tid = static_cast<pid_t>(syscall(SYS_gettid));
+    if (syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &timer) != 0)
+      throw std::system_error(errno, std::generic_category(), "timer_create");
+    const itimerspec every{{0, kTickNanoseconds}, {0, kTickNanoseconds}};
+    syscall(SYS_timer_settime, timer, 0, &every, nullptr);
+  }
+  ~Ticker() { syscall(SYS_timer_delete, timer); }
+  Ticker(const Ticker&) = delete;
+};
+
+inline void on_interrupt(int signal, siginfo_t* info, void* context) {
+  ++interrupts.count;
+  pass_on(interrupts.previous, signal, info, context);
+}
+
+// While one lives, of any library, interrupts are counted, and handled as before. Where nothing
+// handles them they end the process or are ignored: so they do still.
+struct InterruptCounter {
+  InterruptCounter() {
+    const std::lock_guard<std::mutex> lock(interrupts.mutex);
+    if (interrupts.launches++ != 0) return;
+    struct sigaction now{};
+    sigaction(SIGINT, nullptr, &now);
+    if (!is_function(now) || is_ours(now)) return;
+    interrupts.previous = interrupts.ours = now;
+    interrupts.ours.sa_sigaction = on_interrupt;
+    interrupts.ours.sa_flags |= SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGINT, &interrupts.ours, nullptr);
+  }
+  ~InterruptCounter() {
+    const std::lock_guard<std::mutex> lock(interrupts.mutex);
+    if (--interrupts.launches != 0) return;
+    struct sigaction now{};
+    sigaction(SIGINT, nullptr, &now);
+    if (is_ours(now)) sigaction(SIGINT, &interrupts.previous, nullptr);
+  }
+  InterruptCounter(const InterruptCounter&) = delete;
+
+  static bool counts() { return interrupts.ours.sa_sigaction != nullptr; }
+
+  static bool is_ours(const struct sigaction& action) {
+    return is_function(action) && action.sa_sigaction == interrupts.ours.sa_sigaction;
+  }
+};
+
+// The stack that signal handlers get while this lives: a fiber's own may be what overflowed.
+struct SignalStack {
+  stack_t previous{};
+
+  explicit SignalStack(Block& block) {
+    stack_t stack{};
+    stack.ss_sp = block.signal_stack;
+    stack.ss_size = sizeof block.signal_stack;
+    sigaltstack(&stack, &previous);
+  }
+  ~SignalStack() { sigaltstack(&previous, nullptr); }
+  SignalStack(const SignalStack&) = delete;
+};
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

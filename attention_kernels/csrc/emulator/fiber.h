@@ -1,0 +1,199 @@
+// A CUDA thread is a fiber: a stack of its own, and a switch from one stack to another.
+//
+// A fiber finds its own state by rounding its stack pointer down to the alignment of stacks. That
+// is cheaper than thread_local in a shared library, and it leaves the library's thread-local
+// storage to `__shared__` arrays alone.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "types.h"
+
+#ifdef __has_feature
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#define ATTENTION_EMULATOR_ASAN 1
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#define ATTENTION_EMULATOR_UCONTEXT 1  // no hand-written switch for this machine
+#endif
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+constexpr unsigned kWarpSize = 32;
+constexpr unsigned kMaxThreads = 1024;
+#if defined(__x86_64__) && !defined(ATTENTION_EMULATOR_ASAN)
+constexpr uintptr_t kStackBytes = 64 * 1024;
+#else
+constexpr uintptr_t kStackBytes = 256 * 1024;  // larger pages, larger frames
+#endif
+#ifdef __x86_64__
+constexpr uintptr_t kEntryOffset =
+    24;  // of the stack pointer, when a function starts, below a multiple of 16
+#else
+constexpr uintptr_t kEntryOffset = 16;
+#endif
+
+struct Block;
+
+// A place to come back to: a fiber, or where the OS thread came from.
+struct Context {
+  void* stack_pointer = nullptr;  // ucontext_t* without a hand-written switch
+#ifdef ATTENTION_EMULATOR_ASAN
+  void* fake_stack = nullptr;
+  const void* bottom = nullptr;
+  size_t size = 0;
+#endif
+};
+
+// 4, 8 or 16 bytes on their way to shared memory, or with size 0 the end of a group of them; see
+// cuda_pipeline.h.
+struct PendingCopy {
+  void* to;
+  size_t size;
+  unsigned char data[16];
+};
+
+// One CUDA thread. Lies at the top of its stack.
+struct Fiber : Context {
+  Block* block;
+  uint3 thread_idx;
+  unsigned thread;                    // linear index in the block
+  std::vector<PendingCopy>* pending;  // null, as all of a new stack, until there are any
+};
+
+// Fibers lie at different offsets within a page: at equal ones they would compete for the same few
+// cache sets.
+constexpr uintptr_t kFiberSlot = 192;
+static_assert(sizeof(Fiber) <= kFiberSlot);
+
+inline Fiber& fiber_on(uintptr_t stack) {
+  return *reinterpret_cast<Fiber*>(stack + kStackBytes -
+                                   kFiberSlot * (stack / kStackBytes % 16 + 1));
+}
+
+// The calling CUDA thread. The stack pointer is read without `volatile`, so that the compiler
+// hoists it out of loops.
+inline Fiber& this_fiber() {
+#if defined(__x86_64__)
+  uintptr_t stack_pointer;
+  asm("movq %%rsp, %0" : "=r"(stack_pointer));
+#elif defined(__aarch64__)
+  uintptr_t stack_pointer;
+  asm("mov %0, sp" : "=r"(stack_pointer));
+#else
+  const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+#endif
+  return fiber_on(stack_pointer & ~(kStackBytes - 1));
+}
+
+// Saves the caller's place in *from and continues at `to`: a stack that has a code address and a
+// frame pointer on top. All other registers are clobbered, so that the compiler saves those that it
+// needs. Inlined, because the jump at one barrier of a kernel then leads to the same place each
+// time and is predicted; a shared return instruction is not.
+__attribute__((always_inline)) inline void switch_stack(void** from, void* to) {
+#if defined(ATTENTION_EMULATOR_UCONTEXT)
+  swapcontext(static_cast<ucontext_t*>(*from), static_cast<ucontext_t*>(to));
+#elif defined(__x86_64__)
+  asm volatile(
+      "leaq -128(%%rsp), %%rsp\n\t"  // the red zone may be in use
+      "pushq %%rbp\n\t"
+      "leaq 1f(%%rip), %%rax\n\t"
+      "pushq %%rax\n\t"
+      "movq %%rsp, (%%rdi)\n\t"
+      "movq %%rsi, %%rsp\n\t"
+      "popq %%rax\n\t"
+      "popq %%rbp\n\t"
+      "jmpq *%%rax\n"
+      "1:\n\t"
+      "leaq 128(%%rsp), %%rsp"
+      : "+D"(from), "+S"(to)
+      :
+      : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0",
+        "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+        "xmm12", "xmm13", "xmm14", "xmm15",
+#ifdef __AVX512F__
+        "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25",
+        "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6",
+        "k7",
+#endif
+        "memory", "cc");
+#else
+  register void** x0 asm("x0") = from;
+  register void* x1 asm("x1") = to;
+  asm volatile(
+      "adr x9, 1f\n\t"
+      "stp x9, x29, [sp, #-16]!\n\t"
+      "mov x10, sp\n\t"
+      "str x10, [x0]\n\t"
+      "mov sp, x1\n\t"
+      "ldp x16, x29, [sp], #16\n\t"
+      "br x16\n"
+      "1:\n\t"
+      "hint #36"  // a landing pad, where branch targets are enforced
+      : "+r"(x0), "+r"(x1)
+      :
+      : "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12", "x13", "x14", "x15",
+        "x16", "x17", "x18", "x19", "x20", "x21", "x22", "x23", "x24", "x25", "x26", "x27", "x28",
+        "x30", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12",
+        "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25",
+        "v26", "v27", "v28", "v29", "v30", "v31", "memory", "cc");
+#endif
+}
+
+__attribute__((always_inline)) inline void switch_context(Context& from, Context& to,
+                                                          [[maybe_unused]] bool from_ends = false) {
+#ifdef ATTENTION_EMULATOR_ASAN
+  __sanitizer_start_switch_fiber(from_ends ? nullptr : &from.fake_stack, to.bottom, to.size);
+#endif
+  switch_stack(&from.stack_pointer, to.stack_pointer);
+#ifdef ATTENTION_EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+// Makes a fiber start from the beginning, in a function that never returns. `bottom` is the lowest
+// address of its stack.
+inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
+  if (fiber.pending != nullptr) fiber.pending->clear();
+  auto** const top = reinterpret_cast<void**>(&fiber);
+#ifdef ATTENTION_EMULATOR_ASAN
+  fiber.fake_stack = nullptr;
+  fiber.bottom = reinterpret_cast<const void*>(bottom);
+  fiber.size = reinterpret_cast<uintptr_t>(top) - bottom;
+#endif
+#ifdef ATTENTION_EMULATOR_UCONTEXT
+  auto* const context = reinterpret_cast<ucontext_t*>(bottom);
+  getcontext(context);
+  context->uc_stack.ss_sp = context + 1;
+  context->uc_stack.ss_size =
+      reinterpret_cast<uintptr_t>(top) - reinterpret_cast<uintptr_t>(context + 1);
+  makecontext(context, function, 0);
+  fiber.stack_pointer = context;
+#else
+  (void)bottom;
+  // As switch_stack() leaves a stack. The function starts as if it were called, by nobody.
+  auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
+  std::fill(entry, top, nullptr);
+  entry[0] = reinterpret_cast<void*>(function);
+  fiber.stack_pointer = entry;
+#endif
+}
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

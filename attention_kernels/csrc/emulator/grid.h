@@ -1,0 +1,219 @@
+// The grid: a launch's settings and checks, and its blocks, run by several OS threads.
+
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "faults.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+constexpr double kTimeout = 60;  // seconds that a block may take, unless it is set
+
+// ---- Settings -----------------------------------------------------------------------------------
+
+inline const char* setting(const char* name) {
+  const char* const value = std::getenv(name);
+  return value != nullptr && *value != '\0' ? value : nullptr;
+}
+
+// What ATTENTION_EMULATOR_ARCH names, or sm_90. Read at each launch.
+struct Device {
+  int arch;
+  size_t shared_limit;  // that a block may ask for; 0 for an unknown device
+
+  static Device emulated() {
+    const char* const name = setting("ATTENTION_EMULATOR_ARCH");
+    const int arch = name == nullptr ? 90 : std::atoi(name);
+    for (const auto& [known, kilobytes] : {std::pair{70, 96},
+                                           {75, 64},
+                                           {80, 163},
+                                           {86, 99},
+                                           {87, 163},
+                                           {89, 99},
+                                           {90, 227},
+                                           {100, 227},
+                                           {103, 227},
+                                           {120, 99}}) {
+      if (arch == known) return {arch, size_t(kilobytes) * 1024};
+    }
+    return {arch, 0};
+  }
+};
+
+// Reads the environment into the launch. Returns what is wrong with it, or "".
+inline std::string read_settings(Launch& launch, uint64_t& workers) {
+  const auto wrong = [](const char* name, const char* value, const char* expected) {
+    return std::string(name) + " is `" + value + "`: it takes " + expected;
+  };
+  char* end = nullptr;
+  const Device device = Device::emulated();
+  launch.arch = device.arch;
+  launch.shared_limit = device.shared_limit;
+  if (launch.shared_limit == 0) {
+    return wrong("ATTENTION_EMULATOR_ARCH", setting("ATTENTION_EMULATOR_ARCH"),
+                 "70, 75, 80, 86, 87, 89, 90, 100, 103 or 120");
+  }
+  if (const char* const value = setting("ATTENTION_EMULATOR_POISON")) {
+    launch.poison = static_cast<uint32_t>(std::strtoul(value, &end, 16));
+    if (*end != '\0') return wrong("ATTENTION_EMULATOR_POISON", value, "a hexadecimal word");
+  }
+  if (const char* const value = setting("ATTENTION_EMULATOR_ORDER")) {
+    if (std::strncmp(value, "shuffle:", 8) == 0 && value[8] >= '0' && value[8] <= '9') {
+      launch.order = Launch::kShuffle;
+      launch.seed = std::strtoull(value + 8, &end, 10);
+    } else if (std::strcmp(value, "reverse") == 0) {
+      launch.order = Launch::kReverse;
+    } else {
+      return wrong("ATTENTION_EMULATOR_ORDER", value, "reverse or shuffle:<seed>");
+    }
+    if (launch.order == Launch::kShuffle && *end != '\0')
+      return wrong("ATTENTION_EMULATOR_ORDER", value, "reverse or shuffle:<seed>");
+  }
+  launch.tick_limit = static_cast<unsigned>(kTimeout * kTicksPerSecond);
+  if (const char* const value = setting("ATTENTION_EMULATOR_TIMEOUT")) {
+    const double ticks = std::strtod(value, &end) * kTicksPerSecond;
+    if (*end != '\0' || !(ticks >= 0 && ticks < 1e9))
+      return wrong("ATTENTION_EMULATOR_TIMEOUT", value, "a number of seconds, or 0 for no limit");
+    launch.tick_limit = static_cast<unsigned>(std::ceil(ticks));
+  }
+  workers = std::thread::hardware_concurrency();
+  if (const char* const value = setting("ATTENTION_EMULATOR_THREADS")) {
+    workers = std::strtoul(value, &end, 10);
+    if (*end != '\0' || workers == 0 || *value == '-')
+      return wrong("ATTENTION_EMULATOR_THREADS", value, "a number of OS threads");
+  }
+  return "";
+}
+
+// ---- Blocks -------------------------------------------------------------------------------------
+
+// The order in which blocks start: CUDA promises none, so a kernel whose blocks depend on each
+// other is wrong in one of these. Ascending, unless ATTENTION_EMULATOR_ORDER says otherwise.
+struct BlockOrder {
+  uint64_t blocks, step = 1, offset = 0;
+
+  BlockOrder(const Launch& launch, uint64_t count) : blocks(count) {
+    if (launch.order == Launch::kReverse) {
+      step = offset = blocks - 1;
+    } else if (launch.order == Launch::kShuffle) {
+      const uint64_t hash = (launch.seed + 1) * 0x9e3779b97f4a7c15u;
+      offset = hash % blocks;
+      step = (hash >> 20) % blocks;
+      while (std::gcd(step, blocks) != 1) ++step;
+    }
+  }
+
+  uint64_t operator[](uint64_t place) const {
+    return static_cast<uint64_t>((static_cast<unsigned __int128>(place) * step + offset) % blocks);
+  }
+};
+
+// The blocks of a launch, run by any number of OS threads. Each is run to its end, so the first one
+// in their order that fails is always the same.
+struct GridRun {
+  const Launch& launch;
+  const uint64_t blocks;
+  const BlockOrder order;
+  std::atomic<uint64_t> next{0};
+  std::mutex mutex;
+  uint64_t failed;  // the place in the order
+  cudaError_t error = cudaSuccess;
+  std::string message;
+
+  explicit GridRun(const Launch& l)
+      : launch(l),
+        blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
+        order(l, blocks),
+        failed(blocks) {}
+
+  void fail(uint64_t place, cudaError_t code, const std::string& what) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    next = blocks;
+    if (error != cudaSuccess && place >= failed) return;
+    failed = place;
+    error = code;
+    message = what;
+  }
+
+  void work() {
+    Block* block = nullptr;
+    try {
+      block = Blocks::instance().acquire();
+      block->prepare(launch);
+      const SignalStack signal_stack(*block);
+      std::optional<Ticker> ticker;
+      if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
+      for (uint64_t place; (place = next++) < blocks;) {
+        if (!block->run(order[place])) fail(place, block->error, block->message);
+      }
+      if (block->stacks_overflowed())
+        fail(blocks, cudaErrorLaunchFailure, "a thread's stack overflowed");
+    } catch (const std::exception& exception) {
+      fail(blocks, cudaErrorMemoryAllocation, exception.what());
+    }
+    if (block != nullptr) Blocks::instance().release(block);
+  }
+
+  // For std::thread, whose template instances are visible to other libraries whatever their
+  // arguments: none of ours.
+  static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
+};
+
+// Checks a launch as the CUDA runtime does, and runs it.
+inline cudaError_t run_launch(Launch launch) {
+  const dim3 grid = launch.grid, block = launch.block;
+  const auto report = [](cudaError_t code, const std::string& message) {
+    return Blocks::instance().report(code, message);
+  };
+  uint64_t workers = 1;
+  if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
+    return report(emulatorErrorSetting, wrong);
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads || block.z > 64) {
+    return report(cudaErrorInvalidConfiguration,
+                  "a block of " + text(block) + " threads: 1 to 1024 are possible");
+  }
+  if (grid.x - 1 >= 0x7fffffff || grid.y - 1 >= 65535 ||
+      grid.z - 1 >= 65535) {  // 0 - 1 is the largest of all
+    return report(cudaErrorInvalidConfiguration,
+                  "a grid of " + text(grid) + " blocks is not possible");
+  }
+  if (launch.dynamic_shared > launch.shared_limit) {
+    return report(cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
+                                             " bytes of dynamic shared memory are more than the " +
+                                             std::to_string(launch.shared_limit) +
+                                             " of the emulated device");
+  }
+  [[maybe_unused]] static const bool handling = [] {
+    catch_faults();
+    handle(tick_signal(), on_tick, SA_RESTART);
+    return true;
+  }();
+  const InterruptCounter counter;
+  launch.interrupts = interrupts.count;
+
+  GridRun run(launch);
+  std::vector<std::thread> others;
+  try {
+    while (others.size() + 1 < std::min(workers, run.blocks)) {
+      others.emplace_back(&GridRun::thread_main, static_cast<void*>(&run));
+    }
+  } catch (const std::system_error&) {  // as many threads as there can be
+  }
+  run.work();
+  for (std::thread& other : others) other.join();
+  return report(run.error, run.message);
+}
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

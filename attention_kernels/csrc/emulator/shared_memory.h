@@ -1,0 +1,202 @@
+// Shared memory: the dynamic part between pages that nobody may access, and the static arrays.
+
+#pragma once
+
+#include <link.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "fiber.h"
+
+extern "C" void* __tls_get_addr(size_t* index);
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+#ifdef ATTENTION_EMULATOR_ASAN
+constexpr size_t kRedzone = 0;  // the sanitizer's own is better
+#else
+constexpr size_t kRedzone = 1024;
+#endif
+
+// Kernels miscount dynamic shared memory by whole tiles: what lies within this many bytes of it is
+// inaccessible. Whole pages of any size, as is the most that a block gets.
+constexpr size_t kGuardBytes = 1024 * 1024;
+constexpr size_t kSharedBytes = 256 * 1024;
+
+constexpr size_t kSharedAlignment = 128;  // of dynamic shared memory
+
+// What shared memory holds before anyone writes to it: a NaN as float, double, __half and bfloat16.
+// A finite word in ATTENTION_EMULATOR_POISON replaces it: results that differ between two poisons
+// have read what nobody wrote, also where fmaxf() or a comparison swallows a NaN.
+constexpr uint32_t kPoison = 0x7ff47ff4;
+
+// Where this library's code and thread-local storage are. `__shared__` arrays are static
+// thread_local, and nothing else in a version's library is: they are that storage. A program's own
+// (a test's, say) holds others', so it is left alone.
+struct Library {
+  size_t tls_module = 0;
+  size_t tls_bytes = 0;
+  uintptr_t code = 0;
+  size_t code_bytes = 0;
+
+  static const Library& instance() {
+    static const Library found = [] {
+      Library result;
+      dl_iterate_phdr(
+          [](dl_phdr_info* info, size_t, void* data) {
+            static const char here = 0;
+            bool ours = false;
+            Library library;
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+              const auto& part = info->dlpi_phdr[i];
+              const uintptr_t address = info->dlpi_addr + part.p_vaddr;
+              if (part.p_type == PT_LOAD)
+                ours |= reinterpret_cast<uintptr_t>(&here) - address < part.p_memsz;
+              if (part.p_type == PT_LOAD && (part.p_flags & PF_X) != 0) {
+                library.code = address;
+                library.code_bytes = part.p_memsz;
+              }
+              if (part.p_type == PT_TLS) library.tls_bytes = part.p_memsz;
+            }
+            if (!ours) return 0;
+            library.tls_module = info->dlpi_tls_modid;
+            if (reinterpret_cast<uintptr_t>(info->dlpi_phdr) == getauxval(AT_PHDR))
+              library.tls_bytes = 0;
+            *static_cast<Library*>(data) = library;
+            return 1;
+          },
+          &result);
+      return result;
+    }();
+    return found;
+  }
+
+  // The calling OS thread's copy of the arrays.
+  unsigned char* static_shared() const {
+    size_t index[] = {tls_module, 0};  // the ABI's tls_index
+    return tls_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
+  }
+};
+
+// The shared memory of one block at a time.
+//
+// Dynamic shared memory ends where a page ends, but for what its alignment takes: an access past
+// its end faults there and then. What lies before it, and in that remainder, holds poison, which is
+// looked at when the block has ended.
+struct SharedMemory {
+  unsigned char* memory = nullptr;  // the pages that are open: before, dynamic, remainder
+  size_t open_bytes = 0;
+  size_t dynamic_bytes = 0;
+  unsigned char* dynamic = nullptr;
+  unsigned char* fixed = nullptr;  // the static arrays of the calling OS thread
+  bool counted = false;
+
+  // Makes room for a launch.
+  void open(size_t bytes) {
+    if (memory == nullptr) {
+      void* const pages = mmap(nullptr, kSharedBytes + 2 * kGuardBytes, PROT_NONE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (pages == MAP_FAILED) throw std::bad_alloc();
+      memory = static_cast<unsigned char*>(pages) + kGuardBytes;
+    }
+    const size_t page = sysconf(_SC_PAGESIZE);
+    const size_t aligned = (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+    const size_t needed = (kRedzone + aligned + page - 1) / page * page;
+    if (needed != open_bytes) {
+      if (mprotect(memory, needed, PROT_READ | PROT_WRITE) != 0 ||
+          mprotect(memory + needed, kSharedBytes - needed, PROT_NONE) != 0) {
+        throw std::bad_alloc();
+      }
+      open_bytes = needed;
+    }
+    dynamic = memory + needed - aligned;
+    dynamic_bytes = bytes;
+#ifdef ATTENTION_EMULATOR_ASAN  // its report comes before the fault
+    __asan_poison_memory_region(memory - kGuardBytes, kSharedBytes + 2 * kGuardBytes);
+    __asan_unpoison_memory_region(dynamic, bytes);
+#endif
+    fixed = Library::instance().static_shared();
+    counted = false;
+  }
+
+  // What a block finds.
+  void poison(uint32_t word) {
+#ifdef ATTENTION_EMULATOR_ASAN
+    fill(dynamic, dynamic_bytes, word);
+#else
+    fill(memory, open_bytes, word);
+#endif
+    fill(fixed, Library::instance().tls_bytes, word);
+  }
+
+  static void fill(unsigned char* memory, size_t bytes, uint32_t word) {
+    const size_t whole = bytes & ~size_t{3};
+    for (size_t i = 0; i < whole; i += 4) std::memcpy(memory + i, &word, 4);
+    if (whole < bytes) std::memcpy(memory + whole, &word, bytes - whole);
+  }
+
+  bool has(const void* address) const {
+    const auto within = [&](const unsigned char* start, size_t bytes) {
+      return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
+    };
+    return within(dynamic, dynamic_bytes) || within(fixed, Library::instance().tls_bytes);
+  }
+
+  // Whether an address is in or near dynamic shared memory.
+  bool is_near(uintptr_t address) const {
+    return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <
+           kSharedBytes + 2 * kGuardBytes;
+  }
+
+  // "byte 256 of 256 bytes of dynamic shared memory"
+  std::string describe(uintptr_t address) const {
+    const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(dynamic));
+    return "byte " + std::to_string(offset) + " of " + std::to_string(dynamic_bytes) +
+           " bytes of dynamic shared memory";
+  }
+
+  // The first byte around dynamic shared memory that is not poison any more, or null.
+  const unsigned char* overwritten([[maybe_unused]] uint32_t word) const {
+#ifndef ATTENTION_EMULATOR_ASAN
+    const auto* const expected = reinterpret_cast<const unsigned char*>(&word);
+    const auto first_other = [&](const unsigned char* from, const unsigned char* end) {
+      // All of it is poison where the first word is and each byte is like the one 4 before.
+      if (end - from > 4 && std::memcmp(from, expected, 4) == 0 &&
+          std::memcmp(from, from + 4, end - from - 4) == 0) {
+        return end;
+      }
+      while (from < end && *from == expected[(from - memory) % 4]) ++from;
+      return from;
+    };
+    const unsigned char* const before = first_other(memory, dynamic);
+    if (before != dynamic) return before;
+    const unsigned char* const end = memory + open_bytes;
+    const unsigned char* const after = first_other(dynamic + dynamic_bytes, end);
+    if (after != end) return after;
+#endif
+    return nullptr;
+  }
+
+  // The bytes of static arrays that the first block has written to. The arrays of all kernels of
+  // the library lie together: a kernel's own are those.
+  size_t count_fixed(uint32_t word) const {
+    size_t used = 0;
+    for (size_t at = 0; fixed != nullptr && at + 4 <= Library::instance().tls_bytes; at += 4)
+      used += std::memcmp(fixed + at, &word, 4) == 0 ? 0 : 4;
+    return used;
+  }
+};
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

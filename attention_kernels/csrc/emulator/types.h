@@ -1,0 +1,107 @@
+// The types of CUDA that a launch and its errors are made of, and vectors.
+
+#pragma once
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#pragma GCC visibility push(hidden)
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+  constexpr operator uint3() const { return {x, y, z}; }
+};
+
+// clang-format off
+#define ATTENTION_EMULATOR_ERRORS(X)                                                    \
+  X(cudaSuccess, 0, "no error")                                                         \
+  X(cudaErrorInvalidValue, 1, "invalid argument")                                       \
+  X(cudaErrorMemoryAllocation, 2, "out of memory")                                      \
+  X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")                 \
+  X(cudaErrorInvalidDeviceFunction, 98, "invalid device function")                      \
+  X(cudaErrorInvalidDevice, 101, "invalid device ordinal")                              \
+  X(cudaErrorNoKernelImageForDevice, 209, "no kernel image is available for execution") \
+  X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered")           \
+  X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch")      \
+  X(cudaErrorLaunchTimeout, 702, "the launch timed out and was terminated")             \
+  X(cudaErrorAssert, 710, "device-side assert triggered")                               \
+  X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
+  X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
+  X(cudaErrorNotSupported, 801, "operation not supported")                              \
+  X(cudaErrorUnknown, 999, "unknown error")                                             \
+  X(emulatorErrorSetting, 10000, "a setting of the emulator is wrong")
+// clang-format on
+
+enum cudaError_t {
+#define X(name, code, text) name = code,
+  ATTENTION_EMULATOR_ERRORS(X)
+#undef X
+};
+
+// ---- Vectors ------------------------------------------------------------------------------------
+
+#define ATTENTION_EMULATOR_VECTORS(name, type)                                           \
+  struct name##1 { type x; };                                                            \
+  struct alignas(2 * sizeof(type)) name##2 { type x, y; };                               \
+  struct alignas(sizeof(type) < 4 ? 4 * sizeof(type) : 16) name##4 { type x, y, z, w; }; \
+  constexpr name##1 make_##name##1(type x) { return {x}; }                               \
+  constexpr name##2 make_##name##2(type x, type y) { return {x, y}; }                    \
+  constexpr name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
+
+ATTENTION_EMULATOR_VECTORS(char, signed char)
+ATTENTION_EMULATOR_VECTORS(uchar, unsigned char)
+ATTENTION_EMULATOR_VECTORS(short, short)
+ATTENTION_EMULATOR_VECTORS(ushort, unsigned short)
+ATTENTION_EMULATOR_VECTORS(int, int)
+ATTENTION_EMULATOR_VECTORS(uint, unsigned)
+ATTENTION_EMULATOR_VECTORS(longlong, long long)
+ATTENTION_EMULATOR_VECTORS(ulonglong, unsigned long long)
+ATTENTION_EMULATOR_VECTORS(float, float)
+ATTENTION_EMULATOR_VECTORS(double, double)
+
+struct int3 {
+  int x, y, z;
+};
+struct float3 {
+  float x, y, z;
+};
+constexpr int3 make_int3(int x, int y, int z) { return {x, y, z}; }
+constexpr uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
+
+namespace attention::emulator {
+
+inline std::string text(uint3 v) {
+  char buffer[40];
+  std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
+  return buffer;
+}
+
+// A line of a kernel's source, where a thread waits or fails.
+struct Site {
+  const char* name;
+  const char* file;
+  int line;
+
+  std::string place() const {
+    const char* const slash = std::strrchr(file, '/');
+    return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
+  }
+  std::string text() const { return name + ("() at " + place()); }
+};
+
+// The source line of the caller, as default arguments of the function that is called.
+#define ATTENTION_EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+#define ATTENTION_EMULATOR_INLINE __attribute__((always_inline)) inline
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

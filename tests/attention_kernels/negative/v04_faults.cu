@@ -1,0 +1,59 @@
+// v04 - one kernel with many faults
+//
+// Change: seqlen chooses the fault; each is the line that ends with its number.
+// Why:    a negative control: the emulator must end each of them and name block, thread and line.
+// Cost:   none.
+// Tile:   none, block 64
+// Layout: contiguous
+// Flags:  (none)
+// Expect: an error for every fault but the first, which is none.
+
+#include <cassert>
+#include <cstdlib>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+__device__ void store(float* to, int i) { to[i] = 1.0f; }
+
+__global__ void faults(float* o, int fault) {
+  ATTENTION_DYNAMIC_SHARED(float, smem);
+  __shared__ float s_fixed[64];
+  __shared__ float s_next[64];
+  volatile float* const g_volatile = o;
+  smem[threadIdx.x] = 1.0f;
+  s_fixed[threadIdx.x] = s_next[threadIdx.x] = 0.0f;
+  if (fault == 20 && threadIdx.x >= 32) return;
+  __syncthreads();
+  while (fault == 2) g_volatile[0] = g_volatile[0] + 1.0f;                  // 2
+  while (fault == 3) __syncthreads();                                       // 3
+  if (fault == 4) smem[100000] = 1.0f;                                      // 4
+  if (fault == 5) smem[-100000] = 1.0f;                                     // 5
+  if (fault == 6) static_cast<volatile float*>(nullptr)[fault] = 1.0f;      // 6
+  if (fault == 7 && threadIdx.x == 0) __syncthreads();                      // 7
+  if (fault == 8 && threadIdx.x == 9) s_fixed[threadIdx.x + 55] = 1.0f;     // 8
+  if (fault == 9 && threadIdx.x == 9) *(s_fixed + 8 * threadIdx.x) = 1.0f;  // 9
+  if (fault == 10) reinterpret_cast<float2*>(smem + 1)[0].x = 1.0f;         // 10
+  if (fault == 11) smem[0] = reinterpret_cast<float4*>(o + 2)[0].y;         // 11
+  if (fault == 12 && threadIdx.x == 40) smem[64] = 1.0f;                    // 12
+  if (fault == 13) assert(threadIdx.x < 32);                                // 13
+  if (fault == 14) __trap();                                                // 14
+  if (fault == 15) std::exit(3);                                            // 15
+  if (fault == 16) abort();                                                 // 16
+  if (fault == 17) store(s_fixed, 64 + threadIdx.x);
+  // A race: blocks start in any order.
+  if (fault == 18 && blockIdx.x % 2 == 1) smem[threadIdx.x] = o[32 * (blockIdx.x - 1)];
+  __syncthreads();
+  if (threadIdx.x < 32) o[blockIdx.x * 32 + threadIdx.x] = smem[threadIdx.x];
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  if (params.seqlen == 19) std::exit(3);
+  return launch_kernel(faults, params.batch * params.seqlen, 64, 64 * sizeof(float), stream,
+                       static_cast<float*>(params.o), params.seqlen);
+}
+
+}  // namespace attention::ATTENTION_VERSION
