@@ -26,14 +26,10 @@
 #include <utility>
 #include <vector>
 
-#include "common.cuh"
+#include "attention.h"
+#include "emulator/cuda_emulator.h"
 
 namespace attention {
-
-namespace ATTENTION_VERSION {
-int64_t scratch_floats(const Params& params);
-cudaError_t launch(const Params& params, cudaStream_t stream);
-}  // namespace ATTENTION_VERSION
 
 namespace {
 
@@ -389,9 +385,9 @@ int main(int, char** arguments) {
   params.o = tensor(bytes);
   params.o_strides = strides(row);
   params.scratch = static_cast<float*>(
-      tensor(sizeof(float) * std::max<int64_t>(1, ATTENTION_VERSION::scratch_floats(params))));
+      tensor(sizeof(float) * std::max<int64_t>(1, version.scratch_floats(params))));
 
-  const cudaError_t error = ATTENTION_VERSION::launch(params, nullptr);
+  const auto error = static_cast<cudaError_t>(version.launch(params, nullptr));
   if (error != cudaSuccess) {
     std::printf("error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
     return 1;
