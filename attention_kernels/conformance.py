@@ -1,8 +1,10 @@
 """The conformance suite: what a backend must get right before anyone times it.
 
-It is library code, so that others can hold their own backends to it. Inputs are normal at three
-scales, from a flat to a peaky softmax; lengths lie on and beside tile edges; q, k and v are strided
-views of one fused projection, as GPT-2 hands them over.
+It is library code, so that others can hold their own backends to it. cases.py says what a backend
+is tried on, reference.py how far off it may be.
+
+A kernel gets tensors that the reference is not computed from: copies of the inputs are made before
+the call, and an input that changed is a failure.
 """
 
 from __future__ import annotations
@@ -10,151 +12,136 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
-import os
+import itertools
+import math
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_kernels import ladder
+from attention_kernels.cases import (
+    LENGTHS,
+    SCALES,
+    Case,
+    DecodeCase,
+    cases,
+    decode_cases,
+    every_length,
+    hard_cases,
+    random_cases,
+)
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,
+    KernelError,
+    OutputError,
     UnavailableBackendError,
     UnsupportedError,
 )
-from attention_kernels.reference import (
-    Verdict,
-    check_precision,
-    extent,
-    judge,
-    measure,
-    naive_error,
-    reference_attention,
-)
+from attention_kernels.reference import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.registry import BackendSpec
 
-SCALES = (0.02, 1.0, 8.0)
+__all__ = [
+    "KERNEL_ERRORS",
+    "LENGTHS",
+    "SCALES",
+    "Case",
+    "DecodeCase",
+    "Failure",
+    "Report",
+    "cases",
+    "decode_verdict",
+    "describe_error",
+    "future_leaks",
+    "poison_freed_memory",
+    "repeat",
+    "run_case",
+    "verify",
+]
+
 # What a kernel that fails may raise: a failure of its own, and of nothing else.
 KERNEL_ERRORS = (AttentionError, RuntimeError, ValueError, TypeError)
 # After so many cases that fail the suite ends: more would say nothing new.
 MOST_FAILURES = 20
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
+# How often one small case is run. A fault in one call of a thousand, at random, is missed with
+# probability 0.999^5000 = 0.7 %; emulated, where a call takes milliseconds, 0.999^200 = 82 %.
+REPEATS, EMULATED_REPEATS = 5000, 200
+THREADS = (1, 2, 5)
+# How many of the cases come before the other checks. The cases are sorted by their work.
+CHEAP = 200
+# A case, or the name of what else is checked; how; a string says what is wrong.
+_Check = tuple["Case | DecodeCase | str", Callable[[], "Verdict | str | None"]]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One input of the suite; two cases that are equal have equal inputs."""
+class Inputs:
+    """The tensors of one call, which the kernel cannot reach, and the copies that it is given."""
 
-    seqlen: int
-    head_dim: int
-    scale: float = 1.0
-    batch: int = 1
-    num_heads: int = 2
-    is_causal: bool = True
-    softmax_scale: float | None = None
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
+    def __init__(self, **tensors: Tensor) -> None:
+        self.kept = tensors
+        self.given = {name: _copy(x) for name, x in tensors.items()}
 
-    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as views of a fused (batch, seqlen, 3, num_heads, head_dim) projection.
+    def fault(self, o: Tensor) -> str:
+        """Say what the call did to its inputs, or that `o` is one; empty if neither."""
+        for name, x in self.given.items():
+            if o.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                return f"its output shares the memory of its input {name}"
+        return self.changed()
 
-        Drawn on the CPU, so that every device gets the same numbers.
-        """
-        shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        qkv = torch.randn(shape, generator=generator) * self.scale
-        q, k, v = qkv.to(device=device, dtype=self.dtype).unbind(2)
-        return q, k, v
-
-    def __str__(self) -> str:
-        """The parameters that tell this case from the others."""
-        kind = "causal" if self.is_causal else "full"
-        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
-        return (
-            f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{self.num_heads} heads, {kind}, scale {self.scale}, {softmax}"
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
-        )
+    def changed(self) -> str:
+        """Say which input changed, bit by bit; empty if none did."""
+        for name, x in self.given.items():
+            differs = _bits(x) != _bits(self.kept[name])
+            if differs.any():
+                where = f": {extent(differs)}" if differs.dim() == 4 else ""
+                return f"it changed its input {name}{where}"
+        for name, x in self.given.items():
+            if not torch.equal(_bits(_storage(x)), _bits(_storage(self.kept[name]))):
+                return f"it wrote beside its input {name}, between rows or around them"
+        return ""
 
 
-def cases(
-    head_dims: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    seed: int = 0,
-) -> Iterator[Case]:
-    """Every length with every head_dim and scale; batch 3 and full attention where it is cheap."""
-    for seqlen in lengths:
-        for head_dim in head_dims:
-            for scale in SCALES:
-                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            if seqlen <= 200:
-                heads = 12 if seqlen == 33 else 3  # GPT-2's, once
-                yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
-                yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
-                yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
+def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
+    """Run one case; an input that changed makes the verdict a failure.
+
+    Raises what BackendSpec.attention() and decode() raise.
+    """
+    precision = spec.precisions[dtype_name(case.dtype)]
+    if isinstance(case, DecodeCase):
+        return _run_decode(spec, case, device, precision)
+    inputs, o = _attention(spec, case, device)
+    if fault := inputs.fault(o):
+        return Verdict(math.inf, math.inf, math.inf, fault=fault)
+    return _truth(inputs, case).judge(o, precision)
 
 
-def run_case(spec: BackendSpec, case: Case, device: torch.device | str) -> Verdict:
-    """Run one case."""
-    q, k, v = case.inputs(device)
-    poison_freed_memory(q)
-    o = spec.attention(q, k, v, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
-    return judge(
-        o,
-        q,
-        k,
-        v,
-        case.softmax_scale,
-        case.is_causal,
-        precision=spec.precisions[dtype_name(case.dtype)],
-        naive_floor=naive_floor(case, str(device)),
-    )
+def decode_verdict(
+    spec: BackendSpec, device: torch.device | str, head_dim: int, dtype: torch.dtype, seed: int = 0
+) -> Verdict:
+    """Run the fixed decode case of a head_dim and dtype."""
+    return run_case(spec, DecodeCase(head_dim, dtype, seed), device)
 
 
 def poison_freed_memory(like: Tensor) -> None:
-    """Free NaN of an output's size, in as many pieces as copies of inputs may take, too.
+    """Free several blocks of NaN of an output's size.
 
-    An allocator that gives it back, as CUDA's does, makes what a kernel does not write show. The
-    CPU emulator fills every output with NaN itself.
+    An allocator that hands one of them to the kernel, as CUDA's does, makes what the kernel does
+    not write show. Several, because copies of the inputs may take some. The CPU emulator itself
+    fills every output with NaN.
     """
     block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
     poison = [block.clone() for _ in range(6)]
     del block, poison
 
 
-@functools.cache
-def naive_floor(case: Case, device: str) -> float:
-    """Plain PyTorch's largest error over 16 draws of a small case; 0 for a large one.
-
-    One draw of a few rows may be exact by luck, and a budget of twice nothing would fail any kernel
-    that sums in another order.
-    """
-    if case.seqlen > 65:
-        return 0.0
-    errors = []
-    for seed in range(16):
-        q, k, v = dataclasses.replace(case, seed=1000 + seed).inputs(device)
-        errors.append(naive_error(q, k, v, case.softmax_scale, case.is_causal))
-    return max(errors)
-
-
 def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
-    """Whether keys and values from position `cut` on change any earlier row by a bit: what is seen
-    then, in a phrase; None for nothing.
+    """Return how keys and values from position `cut` on change an earlier row, None if no bit does.
 
-    An output that is not finite, or not the same twice, is told as that: it differs anyway.
+    An output that is not finite, or not the same twice, is reported as that: it differs anyway.
     """
     q, k, v = case.inputs(device)
     before = spec.attention(q, k, v)
@@ -177,6 +164,35 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
     return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
 
 
+def repeat(spec: BackendSpec, case: Case, device: torch.device | str, times: int) -> str | None:
+    """Call a backend many times with two inputs in turn; return the first thing that goes wrong.
+
+    For state that calls share (a cached answer, one buffer for all outputs) and for faults that
+    are rare. Two outputs of one input may differ, but each is judged.
+    """
+    precision = spec.precisions[dtype_name(case.dtype)]
+    sides = []
+    for seed in (case.seed, case.seed + 1):
+        one = dataclasses.replace(case, seed=seed)
+        inputs, o = _attention(spec, one, device)
+        sides.append((inputs, _truth(inputs, one), o, o.clone()))
+    for call in range(2, times):
+        inputs, right, first, copy = sides[call % 2]
+        poison_freed_memory(first)
+        o = _call(spec, case, inputs)
+        if call == 2 or not torch.equal(o, copy):
+            verdict = right.judge(o, precision)
+            if not verdict.passed:
+                return f"call {call + 1} of {times}: {verdict}"
+    for inputs, right, first, copy in sides:
+        if not torch.equal(_bits(first), _bits(copy)):
+            return "a later call changed an output that it had returned"
+        verdict = right.judge(first, precision)
+        if fault := inputs.changed() or ("" if verdict.passed else str(verdict)):
+            return fault
+    return None
+
+
 @dataclass(frozen=True)
 class Failure:
     """What was checked, and what is wrong with it, a phrase each."""
@@ -185,35 +201,56 @@ class Failure:
     why: str
 
     def __str__(self) -> str:
-        """Both."""
+        """Return both."""
         return f"{self.what}: {self.why}"
 
 
 @dataclass
 class Report:
-    """What verify() found.
+    """What verify() found."""
 
-    cases: how many of the suite's `total` ran; failed: how many of them failed; stopped: whether
-    the rest did not run, after MOST_FAILURES or a kernel that does not end. failures: theirs and
-    those of the other checks, which come first. killed: whether a signal ended the process that the
-    kernel ran in.
-    refusals: what the backend does not take here. worst: the case nearest to its budget, or
-    farthest over it.
-    """
-
+    seed: int = 0
     total: int = 0
+    """How many cases the suite has."""
     cases: int = 0
+    """How many of them ran."""
     failed: int = 0
+    """How many of those failed."""
     stopped: bool = False
+    """Whether the rest did not run: too many failed, or a kernel did not end."""
     killed: bool = False
+    """Whether a signal ended the process that the kernel ran in."""
     failures: list[Failure] = field(default_factory=list)
+    """Of the cases and, before them, of the other checks."""
     refusals: list[str] = field(default_factory=list)
-    worst: tuple[Case, Verdict] | None = None
+    """What the backend does not take here."""
+    worst: tuple[Case | DecodeCase, Verdict] | None = None
+    """The case nearest to its budget, or farthest over it."""
 
     @property
     def passed(self) -> bool:
         """Whether something ran and nothing failed."""
         return self.cases > 0 and not self.failures
+
+
+def suite(
+    spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
+) -> list[Case | DecodeCase]:
+    """Return every case for a backend, the cheap ones first."""
+    is_emulated = device in spec.emulated_on
+    head_dims = spec.head_dims or (32, 64, 128)
+    drawn_head_dims = spec.head_dims or (*head_dims, 80, 96)
+    usual = 64 if 64 in head_dims else head_dims[0]
+    found = [case for dtype in dtypes for case in cases(head_dims, dtype, seed=seed)]
+    for dtype in dtypes:
+        found += hard_cases(usual, dtype, seed, is_emulated=is_emulated)
+    found += every_length(drawn_head_dims, dtypes, seed)
+    found += random_cases(drawn_head_dims, dtypes, seed, is_emulated=is_emulated)
+    found.sort(key=lambda case: case.work)
+    decoding: list[DecodeCase] = []
+    if spec.has_decode(device):
+        decoding += decode_cases(drawn_head_dims, dtypes, seed, is_emulated=is_emulated)
+    return [*found[: CHEAP // 2], *decoding, *found[CHEAP // 2 :]]
 
 
 def verify(
@@ -222,145 +259,157 @@ def verify(
     *,
     dtypes: tuple[str, ...] = (),
     seed: int = 0,
+    max_failures: int = MOST_FAILURES,
     progress: bool = False,
     on_check: Callable[[str], object] = lambda _: None,
 ) -> Report:
-    """Run the whole suite on one backend: every case, the future against the past, decoding.
+    """Run the whole suite on one backend: the cases, the future against the past, repeated calls.
 
-    dtypes: names out of spec.dtypes, none for all. on_check: called with the name of each check
-    before it runs. A case that the backend refuses is told as such; one that raises anything else
-    is a failure. Raises UnavailableBackendError where it cannot run or be built, and ArgumentError
-    for a seed that is none.
+    dtypes: names out of spec.dtypes, none for all. max_failures: after how many failures to stop.
+    on_check: called with the name of each check before it runs. A case that the backend refuses is
+    reported as such; one that raises anything else is a failure. Raises UnavailableBackendError
+    where the backend cannot run or be built, and ArgumentError for a bad seed.
     """
     check_precision()
-    if not 0 <= seed < 2**63:
-        raise ArgumentError(f"the seed must be between 0 and 2^63 - 1, not {seed}")
+    if not 0 <= seed < 2**62:
+        raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
-    head_dims = spec.head_dims or (32, 64, 128)
     wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
-    suite = [case for dtype in wanted for case in cases(head_dims, dtype, seed=seed)]
-    report = Report(total=len(suite))
+    todo = suite(spec, device, wanted, seed)
+    checks: list[_Check] = [
+        (case, functools.partial(run_case, spec, case, device)) for case in todo
+    ]
+    checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted, seed)
+    report = Report(seed=seed, total=len(todo))
     # Lengths that are refused. One may be the length's own; after two of them it is the head_dim's.
-    refused: dict[tuple[torch.dtype, int], set[int]] = {}
-    for case in tqdm(suite, spec.name, unit="case", disable=None if progress else True):
-        lengths = refused.setdefault((case.dtype, case.head_dim), set())
-        if len(lengths) > 1 or case.seqlen in lengths:
+    refused: dict[object, set[int]] = {}
+    more: list[Failure] = []
+    for what, check in tqdm(checks, spec.name, unit="check", disable=None if progress else True):
+        length, key = 0, None
+        if not isinstance(what, str):
+            length = what.seqlen if isinstance(what, Case) else what.max_seqlen
+            key = type(what), what.dtype, what.head_dim
+        lengths = refused.setdefault(key, set())
+        if len(lengths) > 1 or length in lengths:
             continue
-        if report.failed == MOST_FAILURES:
+        if len(report.failures) + len(more) >= max_failures:
             report.stopped = True
             break
-        on_check(str(case))
+        on_check(str(what))
         try:
-            verdict = run_case(spec, case, device)
+            found = check()
         except UnavailableBackendError:
             raise
         except UnsupportedError as error:
-            lengths.add(case.seqlen)
-            what = f"seqlen {case.seqlen}, head_dim {case.head_dim}, {dtype_name(case.dtype)}"
-            report.refusals.append(f"{what}: {_OP.sub('', '; '.join(error.reasons))}")
+            if not isinstance(what, str):
+                lengths.add(length)
+                refusal = f"seqlen {length}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
+                report.refusals.append(f"{refusal}: {_OP.sub('', '; '.join(error.reasons))}")
             continue
         except KERNEL_ERRORS as error:
             why = describe_error(error)
         else:
-            why = "" if verdict.passed else str(verdict)
-            if report.worst is None or verdict.nearness > report.worst[1].nearness:
-                report.worst = case, verdict
-        report.cases += 1
+            if isinstance(found, Verdict):
+                why = "" if found.passed else str(found)
+            else:
+                why = found or ""
+            if isinstance(found, Verdict) and not isinstance(what, str):
+                nearest = report.worst[1].nearness if report.worst else -1.0
+                report.worst = (what, found) if found.nearness > nearest else report.worst
+        failures = more if isinstance(what, str) else report.failures
+        report.cases += failures is report.failures
         if why:
-            report.failed += 1
-            report.failures.append(Failure(str(case), why))
+            failures.append(Failure(str(what), why))
+            report.failed += failures is report.failures
         if "cudaErrorLaunchTimeout" in why:  # as would all others, each after as long
             report.stopped = True
-            return report
-    more = []
-    for case in (Case(100, head_dim, dtype=d, seed=seed) for d in wanted for head_dim in head_dims):
-        if len(refused[case.dtype, case.head_dim]) < 2:
-            for what, check in _more_checks(spec, case, device):
-                on_check(what)
-                try:
-                    wrong = check()
-                except UnavailableBackendError:
-                    raise
-                except KERNEL_ERRORS as error:
-                    wrong = describe_error(error)
-                if wrong:
-                    more.append(Failure(what, wrong))
+            break
     report.failures = more + report.failures  # these say most
     return report
 
 
 def _more_checks(
-    spec: BackendSpec, case: Case, device: str
-) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """The checks that are not a comparison of one output; each says what is wrong."""
+    spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
+) -> Iterator[_Check]:
+    """Yield the checks that are more than one call, or a call in other surroundings."""
+    is_emulated = device in spec.emulated_on
+    head_dims = spec.head_dims or (32, 64, 128)
 
-    def future() -> str | None:
-        found = (future_leaks(spec, case, device, cut) for cut in (41, 1, 64, 99))
-        return next(filter(None, found), None)
+    def future(case: Case) -> str | None:
+        cuts = (41, 1, 64, case.seqlen - 1)
+        return next(filter(None, (future_leaks(spec, case, device, cut) for cut in cuts)), None)
 
-    def decode() -> str | None:
-        verdict = decode_verdict(spec, device, case.head_dim, case.dtype, case.seed)
-        return None if verdict.passed else str(verdict)
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
+        case = Case(100, head_dim, dtype=dtype, seed=seed)
+        yield str(case), functools.partial(future, case)
+    small = Case(33, head_dims[0], batch=2, dtype=dtypes[0], seed=seed)
+    times = EMULATED_REPEATS if is_emulated else REPEATS
+    yield f"{times} calls, {small}", lambda: repeat(spec, small, device, times)
+    if not is_emulated:
+        long = Case(1500, head_dims[0], num_heads=1, dtype=dtypes[0], seed=seed)
+        yield str(long), lambda: future(long)
 
-    yield str(case), future
-    if spec.has_decode(device):
-        dtype = dtype_name(case.dtype)
-        yield f"decode, head_dim {case.head_dim}, {dtype}, seed {case.seed}", decode
+    def with_threads(count: int, case: Case) -> Verdict:
+        with _threads(count), torch.inference_mode():
+            return run_case(spec, case, device)
+
+    if device == "cpu" and not is_emulated:
+        wide = Case(300, head_dims[0], batch=2, num_heads=5, dtype=dtypes[0], seed=seed)
+        for count in THREADS:
+            what = f"{count} thread{'s' * (count > 1)}, {wide}"
+            yield what, functools.partial(with_threads, count, wide)
 
 
-def verify_in_child(what: str, device: str, **options: Any) -> Report:
-    """verify() of a version, by name or file, in a process of its own, which its kernel may kill.
-
-    That is a failure of the check that ran, and then nothing else is reported. options: verify()'s.
-    Raises UnavailableBackendError where it cannot run or be built; other errors of verify()'s as an
-    AttentionError.
-    """
-    spec = ladder.resolve(what)
-    spec.prepare(device)
-    context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_report, args=(sender, what, device, options))
-    child.start()
-    sender.close()
-    report, running = Report(), ""
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        with receiver, contextlib.suppress(EOFError):
-            while True:
-                message = receiver.recv()
-                if isinstance(message, AttentionError):
-                    raise message
-                if isinstance(message, Report):
-                    report, running = message, "the end of the process"
-                else:
-                    running = message
-        child.join()
+        yield
     finally:
-        child.kill()
-    if code := child.exitcode:
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        if not running:
-            raise UnavailableBackendError(spec.name, f"the process of its suite ended ({how})")
-        report.killed = code < 0
-        report.failures.insert(0, Failure(running, f"the kernel killed the process ({how})"))
-    return report
+        torch.set_num_threads(before)
 
 
-def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
-    """The child: sends the name of each check, then the report or the error instead of one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is the parent that says so
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
-    try:
-        sender.send(verify(ladder.resolve(what), device, on_check=sender.send, **options))
-    except AttentionError as error:
-        sender.send(AttentionError(str(error)))  # the others' arguments are not their text
+def _attention(spec: BackendSpec, case: Case, device: torch.device | str) -> tuple[Inputs, Tensor]:
+    q, k, v = case.inputs(device)
+    inputs = Inputs(q=q, k=k, v=v)
+    poison_freed_memory(q)
+    return inputs, _call(spec, case, inputs)
 
 
-def _die_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+def _call(spec: BackendSpec, case: Case, inputs: Inputs) -> Tensor:
+    return spec.attention(
+        **inputs.given, softmax_scale=case.softmax_scale, is_causal=case.is_causal
+    )
+
+
+def _truth(inputs: Inputs, case: Case) -> Truth:
+    return truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
+
+
+def _run_decode(
+    spec: BackendSpec, case: DecodeCase, device: torch.device | str, precision: str
+) -> Verdict:
+    """Judge each row against the keys of its own length; return the worst verdict."""
+    q, k_cache, v_cache, seqlens = case.inputs(device)
+    inputs = Inputs(q=q, k_cache=k_cache, v_cache=v_cache, seqlens=seqlens)
+    poison_freed_memory(q)
+    o = spec.decode(**inputs.given, softmax_scale=case.softmax_scale)
+    if fault := inputs.fault(o):
+        return Verdict(math.inf, math.inf, math.inf, fault=fault)
+    q, k_cache, v_cache, _ = inputs.kept.values()
+    verdicts = []
+    for row, length in enumerate(case.lengths):
+        one = slice(row, row + 1)
+        seen = k_cache[one, :length], v_cache[one, :length]
+        right = truth(q[one], *seen, case.softmax_scale, is_causal=False)
+        verdict = right.judge(o[one], precision)
+        if verdict.where:  # in a batch of one
+            where = f"sequence {row}, of {length} tokens: {verdict.where}"
+            verdict = dataclasses.replace(verdict, where=where)
+        verdicts.append(verdict)
+    return max(verdicts, key=lambda verdict: verdict.nearness)
 
 
 # An op's own name and, in the emulator, the one error of every launch that fails.
@@ -369,37 +418,29 @@ _OP = re.compile(
 )
 
 
-def describe_error(error: Exception) -> str:
-    """An exception of a kernel's in one line, from its cause on."""
+def describe_error(error: BaseException) -> str:
+    """Return an exception of a kernel's in one line, without the backend's name."""
+    cause = error.__cause__
+    if isinstance(error, KernelError) and cause and _OP.search(str(cause)):
+        error = cause  # the emulator's or CUDA's own words, which name the place
     line = " ".join(str(error).splitlines()[:1])
     words = _OP.sub("", line, count=1)
+    if isinstance(error, KernelError | OutputError):
+        words = re.sub(r"^attention backend \w+ ", "it ", words)
     kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
     return kind + words
 
 
-def decode_verdict(
-    spec: BackendSpec, device: torch.device | str, head_dim: int, dtype: torch.dtype, seed: int = 0
-) -> Verdict:
-    """Worst decode over rows of different lengths against attention's own last row."""
-    batch, max_seqlen, num_heads = 3, 70, 2
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, 3, num_heads, max_seqlen, head_dim)
-    qkv = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-    q, k, v = (qkv[:, i].transpose(1, 2) for i in range(3))
-    lengths = [1, 37, max_seqlen]
-    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    rows = torch.arange(batch, device=device)
-    o = spec.decode(q[rows, seqlens.long() - 1][:, None], k, v, seqlens)
-    verdicts = []
-    for row, length in enumerate(lengths):
-        one = [tensor[row : row + 1, :length] for tensor in (q, k, v)]
-        # The whole row's budget: the naive error of one position alone may be zero by luck.
-        full = judge(one[0], one[0], one[1], one[2], precision=spec.precisions[dtype_name(dtype)])
-        last = one[0][:, -1:]
-        reference = reference_attention(last, one[1], one[2], is_causal=False)
-        verdict = measure(o[row : row + 1], reference, full.budget, full.naive_error)
-        if verdict.where:  # in a batch of one
-            where = f"sequence {row}, of {length} tokens: {verdict.where}"
-            verdict = dataclasses.replace(verdict, where=where)
-        verdicts.append(verdict)
-    return max(verdicts, key=lambda verdict: verdict.nearness)
+def _storage(x: Tensor) -> Tensor:
+    """All of the memory that a tensor is a view of, in one dimension."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((count,), (1,), 0)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy with the same strides, and with what lies between the rows."""
+    return _storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_BITS[x.element_size()])

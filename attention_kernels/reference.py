@@ -1,8 +1,27 @@
-"""The truth that every backend is held to: float64 attention and the error budget.
+"""The truth that every backend is held to: float64 attention and the error that it allows.
 
-The budget is FlashAttention's own rule (Dao-AILab/flash-attention, tests): a kernel may be at most
-twice as far from the float64 reference as plain PyTorch in the same dtype, plus a few units in the
-last place.
+Two rules, both of which an output must keep, for every row i (one query of one head):
+
+    max|o - ref|              <= factor * max(naive, max condition)   + sums + 4 eps max|ref|
+    ||o_i - ref_i||/||ref_i|| <= factor * max(naive_row, condition_i) + sums + 4 eps' + eps/2
+
+The core is FlashAttention's rule (Dao-AILab/flash-attention, tests): a kernel may be `factor` times
+as far from float64 as plain PyTorch in the same dtype (naive: its largest error; naive_row: its
+largest relative error of a row). The second rule exists because the first rows of causal attention
+set the maximum, which hides an error that grows with the length.
+
+Plain PyTorch's error is one draw of a random variable: by luck it may be many times smaller than
+that of an equally good kernel that rounds elsewhere. Two terms, computed from the inputs, keep luck
+out of the verdict. eps is the dtype's, eps' that of the sums: float32's for 16-bit dtypes.
+
+condition: how far rounding of the scores moves the output. A score s_ij = scale * q_i.k_j is
+    rounded to about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2): the sum over
+    head_dim, then the result. As do_i = sum_j p_ij d_ij (v_j - o_i), independent roundings move the
+    output by sqrt(sum_j (p_ij d_ij (v_j - o_i))^2). It is large where the softmax is peaky and two
+    scores nearly tie, and there the rounding decides which of them wins.
+sums: eps'/2 sqrt(n) |ref|, with n = 1 / sum_j p_ij^2 the number of keys that count in a row. n sums
+    that round to nearest drift by about sqrt(n) roundings. A kernel that rescales or divides its
+    sums in every tile keeps that. One that truncates drifts by n of them, and fails.
 """
 
 from __future__ import annotations
@@ -11,29 +30,34 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError
 
-# How many times the naive error a class may have. 3xTF32 keeps 22 of float32's 24 bits in each
-# product, so two bits more may be lost than by plain float32. float64 is judged by float64, which
-# is as far from the truth as the output.
+# The factor of each precision class. 3xTF32 keeps 22 of float32's 24 bits in each product, so it
+# may lose two bits more than plain float32. float64 has no finer reference: the reference is as far
+# from the truth as the output.
 BUDGET_FACTOR = {"3xtf32": 8.0, "fp64": 4.0}
+# FlashAttention's: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32 kernel
+# keeps it; those that divide O in every tile need the term for sums as well.
 DEFAULT_BUDGET_FACTOR = 2.0
-# The absolute term, in units in the last place of the largest output: a floor where the naive error
-# is luckily zero.
+# The absolute term, in units in the last place: exponentials and divisions, each good to an ulp.
 ABSOLUTE_TERM_ULPS = 4
-# How many scores are computed at once: 2 GiB in float64.
-LARGEST_SCORES = 2**28
+# Above this part of its budget an error is reported as borderline: other inputs may exceed it.
+BORDERLINE = 0.8
+# How many scores are computed at once: 1 GiB in float64, of which there are five copies.
+LARGEST_SCORES = 2**27
 RELATIVE_FROM = 1e-3
 # What the axes of an output are called: one, several.
 AXES = (("batch", "batches"), ("row", "rows"), ("head", "heads"), ("column", "columns"))
 
 
 def check_precision() -> None:
-    """Raise ArgumentError where float32 products are not: no budget would hold."""
+    """Raise ArgumentError where torch computes float32 products in less: no budget would hold."""
     if torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest":
         raise ArgumentError(
             "torch is set to compute float32 products in TF32 or bfloat16: plain PyTorch is then "
@@ -43,97 +67,177 @@ def check_precision() -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far an output is from the reference, and how far it may be.
-
-    relative_error: the largest where the reference is above RELATIVE_FROM in magnitude; for
-    comparison with others' figures, and judged by nobody. where: of a failure, its worst element
-    and which ones are over the budget, in a phrase.
-    """
+    """How far an output is from the reference, and how far it may be."""
 
     error: float
+    """max|out - ref|; infinite for a NaN or an infinity."""
     budget: float
     naive_error: float
+    """Plain PyTorch's max|out - ref|."""
     relative_error: float = 0.0
+    """The largest where |ref| > RELATIVE_FROM, for comparison with others' figures; not judged."""
+    row_error: float = 0.0
+    """||out_i - ref_i|| / ||ref_i|| of the row nearest to its budget, or farthest over it."""
+    row_budget: float = math.inf
+    """Of that row."""
+    naive_row_error: float = 0.0
+    """Plain PyTorch's largest, over all rows."""
     where: str = ""
+    """Of a failure: its worst element, and which elements are over the budget."""
+    fault: str = ""
+    """What is wrong whatever the numbers: an input that changed, a wrong shape."""
 
     @property
     def passed(self) -> bool:
-        """NaN-strict: a NaN error is a failure."""
-        return self.error <= self.budget
+        """Whether nothing is wrong. NaN never passes, nor does a budget of 0 or of infinity."""
+        return (
+            not self.fault
+            and 0 < self.budget < math.inf
+            and self.error <= self.budget
+            and self.row_error <= self.row_budget
+        )
 
     @property
     def nearness(self) -> float:
-        """The error over the budget; infinite where that is no number above 1 and it failed."""
-        ratio = self.error / self.budget if self.budget > 0 else 0.0
+        """The larger error over its budget; infinite if it failed for any other reason."""
+        if not self.passed and not 0 < self.budget < math.inf:
+            return math.inf
+        ratio = max(self.error / self.budget, self.row_error / self.row_budget)
         return ratio if self.passed or ratio > 1 else math.inf
 
+    @property
+    def status(self) -> Literal["passed", "borderline", "failed"]:
+        """Return the verdict in a word; borderline is above BORDERLINE of the budget."""
+        if not self.passed:
+            return "failed"
+        return "borderline" if self.nearness > BORDERLINE else "passed"
+
     def __str__(self) -> str:
-        """Error and budget; of a failure, where it is."""
+        """Return both errors with their budgets; for a failure, also where it is."""
+        if self.fault:
+            return self.fault
+        errors = f"error {self.error:.2e}, budget {self.budget:.2e}"
+        rows = f"by row {self.row_error:.2e}, budget {self.row_budget:.2e}"
         where = f"; {self.where}" if self.where else ""
-        return f"error {self.error:.2e}, budget {self.budget:.2e}{where}"
+        return f"{errors}; {rows}{where}"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The reference of one call, and the errors that plain PyTorch and rounding make in it."""
+
+    reference: Tensor
+    """float64, (batch, rows, num_heads, head_dim)."""
+    dtype: torch.dtype
+    """Of the inputs."""
+    naive_error: float
+    naive_row_error: float
+    condition: float
+    """The largest of an element; see the module's docstring."""
+    row_condition: Tensor
+    """Relative to each row's length, (batch, rows, num_heads); row_sums, too."""
+    sums: float
+    row_sums: Tensor
+
+    def budget(self, precision: str) -> float:
+        """Return how large max|out - ref| may be in a precision class."""
+        expected = _larger(self.naive_error, self.condition)
+        largest = self.reference.abs().max().item()
+        return error_budget(precision, self.dtype, expected, largest) + self.sums
+
+    def row_budgets(self, precision: str) -> Tensor:
+        """Return how large the relative error of each row may be, (batch, rows, num_heads)."""
+        naive = torch.full_like(self.row_condition, self.naive_row_error)
+        absolute = ABSOLUTE_TERM_ULPS * _sum_eps(self.dtype) + _eps(self.dtype) / 2
+        # Unlike Python's max(), torch's keeps a NaN.
+        return _factor(precision) * naive.maximum(self.row_condition) + self.row_sums + absolute
+
+    def judge(self, out: Tensor, precision: str) -> Verdict:
+        """Hold an output against the reference. A wrong shape or dtype is a fault."""
+        reference, budget = self.reference, self.budget(precision)
+        naive = self.naive_error
+        if out.shape != reference.shape or out.dtype != self.dtype:
+            got, wanted = (
+                f"{tuple(shape)} {dtype_name(dtype)}"
+                for shape, dtype in ((out.shape, out.dtype), (reference.shape, self.dtype))
+            )
+            fault = f"the output is {got}, not {wanted}"
+            return Verdict(math.inf, budget, naive, math.inf, math.inf, fault=fault)
+        difference = (out.double() - reference).abs()
+        row_errors = _relative_rows(difference, reference)
+        row_budgets = self.row_budgets(precision)
+        nearness = (row_errors / row_budgets).nan_to_num(nan=math.inf)
+        row = int(nearness.argmax())
+        relative = (difference / reference.abs()).where(reference.abs() > RELATIVE_FROM, 0.0)
+        verdict = Verdict(
+            error=_finite(difference.max().item()),
+            budget=budget,
+            naive_error=naive,
+            relative_error=relative.max().item(),
+            row_error=_finite(row_errors.flatten()[row].item()),
+            row_budget=row_budgets.flatten()[row].item(),
+            naive_row_error=self.naive_row_error,
+        )
+        if verdict.passed:
+            return verdict
+        # A NaN is the worst.
+        worst = int(difference.nan_to_num(nan=math.inf).argmax())
+        value, right = (x.flatten()[worst].item() for x in (out, reference))
+        over = ~(difference <= budget) | ~(row_errors <= row_budgets)[..., None]
+        where = f"{value:.6g} instead of {right:.6g} at {place(worst, out.shape)}"
+        return dataclasses.replace(verdict, where=f"{where}; over the budget are {extent(over)}")
 
 
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
-    """Plain PyTorch in the dtype of its inputs; (batch, seqlen, num_heads, head_dim) in and out.
+    """Compute attention in plain PyTorch, in the dtype of its inputs.
 
-    q may have fewer rows than k: the causal mask is bottom-right aligned.
+    Shapes are (batch, seqlen, num_heads, head_dim). q may have fewer rows than k: the causal mask
+    is bottom-right aligned.
     """
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    scores = (q @ k.transpose(2, 3)) * scale
-    if is_causal:
-        ones = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-        future = ones.triu(1 + k.shape[2] - q.shape[2])
-        scores.masked_fill_(future, -torch.inf)
-    return (torch.softmax(scores, dim=3) @ v).transpose(1, 2).contiguous()
+    weights = torch.softmax(_scores(q, k, softmax_scale, is_causal), dim=3)
+    return (weights @ v.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
-    """naive_attention() in float64, whatever the dtype of the inputs."""
+    """Return naive_attention() in float64, whatever the dtype of the inputs."""
     return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
 
 
-def naive_error(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    *,
-    reference: Tensor | None = None,
-) -> float:
-    """How far plain PyTorch in the dtype of its inputs is from the reference.
-
-    For float64, where no reference is finer, it is float32's error scaled to float64's precision.
-    """
-    scale = 1.0
-    if q.dtype == torch.float64:
-        q, k, v, reference = q.float(), k.float(), v.float(), None
-        scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    if reference is None:
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
-    out = naive_attention(q, k, v, softmax_scale, is_causal)
-    return scale * (out.double() - reference).abs().max().item()
-
-
-def reference_in_parts(
+def truth(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
-) -> tuple[Tensor, float]:
-    """reference_attention() and naive_error(), with few scores at once whatever the shape."""
+) -> Truth:
+    """Compute the reference of a call and what its budgets are made of.
+
+    q may have fewer rows than k, as in naive_attention(). Only a few gigabytes of scores exist at
+    once, whatever the shape.
+    """
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    found = []
-    for batch, rows, heads in _parts(q):
+    rounding = torch.empty_like(reference)
+    row_sums = reference.new_empty(q.shape[:3])
+    naive = torch.empty_like(reference)
+    offset = k.shape[1] - q.shape[1]
+    for batch, rows, heads in _parts(q, k.shape[1]):
         part = batch, rows, heads
-        seen = batch, slice(rows.stop if is_causal else None), heads
-        inputs = (q[part], k[seen], v[seen], softmax_scale, is_causal)
-        reference[part] = reference_attention(*inputs)
-        found.append(naive_error(*inputs, reference=reference[part]))
-    # Unlike Python's max(), torch's keeps a NaN.
-    return reference, torch.tensor(found, dtype=torch.float64).max().item()
+        seen = batch, slice(offset + rows.stop if is_causal else None), heads
+        inputs = q[part], k[seen], v[seen]
+        reference[part], rounding[part], row_sums[part] = _rounding(
+            *inputs, softmax_scale, is_causal
+        )
+        naive[part] = _naive_difference(*inputs, softmax_scale, is_causal, reference[part])
+    return Truth(
+        reference=reference,
+        dtype=q.dtype,
+        naive_error=naive.max().item(),
+        naive_row_error=_relative_rows(naive, reference).max().item(),
+        condition=rounding.max().item(),
+        row_condition=_relative_rows(rounding, reference),
+        sums=(row_sums * reference.abs().amax(3)).max().item(),
+        row_sums=row_sums,
+    )
 
 
 def judge(
@@ -145,43 +249,25 @@ def judge(
     is_causal: bool = True,
     *,
     precision: str = "ieee-fp32",
-    naive_floor: float = 0.0,
 ) -> Verdict:
-    """Hold `out` against the float64 reference.
+    """Hold `out` against the float64 reference, by both rules of the module's docstring.
 
-    The budget: max|out - ref| <= 2 max|naive_same_dtype - ref| + 4 ulp(max|ref|); for a class in
-    BUDGET_FACTOR, its factor for 2. naive_floor: what plain PyTorch's error is taken to be at
-    least, for inputs so small that it may be zero by luck (see conformance.naive_floor).
-    A wrong shape or dtype, a NaN or an infinity gives an infinite error.
+    If the kernel could write to its inputs, pass copies made before the call.
     """
-    reference, naive = reference_in_parts(q, k, v, softmax_scale, is_causal)
-    naive = naive_floor if naive < naive_floor else naive
-    budget = error_budget(precision, q.dtype, naive, reference.abs().max().item())
-    if out.shape != q.shape or out.dtype != q.dtype:
-        what = f"it is {tuple(out.shape)} {out.dtype}, not {tuple(q.shape)} {q.dtype}"
-        return Verdict(math.inf, budget, naive, math.inf, what)
-    return measure(out, reference, budget, naive)
+    return truth(q, k, v, softmax_scale, is_causal).judge(out, precision)
 
 
-def measure(out: Tensor, reference: Tensor, budget: float, naive: float) -> Verdict:
-    """How far `out` is from a float64 reference of its shape, and where, if over the budget."""
-    difference = (out.double() - reference).abs()
-    counts = reference.abs() > RELATIVE_FROM
-    relative = (difference / reference.abs()).where(counts, 0.0).max().item()
-    error = difference.max().item()
-    verdict = Verdict(error if math.isfinite(error) else math.inf, budget, naive, relative)
-    if verdict.passed:
-        return verdict
-    # A NaN is the worst.
-    worst = int(difference.nan_to_num(nan=math.inf).argmax())
-    got, wanted = out.flatten()[worst].item(), reference.flatten()[worst].item()
-    where = f"{got:.6g} instead of {wanted:.6g} at {place(worst, out.shape)}"
-    over = extent(~(difference <= budget))
-    return dataclasses.replace(verdict, where=f"{where}; over the budget are {over}")
+def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: float) -> float:
+    """Return what an error may be, without the term for sums.
+
+    expected: the error of plain PyTorch, or the condition. largest: the reference's largest
+    magnitude.
+    """
+    return _factor(precision) * expected + ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
 
 
 def place(index: int, shape: Sequence[int]) -> str:
-    """The coordinates of an element, by its index in the flat tensor of an output's shape."""
+    """Return the coordinates of an element, given its index in the flat output."""
     coordinates = []
     for (name, _), size in zip(reversed(AXES), reversed(shape), strict=True):
         coordinates.append(f"{name} {index % size}")
@@ -190,10 +276,10 @@ def place(index: int, shape: Sequence[int]) -> str:
 
 
 def extent(wrong: Tensor) -> str:
-    """How many elements of a mask of an output's shape are set, and where.
+    """Say how many elements of a mask of an output's shape are set, and where.
 
     For example "992 of 4096 elements, in rows 32 to 63, 31 of 64 columns (1, 3, 5, ...)"; an axis
-    is left out where they are all along it.
+    along which all are set is left out.
     """
     ranges = []
     for axis, (one, several) in enumerate(AXES):
@@ -210,20 +296,99 @@ def extent(wrong: Tensor) -> str:
     return f"{count}, in {', '.join(ranges)}" if ranges else count
 
 
-def error_budget(precision: str, dtype: torch.dtype, naive: float, largest: float) -> float:
-    """What an error may be, given plain PyTorch's and the largest magnitude of the reference."""
-    factor = BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
-    return factor * naive + ABSOLUTE_TERM_ULPS * torch.finfo(dtype).eps * largest
+def _scores(q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool) -> Tensor:
+    """(batch, num_heads, rows, keys), -inf where the mask hides a key."""
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * scale
+    if is_causal:
+        ones = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(ones.triu(1 + k.shape[1] - q.shape[1]), -torch.inf)
+    return scores
 
 
-def _parts(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices along batch, rows and heads whose float64 scores are within a few gigabytes."""
+def _rounding(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference, the condition of each element and the term for sums of each row."""
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    eps, sum_eps = _eps(q.dtype), _sum_eps(q.dtype)
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = _scores(q, k, softmax_scale, is_causal)
+    weights = torch.softmax(scores, dim=3)
+    v = v.transpose(1, 2)
+    o = weights @ v
+    weights.square_()
+    sums = sum_eps / 2 * weights.sum(3).rsqrt()
+    scores.masked_fill_(weights == 0, 0.0).square_().mul_((eps / 2) ** 2)
+    q_norms, k_norms = (x.square().sum(3).transpose(1, 2) for x in (q, k))
+    rounded = sum_eps**2 + (eps / 2) ** 2 / q.shape[3]
+    scores.addcmul_(q_norms[..., None], k_norms[:, :, None], value=rounded * scale**2)
+    weights.mul_(scores)
+    # (v - o)^2 multiplied out, so that it is one product.
+    total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))
+    condition = (second - 2 * o * first + o.square() * total).clamp_(min=0).sqrt_()
+    return o.transpose(1, 2), condition.transpose(1, 2), sums.transpose(1, 2)
+
+
+def _naive_difference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    reference: Tensor,
+) -> Tensor:
+    """How far plain PyTorch in the dtype of its inputs is from the reference, element by element.
+
+    For float64, where no reference is finer, it is float32's error scaled to float64's precision.
+    """
+    scale = 1.0
+    if q.dtype == torch.float64:
+        q, k, v = q.float(), k.float(), v.float()
+        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        scale = _eps(torch.float64) / _eps(torch.float32)
+    out = naive_attention(q, k, v, softmax_scale, is_causal)
+    return scale * (out.double() - reference).abs()
+
+
+def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
+    """||difference_i|| / ||reference_i||, finite where a row of the reference is zero."""
+    lengths: Tensor = reference.norm(dim=3)
+    least = torch.finfo(torch.float64).eps * lengths.max().clamp(min=1e-300)
+    errors: Tensor = difference.norm(dim=3)
+    return errors / lengths.maximum(least)
+
+
+def _factor(precision: str) -> float:
+    return BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _sum_eps(dtype: torch.dtype) -> float:
+    """Products of 16 bits are summed in float32."""
+    return min(_eps(dtype), _eps(torch.float32))
+
+
+def _larger(x: float, y: float) -> float:
+    """max(x, y), but NaN if x is."""
+    return y if x < y else x
+
+
+def _finite(x: float) -> float:
+    return x if math.isfinite(x) else math.inf
+
+
+def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices along batch, rows and heads with at most LARGEST_SCORES scores each."""
     batch, seqlen, num_heads, _ = q.shape
-    if batch * num_heads * seqlen**2 <= LARGEST_SCORES:
+    if batch * num_heads * seqlen * keys <= LARGEST_SCORES:
         yield slice(None), slice(0, seqlen), slice(None)
         return
-    heads = max(1, LARGEST_SCORES // seqlen**2)
-    rows = min(seqlen, max(1, LARGEST_SCORES // seqlen))
+    heads = max(1, LARGEST_SCORES // (seqlen * keys))
+    rows = min(seqlen, max(1, LARGEST_SCORES // keys))
     for entry in range(batch):
         for row in range(0, seqlen, rows):
             for head in range(0, num_heads, heads):

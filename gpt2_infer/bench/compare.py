@@ -447,7 +447,7 @@ def _recheck(spec: BackendSpec, case: Case, device: str) -> None:
     except KERNEL_ERRORS as error:
         raise timing.Rejected(f"after its samples: {describe_error(error)}") from error
     if not verdict.passed:
-        raise timing.Rejected(f"after its samples its output is wrong: error {verdict.error:.2e}")
+        raise timing.Rejected(f"after its samples its output is wrong: {verdict}")
 
 
 def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...], *, is_causal: bool) -> int | None:
@@ -731,9 +731,7 @@ def _check(
         worst = max(worst or verdict, verdict, key=lambda verdict: verdict.nearness)
         if not verdict.passed:
             series.status = "failed"
-            series.reason = (
-                f"{case}: error {verdict.error:.2e} is over its budget of {verdict.budget:.2e}"
-            )
+            series.reason = f"{case}: {verdict}"
             break
     if decode and series.status == "ok":
         if not spec.has_decode(device):
@@ -745,7 +743,7 @@ def _check(
             series.reason = f"decode: {verdict}"
     if worst:
         facts = dataclasses.asdict(worst)
-        del facts["where"]  # the others are numbers
+        del facts["where"], facts["fault"]  # the others are numbers
         for key, value in facts.items():  # JSON has no infinity
             series.facts[key] = float(f"{value:.4g}") if math.isfinite(value) else None
     if emulated and series.status == "ok":

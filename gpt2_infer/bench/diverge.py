@@ -5,8 +5,9 @@ differ (the last step where none does) the model is run again on the tokens befo
 that the second one's generation ran, and each is held to the model with float64 attention twice:
 
 layers: each layer gets what float64 attention, not either backend, made of the layers before it, so
-that no error is inherited, and each backend's output of that layer has the budget of
-`attention_kernels.reference.judge`. The first layer over it is where the bug is.
+that no error is inherited, and each backend's output of that layer has the budgets of
+`attention_kernels.reference`. The first layer over them is where the bug is. Each backend gets
+copies of the inputs, and one that changes them has a bug.
 
 logits: the same rule, applied to the logits, says how far a right backend's may be from those of
 float64 attention: 2 max|naive - ref| + 4 ulp(max|ref|), or the factor of its precision class for 2.
@@ -20,6 +21,7 @@ rounding does not explain the token that it wrote. Where neither has one, two to
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -30,13 +32,9 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec, get_backend
-from attention_kernels.conformance import poison_freed_memory
+from attention_kernels.conformance import Inputs, poison_freed_memory
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
-from attention_kernels.reference import (
-    error_budget,
-    naive_attention,
-    reference_in_parts,
-)
+from attention_kernels.reference import Verdict, error_budget, naive_attention, truth
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import CPU_LENGTH_STEP, Generation, Mode, encode_prompts, generate
@@ -45,27 +43,42 @@ from gpt2_infer.model import GPT2, check_backend
 
 @dataclass(frozen=True)
 class Place:
-    """Where one layer's attention output is farthest off, and how far it may be.
-
-    layer, head, row: counted from 0; the row is the query's position in the padded sequence. error:
-    infinite for a NaN or an infinity.
-    """
+    """Where one layer's attention output is farthest off, and how far it may be."""
 
     layer: int
     head: int
     row: int
+    """The query's position in the padded sequence; all three are counted from 0."""
     error: float
+    """Infinite for a NaN or an infinity."""
     budget: float
+    row_error: float = 0.0
+    """The relative error of a row, of the row nearest to its budget."""
+    row_budget: float = math.inf
+    fault: str = ""
+    """What else is wrong: an input that changed."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The same without the place."""
+        return Verdict(
+            self.error,
+            self.budget,
+            0.0,
+            row_error=self.row_error,
+            row_budget=self.row_budget,
+            fault=self.fault,
+        )
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the budget."""
-        return self.error <= self.budget
+        """Whether both errors are within their budgets and nothing else is wrong."""
+        return self.verdict.passed
 
     @property
     def nearness(self) -> float:
-        """The error over the budget."""
-        return self.error / self.budget if self.budget > 0 else float(self.error > 0)
+        """The larger error over its budget."""
+        return self.verdict.nearness
 
     def __str__(self) -> str:
         return f"layer {self.layer}, head {self.head}, row {self.row}"
@@ -98,8 +111,9 @@ class Side:
         found = []
         if not self.place.passed:
             found.append(
-                f"the first layer over its budget: {self.place}, "
-                f"error {self.place.error:.2e}, budget {self.place.budget:.2e}"
+                f"in layer {self.place.layer} {self.place.fault}"
+                if self.place.fault
+                else f"the first layer over its budget: {self.place}, {self.place.verdict}"
             )
         if not math.isfinite(self.logits_error):
             found.append("its logits are not finite")
@@ -178,8 +192,7 @@ class Divergence:
                 f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
                 f"   from float64 attention's: logits up to {side.logits_error:.2e}; its token "
                 f"{side.shortfall:.2e} below the most likely, rounding explains {side.allowed:.2e}",
-                f"   attention {where} in {side.place}: error {side.place.error:.2e}, budget "
-                f"{side.place.budget:.2e}",
+                f"   attention {where} in {side.place}: {side.place.verdict}",
             ]
         lines += [
             f"\nA and B  logits differ by up to {self.logits_difference:.2e}",
@@ -335,23 +348,30 @@ class _Layers:
     ) -> Tensor:
         self.dtype = dtype_name(q.dtype)
         layer = len(self.apart)
-        outputs = []
-        for spec in self.specs:
-            poison_freed_memory(q)  # the right answer may lie there
-            outputs.append(
-                spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
-            )
-        reference, naive = reference_in_parts(q, k, v, softmax_scale, is_causal)
-        largest = reference.abs().max().item()
-        budgets = []
-        for spec, o, places in zip(self.specs, outputs, self.places, strict=True):
-            budget = error_budget(self.precision(spec), q.dtype, naive, largest)
-            if not math.isfinite(budget):
+        right = truth(q, k, v, softmax_scale, is_causal)
+        outputs, budgets = [], []
+        for spec, places in zip(self.specs, self.places, strict=True):
+            budget = right.budget(self.precision(spec))
+            if not 0 < budget < math.inf:
                 raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
+            poison_freed_memory(q)  # the right answer may lie there
+            # The other backend, and the reference, must not get what this one overwrites.
+            inputs = Inputs(q=q, k=k, v=v)
+            o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
+            verdict = right.judge(o, self.precision(spec))
+            found = _place(layer, o, right.reference, budget)
+            places.append(
+                dataclasses.replace(
+                    found,
+                    row_error=verdict.row_error,
+                    row_budget=verdict.row_budget,
+                    fault=inputs.fault(o),
+                )
+            )
+            outputs.append(o)
             budgets.append(budget)
-            places.append(_place(layer, o, reference, budget))
         self.apart.append(_place(layer, outputs[0], outputs[1], sum(budgets)))
-        return reference.to(q.dtype)
+        return right.reference.to(q.dtype)
 
 
 def _place(layer: int, o: Tensor, other: Tensor, budget: float) -> Place:
@@ -374,8 +394,8 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 def _no_budget(where: str, dtype: torch.dtype) -> str:
     return (
-        f"in {dtype_name(dtype)} plain PyTorch gives NaN or infinity in {where}, so there is no "
-        "error budget to hold a backend to: try another --dtype"
+        f"in {dtype_name(dtype)} plain PyTorch gives NaN, infinity or only zeros in {where}, so "
+        "there is no error budget to hold a backend to: try another --dtype"
     )
 
 

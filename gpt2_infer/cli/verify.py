@@ -32,6 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="the longest that one check may take (default: %(default)g)",
+    )
+    parser.add_argument(
         "--sanitize",
         action="store_true",
         help="also look for bad accesses and races: emulated with AddressSanitizer, on a GPU with "
@@ -46,8 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels import UnsupportedError, conformance, ladder
+    from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection.sanitize import sanitize
+    from attention_kernels.isolation import verify_in_child
 
     spec = ladder.resolve(arguments.name)
     device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
@@ -71,11 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
             show("FAILED")
             return EXIT_FAILED
     options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed, "progress": True}
-    if on_cpu:
-        report = conformance.verify_in_child(arguments.name, device, **options)
-    else:
-        report = conformance.verify(spec, device, **options)
-    show(f"{where}: {report.cases} cases{', sanitized' if arguments.sanitize else ''}")
+    report = verify_in_child(arguments.name, device, timeout_s=arguments.timeout, **options)
+    sanitized = ", sanitized" if arguments.sanitize else ""
+    show(f"{where}: {report.cases} cases, seed {report.seed}{sanitized}")
     _print_findings(report)
     if report.killed and is_emulated and not arguments.sanitize:
         show("  probably by an access out of bounds: with --sanitize, verify tells where")
@@ -111,8 +117,12 @@ def _print_findings(report: Report) -> None:
         show(f"  and {more} more failures")
     if report.passed and report.worst:
         case, verdict = report.worst
-        show(f"  worst: {case}")
-        show(f"         {verdict}, plain PyTorch's error {verdict.naive_error:.2e}")
+        show(f"  {'worst' if verdict.status == 'passed' else 'borderline'}: {case}")
+        for name, error, budget, naive in (
+            ("error", verdict.error, verdict.budget, verdict.naive_error),
+            ("by row", verdict.row_error, verdict.row_budget, verdict.naive_row_error),
+        ):
+            show(f"    {name:<6} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
 
 
 def _nvcc_compiles(version: VersionHeader) -> bool:

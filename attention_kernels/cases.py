@@ -1,0 +1,352 @@
+"""The inputs that a backend is tried on: fixed cases, every short length, and random ones.
+
+The random cases are drawn from a seed that every case prints. They cover all pairs of conditions:
+an error that needs two of them at once (a batch and a long sequence, say) is met by some case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attention_kernels.contract import dtype_name
+
+Kind = Literal["normal", "offset", "equal"]
+Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
+
+SCALES = (0.02, 1.0, 8.0)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
+EVERY_LENGTH_TO = 130
+LONGEST = 2500
+# What random cases are drawn from: powers of two and what is none, GPT-2's 12, 16, 20 and 25 heads.
+BATCHES = (1, 2, 3, 5)
+HEADS = (1, 2, 3, 5, 8, 12, 16, 20, 25)
+SOFTMAX_SCALES = (None, 0.05, 0.3, 1.0)
+NUMBERS: tuple[tuple[Kind, float], ...] = (
+    ("normal", 0.02),
+    ("normal", 1.0),
+    ("normal", 8.0),
+    ("offset", 1.0),
+)
+LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
+# Multiplications of a score with a value in one random case, at most.
+LARGEST_WORK = 3e8
+LARGEST_EMULATED_WORK = 2e7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of attention(); two cases that are equal have equal inputs."""
+
+    seqlen: int
+    head_dim: int
+    scale: float = 1.0
+    """The standard deviation of q, k and v: from a flat softmax (0.02) to a peaky one (8)."""
+    batch: int = 1
+    num_heads: int = 2
+    is_causal: bool = True
+    softmax_scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    kind: Kind = "normal"
+    """offset: the mean of v is 2.5. equal: all scores are equal, and v is first 1 and then 3."""
+    layout: Layout = "fused"
+    """How q, k and v lie in memory; see arrange()."""
+
+    @property
+    def work(self) -> float:
+        """Multiplications of a score with a value, were nothing masked."""
+        return float(self.batch * self.num_heads * self.seqlen**2 * self.head_dim)
+
+    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw q, k and v: strided views of (batch, seqlen, num_heads, head_dim).
+
+        They are drawn on the CPU, so that every device gets the same numbers.
+        """
+        shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        qkv = torch.randn(shape, generator=generator) * self.scale
+        if self.kind == "offset":
+            qkv[:, :, 2] += 2.5
+        if self.kind == "equal":
+            qkv[:, :, :2] = self.scale
+            qkv[:, :, 2] = 1.0
+            qkv[:, self.seqlen // 2 :, 2] = 3.0
+        qkv = qkv.to(device=device, dtype=self.dtype)
+        return arrange(qkv, self.layout)
+
+    def __str__(self) -> str:
+        """Name what tells this case from the others."""
+        kind = "causal" if self.is_causal else "full"
+        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
+        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
+        layout = "" if self.layout == "fused" else f"{self.layout} layout, "
+        return (
+            f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
+            f"{self.num_heads} heads, {kind}, scale {self.scale}, {softmax}{unusual}{layout}"
+            f"{dtype_name(self.dtype)}, seed {self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One input of decode(): a cache whose rows hold sequences of different lengths."""
+
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    lengths: tuple[int, ...] = (1, 37, 70)
+    max_seqlen: int = 70
+    num_heads: int = 2
+    scale: float = 1.0
+    softmax_scale: float | None = None
+    layout: Layout = "transposed"
+    """Of the cache."""
+
+    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw q, k_cache, v_cache and seqlens. What lies past a row's length is large."""
+        shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
+        generator = torch.Generator().manual_seed(self.seed)
+        qkv = torch.randn(shape, generator=generator) * self.scale
+        q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
+        for row, length in zip(qkv, self.lengths, strict=True):
+            row[length:] *= 1e3
+        _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
+        seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
+
+    def __str__(self) -> str:
+        """Name what tells this case from the others."""
+        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
+        lengths = ", ".join(map(str, self.lengths))
+        return (
+            f"decode, head_dim {self.head_dim}, {self.num_heads} heads, lengths {lengths} of "
+            f"{self.max_seqlen}, scale {self.scale}, {softmax}{self.layout} layout, "
+            f"{dtype_name(self.dtype)}, seed {self.seed}"
+        )
+
+
+def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v that lie in memory as named.
+
+    fused: views of one projection, as GPT-2 makes them. contiguous: a tensor each. transposed:
+    heads before positions. gaps: NaN around every head, row and sequence, more for k than for q and
+    more for v than for k; each view begins 16 bytes or more into its storage. mixed: three layouts.
+    Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
+    """
+    q, k, v = qkv.unbind(2)
+    if layout == "contiguous":
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    if layout == "transposed":
+        return _transposed(q), _transposed(k), _transposed(v)
+    if layout == "gaps":
+        return _with_gaps(q, 1), _with_gaps(k, 2), _with_gaps(v, 3)
+    if layout == "mixed":
+        return _transposed(q), _with_gaps(k, 1), v.contiguous()
+    return q, k, v
+
+
+def cases(
+    head_dims: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    seed: int = 0,
+) -> Iterator[Case]:
+    """Yield the fixed cases: every length with every head_dim and, up to 200, every scale.
+
+    Batches of 3, full attention and a softmax_scale are tried up to 200 as well.
+    """
+    for at, seqlen in enumerate(lengths):
+        for nth, head_dim in enumerate(head_dims):
+            if seqlen > 200:  # each scale with another head_dim
+                yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
+                continue
+            for scale in SCALES:
+                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
+            heads = 12 if seqlen == 33 else 3  # GPT-2's, once
+            yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
+            yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
+            yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
+
+
+def hard_cases(head_dim: int, dtype: torch.dtype, seed: int, *, is_emulated: bool) -> list[Case]:
+    """Return cases in which rounding shows: equal scores, inputs of 1e4, values far from zero.
+
+    Those of 4,096 keys are for an error that grows with the length.
+    """
+    fields: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    found = [
+        Case(300, head_dim, 19.3, is_causal=is_causal, kind="equal", **fields)
+        for is_causal in (True, False)
+    ]
+    found += [Case(100, head_dim, kind="offset", **fields)]
+    if dtype != torch.float16:  # where scores of 1e8 overflow
+        found += [
+            Case(64, head_dim, 1e4, is_causal=is_causal, **fields) for is_causal in (True, False)
+        ]
+    if not is_emulated:
+        found += [Case(4096, head_dim, num_heads=1, is_causal=False, kind="offset", **fields)]
+    if not is_emulated and dtype == torch.float32:
+        found += [Case(4096, head_dim, num_heads=1, is_causal=False, **fields)]
+    return found
+
+
+def every_length(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int
+) -> Iterator[Case]:
+    """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full, else random.
+
+    An error at one remainder of a tile's width, say seqlen % 32 == 17, is met several times.
+    """
+    draw = random.Random(f"every length {seed}")
+    for seqlen in range(1, EVERY_LENGTH_TO + 1):
+        for is_causal in (True, False):
+            kind, scale = draw.choice(NUMBERS)
+            batch = draw.choice(BATCHES)
+            yield Case(
+                seqlen,
+                draw.choice(head_dims),
+                scale,
+                batch,
+                draw.choice([heads for heads in HEADS if heads * batch <= 12]),
+                is_causal,
+                draw.choice(SOFTMAX_SCALES),
+                draw.choice(dtypes),
+                seed,
+                kind,
+                draw.choice(LAYOUTS),
+            )
+
+
+def random_cases(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+) -> Iterator[Case]:
+    """Yield random cases that cover all pairs of conditions, lengths by where they lie."""
+    draw = random.Random(f"random cases {seed}")
+    largest = LARGEST_EMULATED_WORK if is_emulated else LARGEST_WORK
+    # Each end with a band up to it: the narrower the cases of a band, the more work they may be.
+    ends = (16, 64, 128, 256, 512) if is_emulated else (64, 128, 256, 512, 1024, 1280, LONGEST)
+    bands = tuple(itertools.pairwise((0, *ends)))
+    conditions: dict[str, Sequence[Any]] = {
+        "band": bands,
+        "batch": BATCHES,
+        "num_heads": HEADS,
+        "head_dim": head_dims,
+        "is_causal": (True, False),
+        "softmax_scale": SOFTMAX_SCALES,
+        "numbers": NUMBERS,
+        "layout": LAYOUTS,
+        "dtype": dtypes,
+    }
+
+    def fits(chosen: Mapping[str, Any]) -> bool:
+        work = chosen["batch"] * chosen["num_heads"] * chosen["head_dim"]
+        return bool(work * (chosen["band"][0] + 1) ** 2 <= largest)
+
+    for chosen in all_pairs(conditions, draw, fits):
+        (low, high), (kind, scale) = chosen["band"], chosen["numbers"]
+        work = chosen["batch"] * chosen["num_heads"] * chosen["head_dim"]
+        yield Case(
+            draw.randint(low + 1, min(high, int((largest / work) ** 0.5))),
+            chosen["head_dim"],
+            scale,
+            chosen["batch"],
+            chosen["num_heads"],
+            chosen["is_causal"],
+            chosen["softmax_scale"],
+            chosen["dtype"],
+            seed,
+            kind,
+            chosen["layout"],
+        )
+
+
+def decode_cases(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+) -> Iterator[DecodeCase]:
+    """Yield one fixed case of each head_dim and dtype, then random ones that cover all pairs."""
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
+        yield DecodeCase(head_dim, dtype, seed)
+    draw = random.Random(f"decode {seed}")
+    ends = (32, 70, 128, 300) if is_emulated else (32, 70, 128, 512, 1024, 1200)
+    conditions: dict[str, Sequence[Any]] = {
+        "band": tuple(itertools.pairwise((0, *ends))),
+        "batch": BATCHES,
+        "num_heads": HEADS,
+        "head_dim": head_dims,
+        "softmax_scale": SOFTMAX_SCALES,
+        "scale": SCALES,
+        "layout": LAYOUTS,
+        "dtype": dtypes,
+    }
+    for chosen in all_pairs(conditions, draw):
+        low, high = chosen["band"]
+        longest = draw.randint(low + 1, high)
+        others = [draw.randint(1, longest) for _ in range(chosen["batch"] - 1)]
+        lengths = draw.sample([longest, *others], chosen["batch"])
+        yield DecodeCase(
+            chosen["head_dim"],
+            chosen["dtype"],
+            seed,
+            tuple(lengths),
+            longest + draw.choice((0, 1, 31)),
+            chosen["num_heads"],
+            chosen["scale"],
+            chosen["softmax_scale"],
+            chosen["layout"],
+        )
+
+
+def all_pairs(
+    conditions: Mapping[str, Sequence[Any]],
+    draw: random.Random,
+    fits: Callable[[Mapping[str, Any]], bool] = lambda _: True,
+) -> Iterator[dict[str, Any]]:
+    """Yield choices of one value per condition until every pair of values has met that can meet.
+
+    Greedy: of 20 random choices that hold the first open pair, the one that closes most. fits: says
+    which choices are allowed; a pair that 200 choices do not fit into is given up.
+    """
+    names = list(conditions)
+
+    def pairs(chosen: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
+        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+
+    open_pairs = {
+        (a, x, b, y): None  # a dict keeps the order, and so the draw
+        for a, b in itertools.combinations(names, 2)
+        for x, y in itertools.product(conditions[a], conditions[b])
+    }
+    while open_pairs:
+        a, x, b, y = first = next(iter(open_pairs))
+        drawn = (
+            {name: draw.choice(values) for name, values in conditions.items()} | {a: x, b: y}
+            for _ in range(200)
+        )
+        candidates = list(itertools.islice(filter(fits, drawn), 20))
+        if not candidates:
+            del open_pairs[first]
+            continue
+        best = max(candidates, key=lambda chosen: sum(pair in open_pairs for pair in pairs(chosen)))
+        for pair in pairs(best):
+            open_pairs.pop(pair, None)
+        yield best
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _with_gaps(x: Tensor, width: int) -> Tensor:
+    batch, seqlen, num_heads, head_dim = x.shape
+    pad = width * 16 // x.element_size()
+    shape = (batch + 1, seqlen + width, num_heads + 1, head_dim + pad)
+    view = x.new_full(shape, torch.nan)[:batch, width:, :num_heads, pad:]
+    return view.copy_(x)

@@ -1,0 +1,560 @@
+"""Backends that cheat, each in its own way: verify() must fail every one.
+
+To add a row, write the cheat as a function and decorate it with what verify() must report:
+
+    @attention("error")                  a kernel: (q, k, v, softmax_scale, is_causal) -> o
+    @decode("lengths")                   a decode kernel
+    @made("a later call changed")        a function that makes a kernel, for one that keeps state
+
+The table runs with seed 0 and stops at the first failure. Where catching a cheat depends on luck,
+`missed` is the probability that another seed misses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attention_kernels import BackendSpec, get_backend
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import naive_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Cheat:
+    name: str
+    make: Callable[[], Kernels]
+    reported: str
+    """A regular expression found in the first failure."""
+    missed: float
+    fields: dict[str, Any]
+    slow: bool
+
+    def spec(self) -> BackendSpec:
+        defaults = {"precisions": {"float32": "ieee-fp32"}, "head_dims": (32,)}
+        return BackendSpec(
+            name=self.name.upper(),
+            family="cheats",
+            summary="A backend that cheats.",
+            loader=self.make,
+            **(defaults | self.fields),
+        )
+
+
+CHEATS: list[Cheat] = []
+
+
+def made(reported: str, *, missed: float = 0.0, slow: bool = False, **fields: Any):
+    def add(make):
+        def kernels():
+            kernel = make()
+            return kernel if isinstance(kernel, Kernels) else Kernels(kernel)
+
+        CHEATS.append(Cheat(make.__name__, kernels, reported, missed, fields, slow))
+        return make
+
+    return add
+
+
+def attention(reported: str, *, slow: bool = False, **fields: Any):
+    def add(kernel):
+        made(reported, slow=slow, **fields)(_named(kernel, Kernels(kernel)))
+        return kernel
+
+    return add
+
+
+def decode(reported: str, **fields: Any):
+    def add(kernel):
+        made(reported, **fields)(_named(kernel, Kernels(naive_attention, kernel)))
+        return kernel
+
+    return add
+
+
+def _named(kernel: Callable[..., Any], kernels: Kernels) -> Callable[[], Kernels]:
+    def make():
+        return kernels
+
+    make.__name__ = kernel.__name__
+    return make
+
+
+right = naive_attention
+
+
+def right_decode(*arguments):
+    return get_backend("NAIVE_PYTORCH").load().decode(*arguments)
+
+
+def upside_down(o):
+    return o.flip(2).contiguous()
+
+
+# Inputs and outputs
+
+
+@attention("it changed its input v")
+def zeroes_v_and_returns_zeros(q, k, v, scale, causal):
+    v.zero_()
+    return torch.zeros(q.shape)
+
+
+@attention("it changed its input k: .* elements")
+def rounds_k_in_place(q, k, v, scale, causal):
+    k.copy_(k.half())
+    return right(q, k, v, scale, causal)
+
+
+@attention("it changed its input q")
+def scales_q_in_place_and_back(q, k, v, scale, causal):
+    q *= scale
+    o = right(q, k, v, 1.0, causal)
+    q /= scale
+    return o
+
+
+@attention("it wrote beside its input v")
+def writes_beside_v(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if v.storage_offset():
+        v.as_strided((1,), (1,), v.storage_offset() - 1).zero_()
+    return o
+
+
+@attention("it changed its input q|memory of an input")
+def writes_o_into_q(q, k, v, scale, causal):
+    q.copy_(right(q, k, v, scale, causal))
+    return q.contiguous()
+
+
+@attention("the memory of (its|an) input")
+def returns_v_itself(q, k, v, scale, causal):
+    return v if q.shape[1] == 1 else right(q, k, v, scale, causal)
+
+
+@attention("strides|contiguous")
+def is_not_contiguous(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attention("float64")
+def returns_another_dtype(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal).double()
+
+
+@attention("batch 3 is too much")
+def raises_for_a_batch(q, k, v, scale, causal):
+    if q.shape[0] == 3:
+        raise RuntimeError("batch 3 is too much")
+    return right(q, k, v, scale, causal)
+
+
+@attention("error")
+def returns_zeros(q, k, v, scale, causal):
+    return torch.zeros(q.shape)
+
+
+# Masks, lengths and tiles
+
+
+@attention("error")
+def sees_one_key_too_many(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return torch.cat([o[:, 1:], o[:, -1:]], 1)
+
+
+@attention("error")
+def sees_one_key_too_few(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return torch.cat([o[:, :1], o[:, :-1]], 1)
+
+
+@attention("change earlier rows")
+def leaks_future_values(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o + 1e-7 * v.mean(1, keepdim=True)
+
+
+@attention("change earlier rows")
+def leaks_future_keys(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o + 1e-7 * k.mean(1, keepdim=True)
+
+
+@attention("full")
+def is_always_causal(q, k, v, scale, causal):
+    return right(q, k, v, scale, True)
+
+
+@attention("causal")
+def is_never_causal(q, k, v, scale, causal):
+    return right(q, k, v, scale, False)
+
+
+@attention("seqlen (17|49|81)")
+def drops_the_last_key_of_some_lengths(q, k, v, scale, causal):
+    n = q.shape[1]
+    o = right(q, k, v, scale, causal)
+    if n % 32 == 17 and not causal:
+        o = right(q[:, :-1], k[:, :-1], v[:, :-1], scale, False)
+        o = torch.cat([o, o[:, -1:]], 1)
+    return o
+
+
+@attention("seqlen (1|49|97)")
+def is_wrong_for_a_remainder_of_48(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o * 1.001 if q.shape[1] % 48 == 1 and q.shape[1] > 1 else o
+
+
+@attention("seqlen 1[0-9]{3}|seqlen 2", slow=True)
+def is_wrong_above_1024(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    o[:, 1024:] += 1e-3
+    return o
+
+
+@attention("full", slow=True)
+def is_wrong_in_full_attention_above_200(q, k, v, scale, causal):
+    if not causal and q.shape[1] > 200:
+        return right(q, k[:, :200].contiguous(), v[:, :200].contiguous(), scale, False)
+    return right(q, k, v, scale, causal)
+
+
+@attention("batch [2-9]", slow=True)
+def is_wrong_for_long_batches(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if q.shape[0] > 1 and q.shape[1] > 900:
+        o[-1, -1] *= 1.01
+    return o
+
+
+@attention("seqlen", slow=True)
+def skips_a_last_tile_that_is_not_full(q, k, v, scale, causal):
+    n = q.shape[1]
+    o = right(q, k, v, scale, causal)
+    if n > 512 and n % 64:
+        o[:, n // 64 * 64 :] = o[:, n // 64 * 64 - 1 : n // 64 * 64]
+    return o
+
+
+@attention("seqlen 4096", slow=True)
+def drifts_with_the_length(q, k, v, scale, causal):
+    """As a sum that truncates does."""
+    n = q.shape[1]
+    rows = torch.arange(1, n + 1)[:, None, None] if causal else n
+    return right(q, k, v, scale, causal) * (1 - 8e-9 * rows)
+
+
+# Layouts
+
+
+@attention("layout")
+def takes_k_to_lie_as_q(q, k, v, scale, causal):
+    if k.storage_offset() + sum(a * (n - 1) for a, n in zip(q.stride(), q.shape, strict=True)) < (
+        k.untyped_storage().nbytes() // 4
+    ):
+        k = k.as_strided(q.shape, q.stride(), k.storage_offset())
+    return right(q, k, v, scale, causal)
+
+
+@attention("layout")
+def takes_all_to_be_fused(q, k, v, scale, causal):
+    _, n, heads, dim = q.shape
+    stride = (3 * n * heads * dim, 3 * heads * dim, dim, 1)
+    if v.untyped_storage().nbytes() // 4 >= 3 * q.numel():
+        q, k, v = (x.as_strided(x.shape, stride, x.storage_offset() % 7680) for x in (q, k, v))
+    elif not v.is_contiguous():
+        v = v.transpose(1, 2).reshape(v.shape)
+    return right(q, k, v, scale, causal)
+
+
+@attention("layout")
+def ignores_the_storage_offset(q, k, v, scale, causal):
+    if q.stride(2) != q.shape[3]:
+        q = q.as_strided(q.shape, q.stride(), 0)
+    return right(q, k, v, scale, causal)
+
+
+@attention("layout")
+def is_wrong_for_heads_before_positions(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return upside_down(o) if q.stride(2) > q.stride(1) and q.shape[2] > 1 else o
+
+
+@attention("layout")
+def reads_past_the_rows(q, k, v, scale, causal):
+    past = v.as_strided((1,), (1,), v.storage_offset() - 1) if v.storage_offset() else v.flatten()
+    return right(q, k, v, scale, causal) + 0 * past[0]
+
+
+# Shapes and scales
+
+
+@attention("softmax_scale")
+def ignores_the_scale(q, k, v, scale, causal):
+    return right(q, k, v, None, causal)
+
+
+@attention("softmax_scale 1.0")
+def clamps_the_scale(q, k, v, scale, causal):
+    return right(q, k, v, min(scale, 0.5), causal)
+
+
+@attention("head_dim 128", head_dims=(64, 128))
+def looks_at_64_columns_of_k(q, k, v, scale, causal):
+    return (
+        right(q[..., :64], k[..., :64], v, scale, causal)
+        if q.shape[3] == 128
+        else right(q, k, v, scale, causal)
+    )
+
+
+@attention("12 heads")
+def reverses_twelve_heads(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return upside_down(o) if q.shape[2] == 12 else o
+
+
+@attention("heads")
+def writes_16_heads_at_most(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    o[:, :, 16:] = o[:, :, :1]
+    return o
+
+
+@attention("batch")
+def copies_the_first_of_a_batch(q, k, v, scale, causal):
+    return right(q[:1], k[:1], v[:1], scale, causal).repeat(q.shape[0], 1, 1, 1)
+
+
+@attention("batch 5")
+def is_wrong_from_the_fifth_of_a_batch(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    o[4:] = o[:1]
+    return o
+
+
+# Numbers
+
+
+@attention("error")
+def works_in_bfloat16(q, k, v, scale, causal):
+    return right(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale, causal).float()
+
+
+@attention("error")
+def rounds_the_weights_to_half(q, k, v, scale, causal):
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(3).half().float()
+    return torch.einsum("bhij,bjhd->bihd", weights, v).contiguous()
+
+
+@attention("error")
+def works_in_tf32(q, k, v, scale, causal):
+    q, k, v = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x in (q, k, v))
+    return right(q, k, v, scale, causal)
+
+
+@attention("error")
+def forgets_the_maximum(q, k, v, scale, causal):
+    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).exp()
+    weights = weights.tril() if causal else weights
+    o = torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
+    return o.contiguous()
+
+
+@attention("error")
+def clamps_the_scores(q, k, v, scale, causal):
+    scores = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).clamp(-60, 60)
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(3), v).contiguous()
+
+
+@attention("error")
+def adds_to_the_row_sum(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal) / (1 + 3e-6)
+
+
+@attention("equal")
+def takes_the_first_of_equal_scores(q, k, v, scale, causal):
+    if q.std() == 0 and q.shape[1] > 1:
+        return v[:, :1].expand(v.shape).contiguous()
+    return right(q, k, v, scale, causal)
+
+
+# Memory and NaN
+
+
+@attention("error inf|not finite")
+def leaves_rows_unwritten(q, k, v, scale, causal):
+    o = torch.empty(q.shape)
+    full = right(q, k, v, scale, causal)
+    o[:, : q.shape[1] // 32 * 32] = full[:, : q.shape[1] // 32 * 32]
+    return o
+
+
+@attention("error inf|not finite")
+def writes_nan_into_the_last_of_a_tile(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    o[:, 31::32, -1] = torch.nan
+    return o
+
+
+@attention("error inf|not finite")
+def is_nan_at_one_length(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o * torch.nan if q.shape[1] == 119 else o
+
+
+# State
+
+
+@made("call .* of 5000", missed=0.999**5000)
+def leaves_the_last_row_once_in_a_thousand_calls():
+    draw = random.Random(0)
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        if draw.random() < 1e-3:
+            o[:, -1] = torch.nan
+        return o
+
+    return kernel
+
+
+@made("call|error")
+def returns_its_first_answer_again():
+    answers = {}
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        return answers.setdefault((q.shape, scale, causal), o).clone()
+
+    return kernel
+
+
+@made("a later call changed an output")
+def has_one_buffer():
+    buffers = {}
+
+    def kernel(q, k, v, scale, causal):
+        buffer = buffers.setdefault(q.shape, torch.empty(q.shape))
+        return buffer.copy_(right(q, k, v, scale, causal))
+
+    return kernel
+
+
+@made("error")
+def is_wrong_in_every_seventh_call():
+    calls = iter(range(10**9))
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        return o * 1.001 if next(calls) % 7 == 6 else o
+
+    return kernel
+
+
+@made("error")
+def is_wrong_after_a_thousand_calls():
+    calls = iter(range(10**9))
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        return o * 1.001 if next(calls) > 1000 else o
+
+    return kernel
+
+
+@made("error")
+def carries_over_from_the_call_before():
+    before = {}
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        mixed = o + 1e-4 * before.get(q.shape, 0)
+        before[q.shape] = o
+        return mixed
+
+    return kernel
+
+
+@attention("1 thread,")
+def needs_more_than_one_thread(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o if torch.get_num_threads() > 1 else o * 1.001
+
+
+@attention("5 threads")
+def is_wrong_with_many_threads(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o * 1.001 if torch.get_num_threads() > 4 else o
+
+
+@attention("thread")
+def is_wrong_in_inference_mode(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o * 1.001 if torch.is_inference_mode_enabled() else o
+
+
+# Decoding
+
+
+@decode("decode")
+def decode_ignores_the_lengths(q, k, v, seqlens, scale):
+    return right_decode(q, k, v, torch.full_like(seqlens, k.shape[1]), scale)
+
+
+@decode("decode")
+def decode_takes_the_longest_for_all(q, k, v, seqlens, scale):
+    return right_decode(q, k, v, torch.full_like(seqlens, int(seqlens.max())), scale)
+
+
+@decode("decode.*softmax_scale")
+def decode_ignores_the_scale(q, k, v, seqlens, scale):
+    return right_decode(q, k, v, seqlens, q.shape[3] ** -0.5)
+
+
+@decode("decode")
+def decode_forgets_keys_beyond_70(q, k, v, seqlens, scale):
+    return right_decode(q, k[:, :70], v[:, :70], seqlens.clamp(max=70), scale)
+
+
+@decode("decode")
+def decode_forgets_the_newest_key(q, k, v, seqlens, scale):
+    return right_decode(q, k, v, (seqlens - 1).clamp(min=1), scale)
+
+
+@decode("decode.*12 heads")
+def decode_reverses_twelve_heads(q, k, v, seqlens, scale):
+    o = right_decode(q, k, v, seqlens, scale)
+    return upside_down(o) if q.shape[2] == 12 else o
+
+
+@decode("it changed its input seqlens")
+def decode_counts_up_the_lengths(q, k, v, seqlens, scale):
+    o = right_decode(q, k, v, seqlens, scale)
+    seqlens += 1
+    return o
+
+
+@decode("it changed its input k_cache")
+def decode_clears_the_cache_past_the_lengths(q, k, v, seqlens, scale):
+    o = right_decode(q, k, v, seqlens, scale)
+    for row, length in enumerate(seqlens.tolist()):
+        k[row, length:] = 0
+    return o
+
+
+@decode("decode.*layout")
+def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
+    return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)

@@ -1,0 +1,25 @@
+"""verify() fails every cheat of the table, with the right reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attention_kernels.conformance import verify
+from tests.attention_kernels.cheats import CHEATS
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [pytest.param(cheat, id=cheat.name, marks=[pytest.mark.slow] * cheat.slow) for cheat in CHEATS],
+)
+def test_a_cheat_fails(cheat):
+    report = verify(cheat.spec(), "cpu", max_failures=1)
+    assert not report.passed
+    assert re.search(cheat.reported, str(report.failures[0])), report.failures[0]
+
+
+def test_there_are_forty_kinds_of_cheats():
+    assert len({cheat.name for cheat in CHEATS}) == len(CHEATS) >= 40
+    assert all(cheat.missed < 0.01 for cheat in CHEATS)
