@@ -86,7 +86,7 @@ class Inputs:
         self.given = {name: _copy(x) for name, x in tensors.items()}
 
     def fault(self, o: Tensor) -> str:
-        """Say what the call did to its inputs, or that `o` is one; empty if neither."""
+        """Say what is wrong with the inputs after the call or with where `o` lies, else ''."""
         for name, x in self.given.items():
             if o.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 return f"its output shares the memory of its input {name}"

@@ -126,7 +126,7 @@ def writes_beside_v(q, k, v, scale, causal):
     return o
 
 
-@attention("it changed its input q|memory of an input")
+@attention("the memory of (its|an) input")
 def writes_o_into_q(q, k, v, scale, causal):
     q.copy_(right(q, k, v, scale, causal))
     return q.contiguous()
@@ -243,7 +243,7 @@ def skips_a_last_tile_that_is_not_full(q, k, v, scale, causal):
     return o
 
 
-@attention("seqlen 4096", slow=True)
+@attention("by row", slow=True)
 def drifts_with_the_length(q, k, v, scale, causal):
     """As a sum that truncates does."""
     n = q.shape[1]
@@ -386,7 +386,7 @@ def adds_to_the_row_sum(q, k, v, scale, causal):
 
 @attention("equal")
 def takes_the_first_of_equal_scores(q, k, v, scale, causal):
-    if q.std() == 0 and q.shape[1] > 1:
+    if q.shape[1] > 1 and (k == k[:, :1]).all():
         return v[:, :1].expand(v.shape).contiguous()
     return right(q, k, v, scale, causal)
 
@@ -394,7 +394,7 @@ def takes_the_first_of_equal_scores(q, k, v, scale, causal):
 # Memory and NaN
 
 
-@attention("error inf|not finite")
+@attention("error")
 def leaves_rows_unwritten(q, k, v, scale, causal):
     o = torch.empty(q.shape)
     full = right(q, k, v, scale, causal)
@@ -488,7 +488,7 @@ def carries_over_from_the_call_before():
     return kernel
 
 
-@attention("1 thread,")
+@attention("1 thread,|error")  # the tests may run with one thread throughout
 def needs_more_than_one_thread(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o if torch.get_num_threads() > 1 else o * 1.001

@@ -89,7 +89,7 @@ def test_it_passes_verify(name, device, site):
     skip_without_compiler(name, "cuda" if device == "cuda" else "emulator")
     done = gpt2_infer(site, "verify", name, "--device", device, "--dtypes", "float32")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.match(rf"{name} on {device}(, emulated)?: 198 cases\n", done.stdout)
+    assert re.match(rf"{name} on {device}(, emulated)?: \d+ cases, seed 0\n", done.stdout)
     assert ("emulated" in done.stdout) == (name == NAMES[1] and device == "cpu")
     assert done.stdout.endswith("PASSED\n")
 

@@ -185,6 +185,25 @@ def test_both_may_be_wrong(demo, add):
     assert str(result).endswith("\nbug in both: NAN")
 
 
+def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
+    """Neither a tie, where both read what one of them wrote, nor the other's bug."""
+
+    def zeroes_v(q, k, v, softmax_scale, is_causal):
+        v.zero_()
+        return torch.zeros_like(q)
+
+    def rounds_k(q, k, v, softmax_scale, is_causal):
+        k.copy_(k.half())
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    for wrong in (add("ZEROES", zeroes_v), add("ROUNDS", rounds_k)):
+        for pair, verdict in (((wrong, PLAIN), "bug in A"), ((PLAIN, wrong), "bug in B")):
+            result = compare(demo, *pair, max_new_tokens=2)
+            assert result.verdict == verdict
+            blamed = result.a if verdict == "bug in A" else result.b
+            assert "in layer 0 it changed its input" in blamed.faults[0]
+
+
 def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(demo, add):
     def at_first(o, call):
         if call < 3 * LAYERS:  # the warm-up and two steps
@@ -317,7 +336,10 @@ def test_a_model_without_finite_numbers_gives_no_verdict(save_checkpoint, capsys
     arguments = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "2"]
     status, out, err = run(capsys, "diverge", PLAIN, PLAIN, *arguments)
     assert (status, out) == (2, "")
-    assert "in float32 plain PyTorch gives NaN or infinity in the attention of layer 0" in err
+    assert (
+        "in float32 plain PyTorch gives NaN, infinity or only zeros in the attention of layer 0"
+        in err
+    )
 
 
 def test_a_float64_model_and_ctrl_c_are_told(demo, monkeypatch):
