@@ -280,7 +280,8 @@ def verify(
     checks: list[_Check] = [
         (case, functools.partial(run_case, spec, case, device)) for case in todo
     ]
-    checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted, seed)
+    checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted[0], seed)
+    checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
     report = Report(seed=seed, total=len(todo))
     # Lengths that are refused. One may be the length's own; after two of them it is the head_dim's.
     refused: dict[object, set[int]] = {}
@@ -325,37 +326,42 @@ def verify(
         if "cudaErrorLaunchTimeout" in why:  # as would all others, each after as long
             report.stopped = True
             break
-    report.failures = more + report.failures  # these say most
+    report.failures = more + report.failures
     return report
 
 
-def _more_checks(
+def _future_checks(
     spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
 ) -> Iterator[_Check]:
-    """Yield the checks that are more than one call, or a call in other surroundings."""
-    is_emulated = device in spec.emulated_on
-    head_dims = spec.head_dims or (32, 64, 128)
+    """Yield checks that no output depends on a later key."""
 
     def future(case: Case) -> str | None:
         cuts = (41, 1, 64, case.seqlen - 1)
         return next(filter(None, (future_leaks(spec, case, device, cut) for cut in cuts)), None)
 
+    head_dims = spec.head_dims or (32, 64, 128)
     for dtype, head_dim in itertools.product(dtypes, head_dims):
         case = Case(100, head_dim, dtype=dtype, seed=seed)
         yield str(case), functools.partial(future, case)
-    small = Case(33, head_dims[0], batch=2, dtype=dtypes[0], seed=seed)
-    times = EMULATED_REPEATS if is_emulated else REPEATS
-    yield f"{times} calls, {small}", lambda: repeat(spec, small, device, times)
-    if not is_emulated:
+    if device not in spec.emulated_on:
         long = Case(1500, head_dims[0], num_heads=1, dtype=dtypes[0], seed=seed)
         yield str(long), lambda: future(long)
+
+
+def _more_checks(spec: BackendSpec, device: str, dtype: torch.dtype, seed: int) -> Iterator[_Check]:
+    """Yield the other checks: repeated calls, and calls in other surroundings."""
+    is_emulated = device in spec.emulated_on
+    head_dim = spec.head_dims[0] if spec.head_dims else 32
+    small = Case(33, head_dim, batch=2, dtype=dtype, seed=seed)
+    times = EMULATED_REPEATS if is_emulated else REPEATS
+    yield f"{times} calls, {small}", lambda: repeat(spec, small, device, times)
 
     def with_threads(count: int, case: Case) -> Verdict:
         with _threads(count), torch.inference_mode():
             return run_case(spec, case, device)
 
     if device == "cpu" and not is_emulated:
-        wide = Case(300, head_dims[0], batch=2, num_heads=5, dtype=dtypes[0], seed=seed)
+        wide = Case(300, head_dim, batch=2, num_heads=5, dtype=dtype, seed=seed)
         for count in THREADS:
             what = f"{count} thread{'s' * (count > 1)}, {wide}"
             yield what, functools.partial(with_threads, count, wide)

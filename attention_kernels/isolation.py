@@ -57,7 +57,7 @@ def verify_in_child(
                     how = f"it did not end within {limit:g} s"
                     break
                 message = receiver.recv()
-                if isinstance(message, UnknownBackendError):
+                if message is None:
                     return verify(spec, device, **options)
                 if isinstance(message, AttentionError):
                     raise message
@@ -80,14 +80,17 @@ def verify_in_child(
 
 
 def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
-    """Be the child: send the name of each check, then the report, or the error instead of one."""
+    """Be the child: send the name of each check, then the report or the error that ended it.
+
+    None instead says that this process has no such backend.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
     try:
         spec = ladder.resolve(what)
-    except UnknownBackendError as error:
-        sender.send(UnknownBackendError(what, error.nearest, error.valid))
+    except UnknownBackendError:
+        sender.send(None)
         return
     try:
         sender.send(verify(spec, device, on_check=sender.send, **options))

@@ -183,7 +183,9 @@ class Truth:
         # A NaN is the worst.
         worst = int(difference.nan_to_num(nan=math.inf).argmax())
         value, right = (x.flatten()[worst].item() for x in (out, reference))
-        over = ~(difference <= budget) | ~(row_errors <= row_budgets)[..., None]
+        over = ~(difference <= budget)
+        if not over.any():
+            over = ~(row_errors <= row_budgets)[..., None].expand_as(over)
         where = f"{value:.6g} instead of {right:.6g} at {place(worst, out.shape)}"
         return dataclasses.replace(verdict, where=f"{where}; over the budget are {extent(over)}")
 

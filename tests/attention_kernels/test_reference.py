@@ -201,7 +201,9 @@ def test_a_failure_says_where_it_is():
     wrong[1, 50, 2, 7] = 9
     verdict = judge(wrong, q, k, v)
     worst = f"9 instead of {reference[1, 50, 2, 7].item():.6g} at batch 1, row 50, head 2, column 7"
-    over = "768 of 12288 elements, in batch 1, rows 40 to 63, head 2"
+    over = (
+        "384 of 12288 elements, in batch 1, rows 40 to 63, head 2, 16 of 32 columns (1, 3, 5, ...)"
+    )
     assert verdict.where == f"{worst}; over the budget are {over}"
     assert str(verdict).endswith(f"budget {verdict.row_budget:.2e}; {verdict.where}")
     wrong[0, 3, 1, 5] = torch.nan  # worse than any number, an infinity too
