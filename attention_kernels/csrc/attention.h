@@ -9,6 +9,10 @@
 // nothing else: it never allocates, synchronizes, prints, exits or copies from the host. A head_dim
 // it has no kernel for, or more shared memory than the device has, is returned as the cudaError_t
 // it is; the caller turns it into an exception.
+//
+// The file also runs on the CPU, in the emulator, which has most of CUDA but no inline PTX, no
+// clock64() and no cooperative groups: a kernel that uses one of these does not compile there, and
+// the error says so. See emulator/cuda_emulator.h for its other limits.
 
 #pragma once
 

@@ -135,8 +135,8 @@ void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q) {
   int bytes = 0;
   (void)cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                q.get_device_index());
-  complaint += " (a block of this device may have " + std::to_string(bytes) +
-               " bytes of shared memory)";
+  complaint +=
+      " (a block of this device may have " + std::to_string(bytes) + " bytes of shared memory)";
 #endif
   refuse({"head_dim " + std::to_string(q.size(3)) + " on this device: " + complaint});
 }

@@ -60,13 +60,12 @@ inline int launch_version(const Params& params, void* stream) {
   return ATTENTION_VERSION::launch(params, static_cast<cudaStream_t>(stream));
 }
 
-const Version version = {
-    ATTENTION_TEXT(ATTENTION_VERSION), ATTENTION_TEXT(ATTENTION_DTYPE),
+const Version version = {ATTENTION_TEXT(ATTENTION_VERSION), ATTENTION_TEXT(ATTENTION_DTYPE),
 #ifdef ATTENTION_CONTIGUOUS
-    true,
+                         true,
 #else
-    false,
+                         false,
 #endif
-    &ATTENTION_VERSION::scratch_floats, &launch_version};
+                         &ATTENTION_VERSION::scratch_floats, &launch_version};
 
 }  // namespace attention

@@ -13,8 +13,9 @@
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: four launches fewer for each entry, of 5 ceil(seqlen / kBlockN) + 5: little. The
-//         document's large gain was the allocations'.
+// Expect: four launches fewer for each entry, of 5 ceil(seqlen / kBlockN) + 5:
+//         nothing, or a percent lost to longer strides. The document's large gain was the
+//         allocations'.
 
 #include "common.cuh"
 

@@ -3,7 +3,7 @@
 // Change: each row of the K tile is head_dim + 1 floats long.
 // Why:    the lanes of a warp read one column of K; head_dim is a multiple of 32, so all 32 rows
 //         hit one bank. One float of padding moves row i to bank i.
-// Cost:   kBlockN more floats of shared memory.
+// Cost:   kBlockN more floats of shared memory. As in v01, sm_75 refuses head_dim 128.
 // Tile:   kBlockM x kBlockN = 48 x 48, block (32, 16)
 // Layout: contiguous
 // Flags:  (none)

@@ -17,7 +17,7 @@
 // Flags:  (none)
 // Expect: right for normal inputs up to a scale of about 4, where a score reaches 86; wrong for the
 //         conformance suite's of scale 8, so it is in a folder of its own and no backend. The
-//         smallest inputs that break it are found in tests/attention_kernels/test_ablation.py.
+//         smallest inputs that break it are found in test_ablation.py.
 
 #include "common.cuh"
 
