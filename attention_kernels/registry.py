@@ -157,10 +157,12 @@ class BackendSpec:
     ) -> list[str]:
         """Return every reason against this call, naming what is supported; loads the backend."""
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        if not reasons:
-            explain = self.load().explain
-            reasons = explain(q, k, v, is_causal) if explain else []
-        return reasons
+        if reasons:
+            return reasons
+        if not self.has_attention():
+            return ["it has a decode kernel only"]
+        explain = self.load().explain
+        return explain(q, k, v, is_causal) if explain else []
 
     def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
         """Return the part of unsupported_reasons() that needs neither tensors nor loading."""

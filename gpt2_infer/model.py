@@ -353,7 +353,7 @@ def check_backend(
     reasons = spec.static_reasons(dtype, config.head_dim, device_type)
     if not reasons and decode and not spec.has_decode(device_type):
         reasons = [f"it has no decode kernel on {device_type}"]
-    if not reasons and not decode and spec.load().explain is not None:
+    if not reasons and not decode:
         shape = (1, 16, config.n_head, config.head_dim)
         q = torch.zeros(shape, dtype=dtype, device=device_type)
         reasons = spec.unsupported_reasons(q, q, q)

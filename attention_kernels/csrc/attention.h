@@ -5,10 +5,11 @@
 //   int64_t scratch_floats(const Params& params);
 //   cudaError_t launch(const Params& params, cudaStream_t stream);
 //
-// The first says how many floats of scratch launch() needs; launch() enqueues the work and does
-// nothing else: it never allocates, synchronizes, prints, exits or copies from the host. A head_dim
-// it has no kernel for, or more shared memory than the device has, is returned as the cudaError_t
-// it is; the caller turns it into an exception.
+// If its header says `Role: decode`, they take DecodeParams instead. The first says how many floats
+// of scratch launch() needs; launch() enqueues the work and does nothing else: it never allocates,
+// synchronizes, prints, exits or copies from the host. A head_dim it has no kernel for, or more
+// shared memory than the device has, is returned as the cudaError_t it is; the caller turns it into
+// an exception.
 //
 // The file also runs on the CPU, in the emulator, which has most of CUDA but no inline PTX, no
 // clock64() and no cooperative groups: a kernel that uses one of these does not compile there, and
@@ -47,13 +48,41 @@ struct Params {
   bool is_causal;
 };
 
+// One new token per row against a cache. q and o are (batch, 1, num_heads, head_dim); k_cache and
+// v_cache are (batch, max_seqlen, num_heads, head_dim). A captured graph replays the launch with
+// other seqlens: neither the grid nor the scratch can depend on them, only on max_seqlen.
+struct DecodeParams {
+  const void* q;
+  const void* k_cache;
+  const void* v_cache;
+  void* o;
+  float* scratch;      // as in Params
+  const int* seqlens;  // (batch), on the device: the keys that each row sees, 1 to max_seqlen
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides o_strides;
+  int batch;
+  int max_seqlen;
+  int num_heads;
+  int head_dim;
+  double softmax_scale;
+};
+
+#ifdef ATTENTION_DECODE
+using VersionParams = DecodeParams;
+#else
+using VersionParams = Params;
+#endif
+
 // What binding.cpp knows of a version; common.cuh fills it in.
 struct Version {
   const char* op;
   const char* dtype;
   bool is_contiguous;
-  int64_t (*scratch_floats)(const Params&);
-  int (*launch)(const Params&, void* stream);  // returns a cudaError_t
+  bool is_decode;
+  int64_t (*scratch_floats)(const void* params);
+  int (*launch)(const void* params, void* stream);  // returns a cudaError_t
 };
 extern const Version version;
 

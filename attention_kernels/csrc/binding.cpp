@@ -24,7 +24,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -67,13 +66,15 @@ int32_t version_dtype() {
   return aoti_torch_dtype_float32();
 }
 
-void check_input(const char* name, const Tensor& tensor, const Tensor& q) {
+// A cache has a seqlen of its own.
+void check_input(const char* name, const Tensor& tensor, const Tensor& q, bool is_cache = false) {
   const auto check = [&](bool holds, const std::string& complaint) {
     if (!holds) fail(std::string(name) + " must " + complaint);
   };
   static const int32_t dtype = version_dtype();
   check(tensor.dim() == 4, "be (batch, seqlen, num_heads, head_dim)");
-  for (int i = 0; i < 4; ++i) check(tensor.size(i) == q.size(i), "have the shape of q");
+  for (int i = 0; i < 4; ++i)
+    check(tensor.size(i) == q.size(i) || (is_cache && i == 1), "have the shape of q");
   check(dtype_of(tensor) == dtype, std::string("be ") + version.dtype);
 #ifdef ATTENTION_EMULATOR
   check(tensor.is_cpu(), "be on the CPU");
@@ -93,8 +94,13 @@ bool is_aligned(const Tensor& tensor) {
   return aligned;
 }
 
-// Refuses what no version can take.
-void check_limits(const Tensor& q, const Tensor& k, const Tensor& v) {
+struct Named {
+  const char* name;
+  const Tensor& tensor;
+};
+
+// Refuses what no version can take; seqlen is the longest.
+void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> others) {
   std::vector<std::string> reasons;
   const auto limit = [&](const char* what, int64_t size, int64_t most) {
     if (size > most)
@@ -103,13 +109,16 @@ void check_limits(const Tensor& q, const Tensor& k, const Tensor& v) {
   };
   // Kernels that index a tile with int have tiles of up to 64 rows; all have a block per 16 rows or
   // more, on grid.y.
-  limit("seqlen", q.size(1), 65535 * 16);
-  limit("batch * num_heads", q.size(0) * q.size(2), INT_MAX);
-  limit("num_heads * head_dim", q.size(2) * q.size(3), INT_MAX / 64);
-  for (const auto& [name, tensor] : {std::pair("q", &q), std::pair("k", &k), std::pair("v", &v)})
-    if (!is_aligned(*tensor))
-      reasons.push_back(std::string(name) +
+  limit("seqlen", seqlen, 65535 * 16);
+  limit("batch * num_heads", q.tensor.size(0) * q.tensor.size(2), INT_MAX);
+  limit("num_heads * head_dim", q.tensor.size(2) * q.tensor.size(3), INT_MAX / 64);
+  const auto align = [&](const Named& input) {
+    if (!is_aligned(input.tensor))
+      reasons.push_back(std::string(input.name) +
                         " must begin at a multiple of 16 bytes, and so must its rows");
+  };
+  align(q);
+  for (const Named& input : others) align(input);
   if (!reasons.empty()) refuse(reasons);
 }
 
@@ -169,12 +178,9 @@ Strides strides_of(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
-  check_input("q", q, q);
-  check_input("k", k, q);
-  check_input("v", v, q);
-  check_limits(q, k, v);
-
+// Allocates o and scratch, and launches the version on the current stream of q's device.
+template <typename AnyParams>
+Tensor launch(AnyParams params, const Tensor& q) {
 #ifdef ATTENTION_EMULATOR
   const cudaStream_t stream = nullptr;
 #else
@@ -186,34 +192,63 @@ Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
 
   const Tensor o = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, dtype_of(q), q);
   if (o.numel() == 0) return o;
-  Params params{};
   params.q = q.const_data_ptr();
-  params.k = k.const_data_ptr();
-  params.v = v.const_data_ptr();
   params.o = o.mutable_data_ptr();
   params.q_strides = strides_of(q);
-  params.k_strides = strides_of(k);
-  params.v_strides = strides_of(v);
   params.o_strides = strides_of(o);
   params.batch = static_cast<int>(q.size(0));
-  params.seqlen = static_cast<int>(q.size(1));
   params.num_heads = static_cast<int>(q.size(2));
   params.head_dim = static_cast<int>(q.size(3));
-  params.softmax_scale = softmax_scale;
-  params.is_causal = is_causal;
   poison(o, stream);
 
   // Freed on return, while the kernel may still run: the allocator gives it to later work on this
   // stream only.
   std::optional<Tensor> scratch;
-  if (const int64_t floats = version.scratch_floats(params); floats > 0) {
+  if (const int64_t floats = version.scratch_floats(&params); floats > 0) {
     scratch = empty({floats}, aoti_torch_dtype_float32(), q);
     params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
     poison(*scratch, stream);
   }
-
-  check_launch(static_cast<cudaError_t>(version.launch(params, stream)), q);
+  check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q);
   return o;
+}
+
+Tensor run(Tensor q, Tensor k, Tensor v, double softmax_scale, bool is_causal) {
+  check_input("q", q, q);
+  check_input("k", k, q);
+  check_input("v", v, q);
+  check_limits(q.size(1), {"q", q}, {{"k", k}, {"v", v}});
+  Params params{};
+  params.k = k.const_data_ptr();
+  params.v = v.const_data_ptr();
+  params.k_strides = strides_of(k);
+  params.v_strides = strides_of(v);
+  params.seqlen = static_cast<int>(q.size(1));
+  params.softmax_scale = softmax_scale;
+  params.is_causal = is_causal;
+  return launch(params, q);
+}
+
+Tensor run_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, double softmax_scale) {
+  check_input("q", q, q);
+  check_input("k_cache", k_cache, q, /*is_cache=*/true);
+  check_input("v_cache", v_cache, q, /*is_cache=*/true);
+  if (q.size(1) != 1) fail("q must have one token per row");
+  if (v_cache.size(1) != k_cache.size(1)) fail("v_cache must have the shape of k_cache");
+  if (seqlens.dim() != 1 || seqlens.size(0) != q.size(0) || !seqlens.is_contiguous() ||
+      dtype_of(seqlens) != aoti_torch_dtype_int32() || seqlens.is_cpu() != q.is_cpu() ||
+      seqlens.get_device_index() != q.get_device_index())
+    fail("seqlens must be int32 (batch), contiguous and on the device of q");
+  check_limits(k_cache.size(1), {"q", q}, {{"k_cache", k_cache}, {"v_cache", v_cache}});
+  DecodeParams params{};
+  params.k_cache = k_cache.const_data_ptr();
+  params.v_cache = v_cache.const_data_ptr();
+  params.seqlens = static_cast<const int*>(seqlens.const_data_ptr());
+  params.k_strides = strides_of(k_cache);
+  params.v_strides = strides_of(v_cache);
+  params.max_seqlen = static_cast<int>(k_cache.size(1));
+  params.softmax_scale = softmax_scale;
+  return launch(params, q);
 }
 
 }  // namespace
@@ -224,5 +259,8 @@ STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
 #endif
-  library.impl(attention::version.op, TORCH_BOX(&attention::run));
+  if (attention::version.is_decode)
+    library.impl(attention::version.op, TORCH_BOX(&attention::run_decode));
+  else
+    library.impl(attention::version.op, TORCH_BOX(&attention::run));
 }

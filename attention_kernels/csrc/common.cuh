@@ -49,23 +49,33 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
 
 // The version file defines these two.
 namespace ATTENTION_VERSION {
-int64_t scratch_floats(const Params& params);
-cudaError_t launch(const Params& params, cudaStream_t stream);
+int64_t scratch_floats(const VersionParams& params);
+cudaError_t launch(const VersionParams& params, cudaStream_t stream);
 }  // namespace ATTENTION_VERSION
 
 #define ATTENTION_TEXT_(token) #token
 #define ATTENTION_TEXT(token) ATTENTION_TEXT_(token)
 
-inline int launch_version(const Params& params, void* stream) {
-  return ATTENTION_VERSION::launch(params, static_cast<cudaStream_t>(stream));
-}
-
-const Version version = {ATTENTION_TEXT(ATTENTION_VERSION), ATTENTION_TEXT(ATTENTION_DTYPE),
+const Version version = {
+    ATTENTION_TEXT(ATTENTION_VERSION),
+    ATTENTION_TEXT(ATTENTION_DTYPE),
 #ifdef ATTENTION_CONTIGUOUS
-                         true,
+    true,
 #else
-                         false,
+    false,
 #endif
-                         &ATTENTION_VERSION::scratch_floats, &launch_version};
+#ifdef ATTENTION_DECODE
+    true,
+#else
+    false,
+#endif
+    [](const void* params) {
+      return ATTENTION_VERSION::scratch_floats(*static_cast<const VersionParams*>(params));
+    },
+    [](const void* params, void* stream) -> int {
+      return ATTENTION_VERSION::launch(*static_cast<const VersionParams*>(params),
+                                       static_cast<cudaStream_t>(stream));
+    },
+};
 
 }  // namespace attention

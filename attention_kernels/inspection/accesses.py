@@ -76,6 +76,8 @@ def count_accesses(
     reasons = []
     if version.is_host:
         reasons.append("only a kernel's accesses are counted, and this is host code")
+    if version.role != "attention":
+        reasons.append("only an attention kernel's accesses are counted, and this one decodes")
     if re.search(r"^#include <mma\.h>", version.path.read_text("utf-8"), re.MULTILINE):
         reasons.append("a fragment's loads are in an order that CUDA does not document")
     if head_dim not in version.head_dims:

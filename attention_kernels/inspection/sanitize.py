@@ -50,6 +50,8 @@ def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> 
         in_ladder = spec.version is not None and device in spec.emulated_on
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
+        if not spec.has_attention():
+            raise UnsupportedError(spec.name, ["a decode kernel has no run under a sanitizer"])
     if device == "cpu":
         return _address_sanitizer(specs[0].name, list(whats), timeout_s)
     if shutil.which("compute-sanitizer") is None:

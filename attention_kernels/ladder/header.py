@@ -1,4 +1,4 @@
-"""The comment that opens a version file: what a rung of a ladder says of itself."""
+"""Read the comment that opens a version file: what a rung of a ladder says of itself."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
+OPTIONAL = ("Role", "Takes")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
+ROLES = ("attention", "decode")
 HEAD_DIMS = (32, 64, 128)
-# What a version takes, where that is not float32 with every one of HEAD_DIMS.
+# What a version takes, if that is not float32 with every one of HEAD_DIMS.
 TAKES = re.compile(
     r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
 )
 
 
 class HeaderError(AttentionError, ValueError):
-    """A version file's name or header is not what parse_header() reads."""
+    """The name or the header of a version file cannot be read."""
 
 
 @dataclass(frozen=True)
 class VersionHeader:
-    """What a version file says of itself.
-
-    name: the version's namespace, e.g. "v07"; op: its op in torch.ops.attention_kernels.
-    layout: "contiguous", or "strided" where the kernel reads strided q, k and v.
-    flags: compiler flags of this version on; the rest is prose, one line each.
-    dtype, head_dims, is_host: from the line that may follow Layout, `Takes:  float16, head_dim 32
-    64`, or `float32, on the CPU` for host code, which is neither emulated nor built for a GPU.
-    """
+    """What a version file says of itself. What is not described here is prose, in one line."""
 
     path: Path
     number: int
     name: str
+    """The version's namespace, e.g. "v07"."""
     op: str
+    """Its op in torch.ops.attention_kernels."""
     title: str
     change: str
     why: str
     cost: str
     tile: str
     layout: str
+    """"contiguous", or "strided" if the kernel reads strided q, k and v."""
     flags: tuple[str, ...]
+    """Compiler flags of this version only."""
     expect: str
+    role: str = "attention"
+    """What it computes: "attention" or "decode"."""
     dtype: str = "float32"
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False
+    """Whether it is host code, which is neither emulated nor built for a GPU."""
 
 
 def version_files(folder: Path) -> list[Path]:
-    """The folder's version files, v<number>_<what>.cu, by number: the one list of versions."""
+    """Return a folder's version files, v<number>_<what>.cu, by number: the one list of versions."""
     found = [path for path in folder.glob("v*_*.cu") if re.match(r"v\d+_", path.name)]
     return sorted(found, key=lambda path: (version_number(path), path.name))
 
 
 def version_number(path: Path) -> int:
-    """The number in the name of a version file."""
+    """Return the number in the name of a version file."""
     return int(path.name[1:].split("_")[0])
 
 
 def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
-    """The parsed headers of the folder's version files, by number; raises HeaderError."""
+    """Return the headers of a folder's version files, by number; raises HeaderError."""
     return [parse_header(path, op_prefix) for path in version_files(folder)]
 
 
@@ -72,7 +74,8 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     """Read the comment that opens a version file.
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. Raises HeaderError naming the file and what is wrong with it.
+    more lines. After Layout may come `Role: decode`, and `Takes:  float16, head_dim 32 64` or
+    `Takes:  float32, on the CPU`. Raises HeaderError naming the file and what is wrong with it.
     """
 
     def wrong(what: str) -> HeaderError:
@@ -92,7 +95,7 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     values: dict[str, str] = {}
     field = None
     for line in lines:
-        if start := re.match(rf"({'|'.join(FIELDS)}|Takes):\s*(.*)", line):
+        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
             field = start[1]
             if field in values:
                 raise wrong(f"the header has {field} twice")
@@ -101,11 +104,16 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
             values[field] = f"{values[field]} {line}".strip()
     if missing := [name for name in FIELDS if not values.get(name)]:
         raise wrong(f"the header lacks {', '.join(missing)}")
-    order, takes = list(values), TAKES.fullmatch(values.pop("Takes", "float32"))
+    ordered = (*FIELDS[:5], *OPTIONAL, *FIELDS[5:])
+    if list(values) != [name for name in ordered if name in values]:
+        raise wrong(f"the header's order is {', '.join(ordered)}")
+    takes = TAKES.fullmatch(values.pop("Takes", "float32"))
     if takes is None:
         raise wrong("Takes is like `float16, head_dim 32 64`")
-    if order not in (list(FIELDS), [*FIELDS[:5], "Takes", *FIELDS[5:]]):
-        raise wrong(f"the header's order is {', '.join(FIELDS)}")
+    if (role := values.get("Role", "attention")) not in ROLES:
+        raise wrong(f"Role is {' or '.join(ROLES)}, not {role!r}")
+    if role == "decode" and values["Layout"] != "strided":
+        raise wrong("a decode kernel reads the cache where it lies: Layout is strided")
     if values["Layout"] not in LAYOUTS:
         raise wrong(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
     flags = values.pop("Flags")
@@ -128,5 +136,5 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
 
 
 def csrc_of(version: VersionHeader) -> Path:
-    """The csrc that a version file lies in, else this package's."""
+    """Return the csrc that a version file lies in, else this package's."""
     return root if ((root := version.path.parent.parent) / "attention.h").exists() else CSRC

@@ -35,6 +35,9 @@ from attention_kernels.registry import (
 )
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
+DECODE_SCHEMA = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, float softmax_scale) -> Tensor"
+)
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
@@ -186,7 +189,8 @@ class _Op:
 
     def kernels(self) -> Kernels:
         """Return the kernels; nothing is compiled yet."""
-        define_op(self.version.op)
+        is_decode = self.version.role == "decode"
+        define_op(self.version.op, DECODE_SCHEMA if is_decode else SCHEMA)
         self.loaded.clear()
         op = getattr(torch.ops.attention_kernels, self.version.op).default
 
@@ -197,6 +201,16 @@ class _Op:
                 self._prepare(q.device.type)
             try:
                 return op(q, k, v, softmax_scale, is_causal)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                raise self.fault(error) from error
+
+        def decode(
+            q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+        ) -> Tensor:
+            if torch.compiler.is_compiling() or q.device.type not in self.loaded:
+                self._prepare(q.device.type)
+            try:
+                return op(q, k_cache, v_cache, seqlens, softmax_scale)  # type: ignore[no-any-return]
             except RuntimeError as error:
                 raise self.fault(error) from error
 
@@ -217,6 +231,8 @@ class _Op:
                     reasons += fault.reasons
             return list(dict.fromkeys(reasons))
 
+        if is_decode:
+            return Kernels(decode=decode, prepare=self.prepare)
         return Kernels(attention, explain=explain, prepare=self.prepare)
 
     def fault(self, error: RuntimeError) -> Exception:
@@ -253,13 +269,11 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
 
 
 @functools.cache
-def define_op(op: str) -> None:
+def define_op(op: str, schema: str = SCHEMA) -> None:
     """Define an op's schema and fake kernel: what torch must know without any library."""
     name = f"attention_kernels::{op}"
-    torch.library.define(name, SCHEMA, tags=(torch.Tag.needs_exact_strides,))
-    torch.library.register_fake(
-        name, lambda q, k, v, softmax_scale, is_causal: q.new_empty(q.shape)
-    )
+    torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
+    torch.library.register_fake(name, lambda q, *_, **__: q.new_empty(q.shape))
 
 
 def _with_line(message: str) -> str:

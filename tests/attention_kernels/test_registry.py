@@ -201,6 +201,7 @@ def test_a_backend_that_only_decodes_says_so():
     spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
     assert (spec.has_attention(), spec.has_decode("cpu")) == (False, True)
     assert CALLS["decode"](spec).shape == Q.shape
+    assert spec.unsupported_reasons(Q, Q, Q) == ["it has a decode kernel only"]
     with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
         CALLS["attention"](spec)
 

@@ -38,11 +38,15 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3, dim3 block, size_
 
 int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
-    attention::Params params{};
+    attention::VersionParams params{};
     params.batch = params.num_heads = 1;
+#ifdef ATTENTION_DECODE
+    params.max_seqlen = 1024;
+#else
     params.seqlen = 1024;
-    params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
     params.is_causal = true;
+#endif
+    params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
     const int64_t row = params.head_dim;
     params.q_strides = params.k_strides = params.v_strides =
         params.o_strides = {1024 * row, row, row};

@@ -40,6 +40,12 @@ def test_a_header_is_read_field_by_field(csrc):
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
         ("// v01", "v01", "the first line must be"),
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
+        ("// Flags", "// Role:   train\n// Flags", "Role is attention or decode, not 'train'"),
+        (
+            "// Flags",
+            "// Role:   decode\n// Flags",
+            "a decode kernel reads the cache where it lies",
+        ),
         ("// Expect", "// Takes:  float16\n// Expect", "the header's order is Change, Why"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A ladder that somebody edits."""
+"""From version files to backends: a ladder that somebody edits, and kernels that decode."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attention_kernels.ladder import header
+import pytest
+import torch
+
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    get_backend,
+    ladder,
+)
+from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.ladder.conftest import HEADER
+from tests.conftest import DEVICES
 
 ROOT = Path(__file__).parents[3]
+DECODER = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "decode"
 
 
 def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_path):
@@ -63,3 +75,73 @@ for number in (90, 91, 92):
     assert f"(log: {tmp_path / 'cache' / 'v91-emulator-'}" in lines[4]
     assert lines[5] in lines[4]
     assert lines[7] == "several files have the number 92: v92_one.cu, v92_two.cu"
+
+
+@pytest.fixture(scope="module")
+def decoder() -> BackendSpec:
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
+
+
+def decode_arguments(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """q, caches that are views with gaps, and seqlens from 1 to max_seqlen."""
+    torch.manual_seed(head_dim)
+    q = torch.randn(3, 1, 2, head_dim, device=device)
+    cache = torch.randn(3, 70, 2, 2, head_dim, device=device)
+    seqlens = torch.tensor([1, 37, 70], dtype=torch.int32, device=device)
+    return q, cache[:, :, 0], cache[:, :, 1], seqlens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_version_file_can_decode(head_dim, device, decoder):
+    arguments = decode_arguments(head_dim, device)
+    if reason := decoder.unavailable_reason(device):
+        pytest.skip(reason)
+    expected = get_backend("NAIVE_PYTORCH").decode(*arguments, softmax_scale=0.2)
+    o = decoder.decode(*arguments, softmax_scale=0.2)
+    torch.testing.assert_close(o, expected, rtol=0, atol=2e-6)
+    assert (decoder.has_attention(), decoder.has_decode(device)) == (False, True)
+
+
+def test_a_decode_op_is_part_of_torch(decoder):
+    arguments = decode_arguments(32)
+    decoder.prepare("cpu")
+    op = getattr(torch.ops.attention_kernels, decoder.version.op).default
+    torch.library.opcheck(op, (*arguments, 0.2))
+    decoder._kernels.clear()
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, *others: decoder.decode(q * 2, *others) + 1, fullgraph=True, backend="aot_eager"
+    )
+    q, *others = arguments
+    torch.testing.assert_close(compiled(q, *others), decoder.decode(q * 2, *others) + 1)
+
+
+def test_a_decode_op_checks_its_arguments(decoder):
+    q, k, v, seqlens = decode_arguments(32)
+    decoder.prepare("cpu")
+    op = getattr(torch.ops.attention_kernels, decoder.version.op).default
+    for arguments, words in (
+        ((q[:, :, :1], k, v, seqlens), "k_cache must have the shape of q"),
+        ((q, k, v[:, :5], seqlens), "v_cache must have the shape of k_cache"),
+        ((k, k, v, seqlens), "q must have one token per row"),
+        ((q, k, v, seqlens[:2]), r"seqlens must be int32 \(batch\), contiguous"),
+        ((q, k, v, seqlens.long()), r"seqlens must be int32 \(batch\), contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            op(*arguments, 1.0)
+    misaligned = torch.zeros(k.numel() + 1)[1:].view(k.shape)
+    with pytest.raises(UnsupportedError, match="k_cache must begin at a multiple of 16 bytes"):
+        decoder.decode(q, misaligned, v, seqlens)
+
+
+def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
+    file = tmp_path / "v01_mine.cu"
+    text = (DECODER / "v01_warp_per_head.cu").read_text()
+    file.write_text(text)
+    ladder.resolve(str(file)).prepare("cpu")
+    file.write_text(text + "// edited\n")
+    with pytest.raises(UnavailableBackendError, match="has changed since this process loaded it"):
+        ladder.resolve(str(file)).prepare("cpu")

@@ -1,6 +1,6 @@
-"""Attention kernels of my own: one in plain PyTorch, and every v*_*.cu beside this file.
+"""Attention kernels of my own: one in plain PyTorch, and every v*_*.cu here and in decode/.
 
-Importing it registers them and does nothing else: what takes time belongs into a loader.
+Importing this module registers them and does nothing else: what takes time belongs in a loader.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_N = 64  # keys per tile
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
 ) -> Tensor:
-    """Softmax over tiles of keys (Flash Attention): no score matrix of seqlen x seqlen.
+    """Compute softmax over tiles of keys (Flash Attention), without a seqlen x seqlen matrix.
 
     Shapes and arguments as in attention_kernels.contract, checked by the registry. The statistics
     and the sums are float32, or float64 for float64.
@@ -53,7 +53,7 @@ def tiled_attention(
     precisions={"float32": "ieee-fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"},
 )
 def load() -> Kernels:
-    """Import or compile here what the kernel needs: this runs on first use."""
+    """Import or compile what the kernel needs; this runs on first use."""
     return Kernels(attention=tiled_attention)
 
 
@@ -61,5 +61,10 @@ register_ladder(
     Path(__file__).parent,
     family="my-backend",
     name=lambda file: f"MY_CUDA_VERSION_{header.version_number(file)}",
-    op_prefix="my_backend_",
+)
+register_ladder(
+    Path(__file__).parent / "decode",
+    family="my-backend",
+    name=lambda file: f"MY_DECODE_VERSION_{header.version_number(file)}",
+    op_prefix="my_backend_decode_",
 )
