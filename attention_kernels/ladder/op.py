@@ -239,10 +239,11 @@ class _Op:
         """Return the error to raise for an error of binding.cpp's: a refusal or a failed kernel."""
         if isinstance(error, torch.OutOfMemoryError):
             return error
+        error.args = (_with_line(str(error)),)
         message = str(error).splitlines()[0].removeprefix(f"attention_kernels::{self.version.op}: ")
         if message.startswith("refuses: "):
             return UnsupportedError(self.name, message.removeprefix("refuses: ").split("; "))
-        return KernelError(self.name, f"failed: {_with_line(message)}")
+        return KernelError(self.name, f"failed: {message}")
 
 
 _lock = threading.RLock()

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         passed = _nvcc_compiles(spec.version)
     if passed and is_emulated:
         show("  no timing: its source runs emulated, which says nothing about its speed")
-    elif passed and not arguments.no_timing:
+    elif passed and not arguments.no_timing and spec.has_attention():
         passed = _short_timing(spec, device, dtypes or spec.dtypes)
     show("PASSED" if passed else "FAILED")
     return 0 if passed else EXIT_FAILED
