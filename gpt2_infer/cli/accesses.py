@@ -20,6 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--heads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)g)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
@@ -36,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         num_heads=arguments.heads,
         is_causal=not arguments.full,
+        timeout_s=arguments.timeout,
     )
     if arguments.json:
         show(json.dumps([dataclasses.asdict(access) for access in found], indent=2))

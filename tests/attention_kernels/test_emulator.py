@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import ladder
+from attention_kernels import UnavailableBackendError, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import compilers
 
@@ -215,10 +215,8 @@ def test_a_race_between_blocks_shows_in_another_order_of_blocks(spec, monkeypatc
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        (ABOVE, "AddressSanitizer: use-after-poison at {}"),
-        (NULL, "AddressSanitizer: SEGV at {}"),
-        (DIVERGENCE, "__syncthreads() at {}"),  # a launch that fails with an exception
-        (SPIN, "the block did not end in 0.5 s, at {}"),
+        pytest.param(ABOVE, "AddressSanitizer: use-after-poison at {}", marks=pytest.mark.slow),
+        pytest.param(SPIN, "the block did not end in 0.5 s, at {}", marks=pytest.mark.slow),
     ],
 )
 def test_the_sanitizer_names_the_line(fault, what, tmp_path, monkeypatch):
@@ -227,3 +225,28 @@ def test_the_sanitizer_names_the_line(fault, what, tmp_path, monkeypatch):
     file.write_text(SOURCE.replace("params.seqlen);", f"{fault});"))
     (found,) = sanitize([str(file)], "cpu")
     assert what.format(place_of(fault)) in found
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ('asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));', "has no inline PTX"),
+        ("lane = clock64();", "has no clock"),
+        ("#include <cooperative_groups.h>", "has no cooperative groups"),
+    ],
+)
+def test_what_the_emulator_has_not_is_told_by_the_compiler(statement, told, tmp_path):
+    file = tmp_path / "v05_limits.cu"
+    if statement.startswith("#"):
+        source = SOURCE.replace("#include <cassert>", statement)
+    else:
+        source = SOURCE.replace("  __syncthreads();\n", f"  long lane = 0;\n  {statement}\n", 1)
+    file.write_text(source.replace("// v04", "// v05"))
+    spec = ladder.resolve(str(file))
+    with pytest.raises(UnavailableBackendError, match=f"the CPU emulator {told}"):
+        spec.prepare("cpu")
+
+
+def test_the_time_of_a_sanitizer_is_limited():
+    (fault,) = sanitize([str(FILE)], "cpu", timeout_s=0.2)
+    assert "building with a sanitizer took more than 0.2 s" in fault
