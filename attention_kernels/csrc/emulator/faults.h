@@ -34,7 +34,8 @@ namespace attention::emulator {
 constexpr long kTickNanoseconds = 50'000'000;
 constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
 
-// Ends the calling thread's launch; in host code it is an exception.
+// Ends the calling thread's launch, and with it the thread's frames: the message is lost memory. In
+// host code it is an exception.
 [[noreturn]] inline void fail(cudaError_t code, const std::string& what) {
   if (Block* const block = this_block()) {
     block->record(code, what);

@@ -131,10 +131,10 @@ def test_each_barrier_that_is_left_is_needed(tmp_path, monkeypatch):
         barriers += 1
         return f'if (kept("{barriers}")) {barrier[0]}'
 
-    header, body = STEPS[6].path.read_text().split('#include "common.cuh"\n')
+    opening, body = STEPS[6].path.read_text().split('#include "common.cuh"\n')
     body = re.sub(r"__sync(threads|warp)\(\);", droppable, body)
     assert barriers == 6
-    (tmp_path / "v07_droppable.cu").write_text(f"""{header}#include "common.cuh"
+    (tmp_path / "v07_droppable.cu").write_text(f"""{opening}#include "common.cuh"
 #include <cstdlib>
 #include <cstring>
 inline bool kept(const char* barrier) {{

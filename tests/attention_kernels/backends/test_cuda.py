@@ -479,8 +479,8 @@ cudaError_t launch(const Params& params, cudaStream_t) {
 
 
 def test_output_and_scratch_that_nobody_wrote_are_nan(tmp_path):
-    header = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
-    (tmp_path / "v01_nothing.cu").write_text(header + WRITES_NOTHING)
+    opening = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
+    (tmp_path / "v01_nothing.cu").write_text(opening + WRITES_NOTHING)
     spec = spec_of(header.parse_header(tmp_path / "v01_nothing.cu", "nothing_"))
     q = torch.zeros(1, 2, 1, 32)
     for softmax_scale in (1.0, -1.0):
