@@ -74,15 +74,16 @@ def resolve(what: str) -> BackendSpec:
 def unregistered(file: Path) -> BackendSpec:
     """Return a backend named after a version file that belongs to no ladder.
 
-    If a registered backend has that name, a digest of the path tells them apart. Raises
-    HeaderError.
+    If another file or a registered backend has that name, a digest of the path tells them apart.
+    Raises HeaderError.
     """
     if not file.is_file():
         raise HeaderError(f"there is no file {file}")
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
     version = header.parse_header(file, f"file_{place}_")
     name = version.path.stem.upper()
-    if any(spec.name == name for spec in list_backends()):
+    registered = any(spec.name == name for spec in list_backends())
+    if registered or _files.setdefault(name, version.path) != version.path:
         name = f"{name}_{place.upper()}"
     return backend(name, "file", version)
 
@@ -247,6 +248,7 @@ class _Op:
 
 
 _lock = threading.RLock()
+_files: dict[str, Path] = {}  # which file outside of the ladders has a name
 _libraries: dict[tuple[str, str], Path] = {}  # what each op runs, by device type
 
 

@@ -84,6 +84,16 @@ def decoder() -> BackendSpec:
     return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
 
 
+def test_two_files_of_one_name_are_two_backends(tmp_path):
+    names = []
+    for folder in ("a", "b", "a"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        shutil.copy(DECODER / "v01_warp_per_head.cu", tmp_path / folder / "v01_twice.cu")
+        names.append(ladder.resolve(str(tmp_path / folder / "v01_twice.cu")).name)
+    assert names[0] == names[2] == "V01_TWICE"
+    assert names[1].startswith("V01_TWICE_")
+
+
 def decode_arguments(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     """q, caches that are views with gaps, and seqlens from 1 to max_seqlen."""
     torch.manual_seed(head_dim)
