@@ -134,15 +134,20 @@ def _read_config(name: str, folder: Path) -> GPT2Config:
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """Return the device named; without a name cuda where there is one, else cpu.
 
-    Raises UnavailableDeviceError for a CUDA device where there is none.
+    Raises UnavailableDeviceError for a CUDA device where there is none, RequestError for a wrong
+    name.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise RequestError(f"device must be cuda or cpu, not {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableDeviceError(
             f"{device}: this machine has no CUDA device that torch can use"
         )
-    return torch.device(device)
+    return found
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""The parser, and the options that several commands share."""
+"""The parser, and the options that several commands share.
+
+argparse, not click: click has no option that takes several values, as in --dtypes float32 float16.
+"""
 
 from __future__ import annotations
 

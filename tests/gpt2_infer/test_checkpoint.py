@@ -355,6 +355,11 @@ def test_an_end_of_text_id_that_is_no_id_is_refused(save_checkpoint):
         load(folder)
 
 
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(RequestError, match="device must be cuda or cpu, not 'gpu'"):
+        GPT2.from_pretrained("demo", device="gpu")
+
+
 def test_a_dtype_may_be_named_as_on_the_command_line():
     assert GPT2.from_pretrained("demo", device="cpu", dtype="float16").dtype == torch.float16
     for wrong in ("fp16", "int8", "Tensor", torch.int8):

@@ -22,27 +22,31 @@ PROMPTS = [
 BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
-@pytest.fixture(scope="session")
-def theirs():
+@pytest.fixture(scope="module")
+def expected():
+    """Token ids of a prompt, and 80 more by transformers."""
     from transformers import AutoModelForCausalLM
 
-    folder = str(open_checkpoint("demo").folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    checkpoint = open_checkpoint("demo")
+    ids = checkpoint.tokenizer.encode(PROMPTS[0])
+    theirs = AutoModelForCausalLM.from_pretrained(str(checkpoint.folder), dtype=torch.float32)
+    text = theirs.eval().generate(
+        torch.tensor([ids]), max_new_tokens=80, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return ids, text[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_greedy_tokens_equal_transformers_generate(backend, mode, theirs):
-    model = GPT2.from_pretrained("demo", device="cpu", attention=backend)
-    ids = model.tokenizer.encode(PROMPTS[0])
-    expected = theirs.generate(
-        torch.tensor([ids]), max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0, len(ids) :].tolist()
-    got = generate(model, [ids], max_new_tokens=200, mode=mode, ignore_eos=True)
-    assert got.tokens == [expected]
+def test_greedy_tokens_equal_transformers_generate(backend, mode, expected, demo):
+    ids, tokens = expected
+    got = generate(
+        demo.with_attention(backend), [ids], max_new_tokens=80, mode=mode, ignore_eos=True
+    )
+    assert got.tokens == [tokens]
     assert got.finish_reasons == ["length"]
     assert got.attention == backend
-    assert len({*expected}) > 10
+    assert len({*tokens}) > 10
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -50,10 +54,10 @@ def test_greedy_tokens_equal_transformers_generate(backend, mode, theirs):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.95, seed=3)])
 def test_a_batch_equals_its_members_alone(sampling, mode, device):
     model = GPT2.from_pretrained("demo", device=device)
-    together = generate(model, PROMPTS, max_new_tokens=40, mode=mode, sampling=sampling)
+    together = generate(model, PROMPTS, max_new_tokens=16, mode=mode, sampling=sampling)
     for row, prompt in enumerate(PROMPTS):
         own = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + row)
-        alone = generate(model, prompt, max_new_tokens=40, mode=mode, sampling=own)
+        alone = generate(model, prompt, max_new_tokens=16, mode=mode, sampling=own)
         assert together.tokens[row] == alone.tokens[0]
         assert together.texts[row] == alone.texts[0]
         assert together.finish_reasons[row] == alone.finish_reasons[0]
@@ -86,7 +90,7 @@ def test_the_parts_of_the_time_are_told_apart(mode, demo, monkeypatch):
 
 
 def test_both_modes_agree(demo):
-    first, second = (generate(demo, PROMPTS, max_new_tokens=60, mode=mode) for mode in MODES)
+    first, second = (generate(demo, PROMPTS, max_new_tokens=24, mode=mode) for mode in MODES)
     assert first.tokens == second.tokens
 
 
@@ -169,8 +173,8 @@ def test_one_stop_string_need_not_be_in_a_list(demo):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_generates_text_of_the_same_kind(dtype, mode, demo):
     model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
-    result = generate(model, PROMPTS, max_new_tokens=8, mode=mode)
-    reference = generate(demo, PROMPTS, max_new_tokens=8, mode=mode)
+    result = generate(model, PROMPTS, max_new_tokens=2, mode=mode)
+    reference = generate(demo, PROMPTS, max_new_tokens=2, mode=mode)
     assert [row[0] for row in result.tokens] == [row[0] for row in reference.tokens]
 
 

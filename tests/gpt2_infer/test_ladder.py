@@ -7,22 +7,23 @@ import functools
 import pytest
 import torch
 
-from attention_kernels import list_backends
+from attention_kernels import get_backend, list_backends
 from gpt2_infer import GPT2, generate
 from gpt2_infer.bench.diverge import diverge
 from gpt2_infer.cli import DTYPES
-from tests.conftest import DEVICES, usable
+from tests.conftest import usable
 
 HEAD_DIM = 64  # the bundled model's
-NAMES = [
-    spec.name
+SPECS = [
+    spec
     for spec in list_backends()
     if spec.family not in ("pytorch", "numpy")
     and HEAD_DIM in (spec.head_dims or (HEAD_DIM,))
     and {*spec.dtypes} & {*DTYPES}
 ]
+# Emulated, the last of each ladder is enough: each has a suite of its own.
+EMULATED = {spec.family: spec.name for spec in SPECS}.values()
 PROMPT = "Once upon a time there was a"
-NEW_TOKENS = {"cuda": 512, "cpu": 12}  # emulated on the CPU
 
 
 @functools.cache
@@ -30,30 +31,39 @@ def load(device: str, dtype: torch.dtype = torch.float32) -> GPT2:
     return GPT2.from_pretrained("demo", device=device, dtype=dtype, attention="NAIVE_PYTORCH")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_plain_pytorchs(name, device):
+def check_text(name: str, device: str, dtype: str, new_tokens: int) -> None:
     """Equal token by token, or parted where rounding explains both tokens: see diverge()."""
+    model = load(device, getattr(torch, dtype))
     spec = usable(name, device)
-    # Interpreted, each dtype takes long; two are enough.
-    for dtype in [dtype for dtype in DTYPES if dtype in spec.dtypes][
-        : 3 if device == "cuda" else 2
-    ]:
-        model = load(device, getattr(torch, dtype))
-        found = diverge(model, "NAIVE_PYTORCH", spec, PROMPT, max_new_tokens=NEW_TOKENS[device])
-        assert found.passed, str(found)
-        if dtype == "float32" and found.step is not None:
-            assert min(found.a.margin, found.b.margin) < 1e-4, str(found)
+    found = diverge(model, "NAIVE_PYTORCH", spec, PROMPT, max_new_tokens=new_tokens)
+    assert found.passed, str(found)
+    if dtype == "float32" and found.step is not None:
+        assert min(found.a.margin, found.b.margin) < 1e-4, str(found)
 
 
-@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_12"])
-def test_a_batch_and_a_cache_through_the_ladder(name):
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_greedy_text_is_plain_pytorchs(spec):
+    for dtype in {*spec.dtypes} & {*DTYPES}:
+        check_text(spec.name, "cuda", dtype, new_tokens=512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulated_greedy_text_is_plain_pytorchs(name):
+    dtype = next(dtype for dtype in DTYPES if dtype in get_backend(name).dtypes)
+    check_text(name, "cpu", dtype, new_tokens=4)
+
+
+@pytest.mark.slow
+def test_a_batch_and_a_cache_through_the_ladder():
+    name = "CUSTOM_CUDA_VERSION_12"
     usable(name, "cpu")
     plain = load("cpu")
     prompts = [PROMPT, "The", '"Come here," said the old man']
     for mode in ("recompute", "kv-cache"):
         got, expected = (
-            generate(m, prompts, max_new_tokens=6, mode=mode, ignore_eos=True)
+            generate(m, prompts, max_new_tokens=3, mode=mode, ignore_eos=True)
             for m in (plain.with_attention(name), plain)
         )
         assert got.attention == name

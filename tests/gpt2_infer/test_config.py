@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from gpt2_infer import ConfigError, GPT2Config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_head": 5}, "n_embd (768) must be a multiple of n_head (5)"),
+        ({"n_layer": 0}, "n_layer must be a positive integer, not 0"),
+        ({"n_embd": "768"}, "n_embd must be a positive integer, not '768'"),
+        ({"add_cross_attention": True}, "add_cross_attention is set"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number of 0 or more"),
+        ({"layer_norm_epsilon": -1}, "layer_norm_epsilon must be a number of 0 or more"),
+        ({"scale_attn_weights": "false"}, "scale_attn_weights must be true or false"),
+        ({"activation_function": None}, "activation_function must be a name"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"rope_scaling": {"factor": 2.0}, "rope_theta": 1e4}, "rope_scaling, rope_theta are set"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures is 'GPT2LMHeadModel'"),
+        ({"auto_map": {"AutoConfig": "evil.Evil"}}, "auto_map is set"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads is set"),
+        ({"n_embd": 2**62, "n_head": 2}, "make more than 2^40 parameters"),
+        ({"n_inner": 2**62}, "make more than 2^40 parameters"),
+        ({"n_layer": 10**6}, "make more than 2^40 parameters"),
+    ],
+)
+def test_configurations_that_cannot_be_honoured_are_refused_by_name(fields, words):
+    with pytest.raises(ConfigError) as caught:
+        GPT2Config.from_dict(fields)
+    assert words in str(caught.value)
+
+
+def test_fields_that_change_nothing_are_taken():
+    notes = {"resid_pdrop": 0.3, "n_ctx": 7, "summary_type": "cls_index", "use_cache": True}
+    unset = {"rope_scaling": None, "add_cross_attention": False, "pruned_heads": {}}
+    architecture = {"architectures": ["GPT2LMHeadModel"], "transformers_version": "4.1"}
+    assert GPT2Config.from_dict({**notes, **unset, **architecture}) == GPT2Config()
+
+
+def test_defaults_and_aliases_are_transformers():
+    from transformers import GPT2Config as Theirs
+
+    theirs = Theirs()
+    ours = GPT2Config()
+    for name in vars(ours):
+        expected = getattr(theirs, name)
+        assert getattr(ours, name) == ((expected,) if name == "eos_token_id" else expected), name
+    read = GPT2Config.from_dict(
+        {"hidden_size": 8, "num_attention_heads": 2, "eos_token_id": [1, 2]}
+    )
+    assert (read.n_embd, read.n_head, read.eos_token_id) == (8, 2, (1, 2))
+    assert GPT2Config.from_dict({"eos_token_id": None}).eos_token_id == ()
