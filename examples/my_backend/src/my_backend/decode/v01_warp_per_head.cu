@@ -1,12 +1,15 @@
 // v01 - one warp per head and row
 //
 // Change: the first of its ladder. A warp walks over the cache 32 keys at a time: each lane
-// computes
-//         one score, shuffles give the warp their maximum and sum, and each lane owns every 32nd
-//         column of O, in registers.
+//         computes one score, shuffles give the warp their maximum and sum, and each lane owns
+//         every 32nd column of O, in registers.
 // Why:    the least that is Flash Attention for one query: no shared memory, no barrier, no
-// scratch. Cost:   one warp reads a whole head's cache; a GPU has far more multiprocessors than
-// warps here. Tile:   kBlockN = 32 keys, block (32) Layout: strided Role:   decode Flags:  (none)
+//         scratch.
+// Cost:   one warp reads a whole head's cache; a GPU has far more multiprocessors than warps here.
+// Tile:   kBlockN = 32 keys, block (32)
+// Layout: strided
+// Role:   decode
+// Flags:  (none)
 // Expect: its time grows with seqlen while most of the GPU is idle; splitting the keys over blocks
 //         and adding up their parts (split-KV) is the next step.
 
