@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 10 --max-new-tokens 200
@@ -17,6 +17,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+
+docs: $(VENV)/installed
+	$(BIN)/cog -r -P README.md docs/*.md
+	$(BIN)/python scripts/plot_results.py
 
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
 $(VENV)/installed: pyproject.toml constraints.txt

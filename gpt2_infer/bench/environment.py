@@ -1,4 +1,4 @@
-"""The provenance that makes a number worth keeping."""
+"""Where a number comes from: machine, software, source and settings of this process."""
 
 from __future__ import annotations
 
@@ -6,75 +6,66 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention_kernels.ladder import compilers
+from attention_kernels import BackendSpec
+from attention_kernels.ladder import build, compilers
+from gpt2_infer.bench.results import Gpu, Provenance
 from gpt2_infer.bench.timing import device_seconds
 
 _ROOT = Path(__file__).parents[2]
-SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
+_SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+_NVIDIA_SMI = (
+    "driver_version",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "clocks.sm",
+    "clocks.mem",
+    "power.limit",
+)
 
 
-def provenance() -> dict[str, Any]:
-    """Machine, software, source and settings of this process, for a results file."""
+def provenance() -> Provenance:
+    """Describe this process for a results file."""
     matmul = torch.backends.cuda.matmul
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *map(_without_folder, sys.argv)]),
-        # A copy of the source without .git, as on a machine for one run, is told its commit.
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
-        "dirty": None if (status := _git("status", "--porcelain")) is None else bool(status),
-        "source_digest": source_digest(),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
-        "cpu_threads": torch.get_num_threads(),
-        "gpu": gpu_facts(),
-        "build_flags": {name: os.environ[name] for name in compilers.FLAGS if name in os.environ},
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-        "precision": {
+    return Provenance(
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command=shlex.join(["python", *map(_without_folder, sys.argv)]),
+        # A copy of the source without .git, as on a rented machine, is told its commit.
+        commit=_git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
+        dirty=None if (status := _git("status", "--porcelain")) is None else bool(status),
+        source_digest=source_digest(),
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        cpu_threads=torch.get_num_threads(),
+        gpu=_gpu(),
+        build_flags={name: os.environ[name] for name in compilers.FLAGS if name in os.environ},
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        precision={
             "matmul_allow_tf32": matmul.allow_tf32,
             "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
-    }
-
-
-def gpu_facts() -> dict[str, Any] | None:
-    """Name, driver, CUDA version and clocks of the GPU; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    facts: dict[str, Any] = {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-    }
-    query = "driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit"
-    answer = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-    if answer:
-        values = [value.strip() for value in answer.splitlines()[0].split(",")]
-        facts |= dict(zip(query.split(","), values, strict=True))
-    return facts
+    )
 
 
 def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
-    """What the GPU reaches now, medians of 5: matmul_<dtype>_tflops, of 8192^3, and copy_gbps.
+    """Measure what the GPU reaches now: copy_gbps and, per dtype, matmul_<dtype>_tflops.
 
-    A copy of 1 GiB counts the bytes read and those written.
+    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product.
     """
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -91,22 +82,68 @@ def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
 
 
 def source_digest() -> str:
-    """SHA-256 over both packages' source, so that a result names its code even without git."""
+    """Return a SHA-256 over both packages' source, so that a result names its code without git."""
     digest = hashlib.sha256()
     for package in ("attention_kernels", "gpt2_infer"):
         for path in sorted((_ROOT / package).rglob("*")):
-            if path.suffix in SOURCES:
+            if path.suffix in _SOURCES:
                 digest.update(str(path.relative_to(_ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 
+def backend_digest(spec: BackendSpec) -> str | None:
+    """Return a SHA-256 over the files that a backend is made of; None if there are none."""
+    digest = hashlib.sha256()
+    for path in (files := sorted(set(_files_of(spec)))):
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest() if files else None
+
+
 def token_digest(tokens: list[list[int]]) -> str:
-    """SHA-256 of generated tokens: equal digests, equal texts."""
+    """Return a SHA-256 of generated tokens: equal digests, equal texts."""
     return hashlib.sha256(repr(tokens).encode()).hexdigest()
 
 
+def _files_of(spec: BackendSpec) -> Iterator[Path]:
+    """Yield what a version's library is built from, or a Python loader's file and package."""
+    if spec.version:
+        yield from build.sources(spec.version)
+        return
+    loader = inspect.unwrap(spec.loader)
+    try:
+        file = Path(inspect.getsourcefile(loader) or "")
+    except TypeError:  # not a function: a partial, or another callable object
+        return
+    if not file.is_file():  # <stdin>, <string>
+        return
+    yield file
+    package = loader.__module__.partition(".")[0]
+    for folder in getattr(sys.modules.get(package), "__path__", ()):
+        yield from (path for path in Path(folder).rglob("*.py") if path.is_file())
+
+
+def _gpu() -> Gpu | None:
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    facts = {}
+    answer = _run("nvidia-smi", f"--query-gpu={','.join(_NVIDIA_SMI)}", "--format=csv,noheader")
+    if answer:
+        values = [value.strip() for value in answer.splitlines()[0].split(",")]
+        names = (name.replace(".", "_") for name in _NVIDIA_SMI)
+        facts = dict(zip(names, values, strict=True))
+    return Gpu(
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        cuda=torch.version.cuda or "",
+        **facts,
+    )
+
+
 def _without_folder(word: str) -> str:
-    """Absolute paths say where somebody's files are, not what was run."""
+    """Shorten an absolute path, which says where somebody's files are and not what was run."""
     if not word.startswith("/"):
         return word
     path = Path(word)
@@ -114,11 +151,12 @@ def _without_folder(word: str) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    return _run("git", "-C", str(_ROOT), *arguments)
+    """Run git where this package lies in a checkout of its own, not inside another project's."""
+    return _run("git", "-C", str(_ROOT), *arguments) if (_ROOT / ".git").exists() else None
 
 
 def _run(*command: str) -> str | None:
-    """What a command prints; None where it is missing or fails."""
+    """Return what a command prints; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -1,50 +1,167 @@
-"""Benchmark results as JSON: raw samples and where they come from, checked on write and on read."""
+"""Results files: typed records, validated when they are read and when they are written.
+
+A file holds one of the kinds of `Results`; its field `kind` says which. `python -m
+gpt2_infer.bench.results` prints the JSON schema of all of them.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import os
-import re
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
 
 from gpt2_infer.errors import GPT2InferError
 
-SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).with_name("schema.json")
-OUT_HELP = "JSON to write; a file that is there is never written over"
-ROUNDS_HELP = "kept, after one that is not (default: %(default)s)"
+BASELINE = "NAIVE_PYTORCH"
+FREE_ATTENTION = "FREE_ATTENTION"
+"""Not a real backend: it skips attention, which shows the most that any kernel could save."""
+KERNEL_SHAPE = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
+TASK_PATTERN = "^[a-z0-9_-]+$"
+_ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern=TASK_PATTERN)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
+"""failed: its check failed; refused: it does not take this; emulated: checked, but not timed."""
 
 
 class ResultsError(GPT2InferError):
-    """A results file that cannot be used."""
+    """A results file cannot be used."""
 
 
-@dataclass
-class Series:
-    """Samples of one thing, in the order of the rounds.
+class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A record that takes no field it does not know, and leaves out what has its default."""
 
-    status: "ok"; "failed", its check failed; "refused", it does not take this; "emulated", it was
-    checked, and a time would mean nothing. All but "ok" have a reason and no samples.
-    """
+
+# ---- Where results come from ---------------------------------------------------------------------
+
+
+class Gpu(_Record, kw_only=True):
+    """A GPU, its driver and its clocks, as nvidia-smi gives them."""
 
     name: str
-    labels: dict[str, Any]
-    unit: str
-    samples: list[float] = field(default_factory=list)
-    status: str = "ok"
+    compute_capability: str
+    multiprocessors: int
+    memory_bytes: int
+    cuda: str
+    driver_version: str | None = None
+    clocks_max_sm: str | None = msgspec.field(default=None, name="clocks.max.sm")
+    clocks_max_mem: str | None = msgspec.field(default=None, name="clocks.max.mem")
+    clocks_sm: str | None = msgspec.field(default=None, name="clocks.sm")
+    clocks_mem: str | None = msgspec.field(default=None, name="clocks.mem")
+    power_limit: str | None = msgspec.field(default=None, name="power.limit")
+
+
+class Provenance(_Record, kw_only=True):
+    """Machine, software and source of a run."""
+
+    date: str
+    """UTC, ISO 8601."""
+    command: str
+    commit: str | None
+    dirty: bool | None
+    """Whether the checkout had uncommitted changes."""
+    source_digest: str = ""
+    """SHA-256 over the source files of both packages."""
+    python: str
+    platform: str
+    cpu: str
+    cpu_threads: int = 0
+    gpu: Gpu | None
+    build_flags: dict[str, str] = {}
+    packages: dict[str, str]
+    precision: dict[str, bool | str] = {}
+    """TF32 and matmul settings during the run."""
+    limits: dict[str, float] = {}
+    """What the GPU reached in this run: copy_gbps and matmul_<dtype>_tflops."""
+    resumed_from: list[str] = []
+    """Dates of the interrupted runs that this one completed."""
+
+    @property
+    def machine(self) -> str:
+        """The GPU, or the CPU and its threads."""
+        return self.gpu.name if self.gpu else f"{self.cpu}, {self.cpu_threads} threads"
+
+
+# ---- What was timed ------------------------------------------------------------------------------
+
+
+class KernelCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call of attention() over (batch, seqlen, num_heads, head_dim)."""
+
+    seqlen: int
+    batch: int = 1
+    num_heads: int = 12
+    head_dim: int = 64
+    dtype: str = "float32"
+    is_causal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.shape}, N={self.seqlen}"
+
+    @property
+    def shape(self) -> str:
+        """Everything but the length."""
+        kind = "causal" if self.is_causal else "full"
+        return f"B={self.batch} H={self.num_heads} head_dim={self.head_dim}, {self.dtype}, {kind}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products; causal attention needs half of them."""
+        full = 4 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim
+        return full // 2 if self.is_causal else full
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of q, k and v, read once, and of o, written once."""
+        item_size = _ITEM_SIZES[self.dtype]
+        return 4 * self.batch * self.num_heads * self.seqlen * self.head_dim * item_size
+
+
+class GenerationCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Greedy text of max_tokens, the prompt included, for a batch of equal prompts."""
+
+    max_tokens: int
+    batch: int = 1
+    dtype: str = "float32"
+    mode: Literal["recompute", "kv-cache"] = "recompute"
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.dtype}, batch {self.batch}, {self.max_tokens} tokens"
+
+
+class Check(_Record, kw_only=True):
+    """How far a backend was from float64 before it was timed; None for what is not finite."""
+
+    error: float | None
+    """The largest absolute error."""
+    budget: float | None
+    naive_error: float | None
+    """The error of plain PyTorch in the same dtype."""
+    relative_error: float | None
+    row_error: float | None = None
+    """The relative error of a row, of the row nearest to its budget."""
+    row_budget: float | None = None
+
+
+class Sampled(_Record, kw_only=True):
+    """The samples of one contender in one cell, in the order of the rounds."""
+
+    name: str
+    unit: Literal["s", "us"]
+    status: Status = "ok"
     reason: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    """Why there are no samples; empty where status is "ok"."""
+    samples: list[float] = []
 
     @property
     def median(self) -> float:
-        """The middle sample."""
+        """The median sample."""
         return statistics.median(self.samples)
 
     @property
@@ -53,125 +170,276 @@ class Series:
         return min(self.samples), max(self.samples)
 
 
-@dataclass
-class Results:
-    """One run of one task."""
+class Series(Sampled, kw_only=True):
+    """What kernels and generation have in common."""
 
-    task: str
-    provenance: dict[str, Any]
-    settings: dict[str, Any]
-    series: list[Series]
+    family: str = ""
+    precision: str
+    """The precision class of the backend in this dtype."""
+    change: str = ""
+    """What a rung of a ladder changed: its header's title."""
+    flags: str = ""
+    source_digest: str | None = None
+    """SHA-256 over the files that the backend is made of."""
+    check: Check | None = None
+
+
+class KernelSeries(Series, kw_only=True):
+    """Microseconds per call of a kernel."""
+
+    unit: Literal["us"] = "us"
+    cell: KernelCell
+    workspace_bytes: int | None = None
+    """Device memory that a call took beyond inputs and output; None on the CPU."""
+    checked_again: bool | None = None
+    """Whether it passed once more after it was timed; None in files older than that check."""
+
+
+class GenerationSeries(Series, kw_only=True):
+    """Seconds to generate a text; see GenerationTiming.timed."""
+
+    unit: Literal["s"] = "s"
+    cell: GenerationCell
+    program: Literal["gpt2-infer", "transformers"] = "gpt2-infer"
+    attention: str = ""
+    """The backend of the prompt, and of each step where nothing is cached."""
+    decode_attention: str | None = None
+    """The backend of each step with a cache."""
+    token_digest: str | None = None
+    text_compared: bool | None = None
+    """Whether its text was compared with the baseline's."""
+    diverges: str | None = None
+    """What diverge.examine() says of a text other than the baseline's."""
+    peak_memory_bytes: int | None = None
+    call_s: list[float] = []
+    """The whole call, warm-up included."""
+    warm_up_s: list[float] = []
+    """Capturing CUDA graphs, once before the first token."""
+    prefill_s: list[float] = []
+    generation_s: list[float] = []
+    """From the prompt to the last token."""
+
+
+class BuildSeries(Sampled, kw_only=True):
+    """Seconds to build a ladder from nothing with one compiler."""
+
+    unit: Literal["s"] = "s"
+    versions: int
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+class _File(_Record, kw_only=True, tag_field="kind"):
+    task: TaskName
+    provenance: Provenance
 
     def write(self, path: Path) -> None:
-        """Validate and write, whole or not at all."""
-        value = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        _validate(value, path)
+        """Validate and write, whole or not at all; raises ResultsError."""
+        content = encode(self)
         temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", "utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+    def lack(self) -> str | None:
+        """Say what an unfinished run left out; None for a finished one."""
+        return None
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """The type of an option that counts something."""
-
-    def count(text: str) -> int:
-        if (value := int(text)) < minimum:
-            raise argparse.ArgumentTypeError(f"must be {minimum} or more, not {value}")
-        return value
-
-    return count
+def _lack(series: list[Any], rounds: int) -> str | None:
+    short = sum(one.status == "ok" and len(one.samples) < rounds for one in series)
+    if not series:
+        return "it has no series"
+    if short:
+        return f"{short} of its {len(series)} series have fewer samples than its {rounds} rounds"
+    return None
 
 
-def task_name(text: str) -> str:
-    """The type of --name: what the schema takes for a task."""
-    if not re.fullmatch("[a-z0-9_-]+", text):
-        raise argparse.ArgumentTypeError(f"must be of a-z, 0-9, _ and -, not {text!r}")
-    return text
+class KernelTiming(_File, kw_only=True, tag="kernel"):
+    """Kernels alone."""
+
+    device: str
+    baseline: str
+    rounds: AtLeastOne
+    backends: list[str]
+    cells: list[KernelCell]
+    series: list[KernelSeries]
+
+    def lack(self) -> str | None:
+        """See _File; a kernel with samples has its check."""
+        unchecked = sum(bool(one.samples) and one.check is None for one in self.series)
+        if unchecked:
+            return f"{unchecked} of its {len(self.series)} series were not checked"
+        return _lack(self.series, self.rounds)
 
 
-def output_file(text: str) -> Path:
-    """The type of a benchmark's --out: what would lose a finished run is found before it begins.
+class GenerationTiming(_File, kw_only=True, tag="generation"):
+    """Generation end to end."""
 
-    Nothing that is there is written over, and no folder is made. Raises
-    argparse.ArgumentTypeError, also where nothing can be written or checked.
-    """
-    path = Path(text)
+    device: str
+    baseline: str
+    rounds: AtLeastOne
+    backends: list[str]
+    cells: list[GenerationCell]
+    model: str
+    prompt_tokens: int
+    timed: Literal["generation", "call"] = "generation"
+    """What a sample is: from the prompt to the last token, or the whole call with its warm-up."""
+    prompt_digest: str | None = None
+    weights_digest: str | None = None
+    dtype_of_digest: str | None = None
+    """The dtype of the weights that weights_digest is of."""
+    graph_length_step: int | None = None
+    series: list[GenerationSeries]
+
+    def lack(self) -> str | None:
+        """See _File."""
+        return _lack(self.series, self.rounds)
+
+
+class BuildTiming(_File, kw_only=True, tag="build"):
+    """A cold build of the float32 ladder, by compiler."""
+
+    rounds: AtLeastOne
+    jobs: int
+    series: list[BuildSeries]
+
+    def lack(self) -> str | None:
+        """See _File."""
+        return _lack(self.series, self.rounds)
+
+
+class Shape(_Record, kw_only=True):
+    """The one shape in which the versions of a ladder were profiled or inspected."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    full: bool
+
+    def __str__(self) -> str:
+        kind = "full" if self.full else "causal"
+        return f"B={self.batch} H={self.heads} N={self.seqlen} head_dim={self.head_dim}, {kind}"
+
+
+class Profiled(_Record, kw_only=True):
+    """What Nsight Compute counted in one call of a version."""
+
+    name: str
+    kernels: int
+    """How many kernels the version launches."""
+    metrics: dict[str, float]
+
+
+class Profile(_File, kw_only=True, tag="profile"):
+    """The profile of a ladder."""
+
+    shape: Shape
+    counters: dict[str, str]
+    """Nsight Compute's name of each metric."""
+    not_on_this_gpu: list[str]
+    """Metrics that the GPU has no counter for."""
+    versions: list[Profiled]
+
+    def lack(self) -> str | None:
+        """See _File."""
+        return None if self.versions else "it has no versions"
+
+
+class Inspected(_Record, kw_only=True):
+    """What the compiler and the emulator say of one version."""
+
+    name: str
+    change: str
+    metrics: dict[str, float]
+    refused: str = ""
+    """Why its accesses were not counted."""
+
+
+class Inspection(_File, kw_only=True, tag="inspection"):
+    """The inspection of a ladder."""
+
+    family: str
+    shape: Shape
+    arch: str
+    """Compute capability that ptxas compiled for, e.g. "90"."""
+    nvcc: str
+    versions: list[Inspected]
+
+    def lack(self) -> str | None:
+        """See _File."""
+        return None if self.versions else "it has no versions"
+
+
+class Published(_File, kw_only=True, tag="published"):
+    """Somebody else's published seconds, which were not measured here."""
+
+    note: str
+    seconds: dict[str, dict[str, float]]
+    """By implementation, then by card."""
+
+
+Timing: TypeAlias = KernelTiming | GenerationTiming
+Results: TypeAlias = Timing | BuildTiming | Profile | Inspection | Published
+
+_decoder = msgspec.json.Decoder(Results)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Return the JSON of a record; raises ResultsError for a value of the wrong type."""
+    content = msgspec.json.encode(record)
     try:
-        importlib.import_module("jsonschema")
-        SCHEMA_FILE.read_bytes()
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except (ImportError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}") from error
-    if path.exists():
-        if not _is_results(path):
-            raise argparse.ArgumentTypeError(f"{text} exists and is no results file")
-        raise argparse.ArgumentTypeError(
-            f"{text} holds a finished run; name another file, or delete it"
-        )
-    return path
+        msgspec.json.decode(content, type=type(record))
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"the results are not valid: {error}") from error
+    return msgspec.json.format(content, indent=1) + b"\n"
 
 
 def read(path: Path) -> Results:
-    """Read and validate; raises ResultsError, in one line, for a file not whole and current."""
+    """Read and validate a finished run's file; raises ResultsError, in one line."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        results: Results = _decoder.decode(path.read_bytes())
     except OSError as error:
         raise ResultsError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"{path} is not a results file: {error}") from error
+    except msgspec.DecodeError as error:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
-    version = value.get("schema_version") if isinstance(value, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ResultsError(f"{path} has schema version {version!r}, not {SCHEMA_VERSION}")
-    _validate(value, path)
-    series = [Series(**entry) for entry in value["series"]]
-    return Results(value["task"], value["provenance"], value["settings"], series)
-
-
-def read_finished(path: Path) -> Results:
-    """As read(), but not what an interrupted run has left: every series has all its samples."""
-    results = read(path)
-    rounds = results.settings.get("rounds", 1)
-    short = sum(s.status == "ok" and len(s.samples) < rounds for s in results.series)
-    if results.series and not short:
-        return results
-    lack = "it has no series"
-    if short:
-        what = f"fewer samples than its {rounds} rounds" if rounds > 1 else "no samples"
-        lack = f"{short} of its {len(results.series)} series have {what}"
-    raise ResultsError(f"{path} is of a run that is not finished: {lack}")
-
-
-def _is_results(path: Path) -> bool:
-    try:
-        return path.is_file() and bool(read(path))
-    except ResultsError:
-        return False
+    if lack := results.lack():
+        raise ResultsError(f"{path} is of a run that is not finished: {lack}")
+    return results
 
 
 def newest(folder: Path) -> dict[str, tuple[Path, Results]]:
-    """The newest results file of each task, by the date in its provenance; raises ResultsError."""
+    """Return the newest file of each task, by the date in its provenance; raises ResultsError."""
     if not folder.is_dir():
         raise ResultsError(f"there is no folder {folder}")
     found: dict[str, tuple[Path, Results]] = {}
     for path in sorted(folder.glob("*.json")):
-        results = read_finished(path)
-        if (
-            results.task not in found
-            or results.provenance["date"] > found[results.task][1].provenance["date"]
-        ):
+        results = read(path)
+        older = found.get(results.task)
+        if older is None or results.provenance.date > older[1].provenance.date:
             found[results.task] = (path, results)
     return found
 
 
-def _validate(value: dict[str, Any], path: Path) -> None:
-    import jsonschema
-
+def check_output(path: Path) -> None:
+    """Raise ResultsError if a run could not write there; an existing file is never overwritten."""
+    if path.exists():
+        raise ResultsError(f"{path} exists: name another file, or delete it")
+    if not path.parent.is_dir():
+        raise ResultsError(f"there is no folder {path.parent}")
     try:
-        jsonschema.validate(value, json.loads(SCHEMA_FILE.read_text("utf-8")))
-    except jsonschema.ValidationError as error:
-        where = ".".join(map(str, error.absolute_path)) or "the top level"
-        raise ResultsError(f"{path} does not fit the schema at {where}: {error.message}") from error
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    print(json.dumps(msgspec.json.schema(Results), indent=1))

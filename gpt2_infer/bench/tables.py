@@ -1,28 +1,48 @@
-"""Results as Markdown tables: what the scripts print and what the README shows.
+"""Results as Markdown tables: what the scripts print and what the documents show.
 
-A ratio is quoted only within one file, one cell and one precision class, and where the samples of
-the two do not overlap.
+A ratio is given only within one file, one cell and one precision class, and only if the samples of
+the two do not overlap. Documents contain the tables between markers that `make docs` fills:
+
+    <!-- [[[cog from gpt2_infer.bench import tables; tables.show("kernel-fp32") ]]] -->
+    <!-- [[[end]]] -->
+
+Nothing here imports torch, except versions() and ladder(), which read the headers of a ladder.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import re
+import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from attention_kernels import ladder
-from gpt2_infer.bench.compare import BASELINE, FREE_ATTENTION, KERNEL_SHAPE, KernelCell
-from gpt2_infer.bench.results import Results, Series
+from tabulate import tabulate
+
+from gpt2_infer.bench.results import (
+    BASELINE,
+    FREE_ATTENTION,
+    BuildTiming,
+    GenerationSeries,
+    GenerationTiming,
+    Inspection,
+    KernelCell,
+    KernelSeries,
+    KernelTiming,
+    Profile,
+    Provenance,
+    Published,
+    Results,
+    ResultsError,
+    Series,
+    newest,
+)
 
 WITHIN_SPREAD = "~"  # in place of a figure
-Cell = tuple[Any, ...]
-KINDS = ("load", "store")
-SHARED = ("requests", "conflicts", "ways")
-SECTORS = ("sectors", "fewest_sectors")
-# What the profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
+# What a profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
 THROUGHPUTS = {
     "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
     "shared stores, GB/s at most": ("shared_store_wavefronts", 128),
@@ -30,34 +50,86 @@ THROUGHPUTS = {
     "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
     "global stores, GB/s": ("global_store_bytes", 1),
 }
+KINDS = ("load", "store")
+
+Row = TypeVar("Row")
+Key = TypeVar("Key", bound=Hashable)
+AnySeries = TypeVar("AnySeries", bound=Series)
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+"""A table's columns: the heading, and the cell of a row."""
 
 
-def render(path: Path, results: Results, *, linked: bool = False) -> str:
-    """The table of a results file; raises KeyError for a task that has none.
-
-    linked: name the file by a link into results/, as the README does, and not by its path.
-    """
-    file = f"[{path.name}](results/{path.name})" if linked else str(path)
-    return _TABLES[_kind(results)](file, results)
+# ---- In documents --------------------------------------------------------------------------------
 
 
-def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
-    """How many times as fast as the baseline's series; None for another precision class.
+def show(task: str) -> None:
+    """Print the table of a task's newest results, for the document that cog is filling."""
+    path, results = _newest(task)
+    link = os.path.relpath(path, Path(_document()).parent)
+    _print(render(f"[{path.name}]({link})", results))
 
-    NaN where the ranges of their samples meet: then neither is the faster.
+
+def versions(family: str) -> None:
+    """Print the table of a ladder's versions, from their headers."""
+    from gpt2_infer.bench import ladders
+
+    _print(ladders.versions_table(family))
+
+
+def ladder(family: str, *tasks: str) -> None:
+    """Print a section for each version of a ladder: its header, and what these tasks measured."""
+    from gpt2_infer.bench import ladders
+
+    _print(ladders.sections(family, [_newest(task)[1] for task in tasks]))
+
+
+def picture(task: str, plot: str) -> None:
+    """Print the link to a picture, which `python scripts/plot_results.py` draws."""
+    file = Path("results", "plots", f"{task}_{plot}.svg")
+    _print(f"![{task}, {plot}]({os.path.relpath(file, Path(_document()).parent)})\n")
+
+
+@functools.cache
+def _files() -> dict[str, tuple[Path, Results]]:
+    return newest(Path("results"))
+
+
+def _newest(task: str) -> tuple[Path, Results]:
+    if task not in _files():
+        raise ResultsError(f"no results are of the task {task}: there are {', '.join(_files())}")
+    return _files()[task]
+
+
+def _document() -> str:
+    """Return the file that cog is filling."""
+    cog = sys.modules.get("cog")
+    return str(cog.inFile) if cog else "README.md"
+
+
+def _print(text: str) -> None:
+    print(f"\n{text}")  # Markdown needs an empty line after a comment
+
+
+# ---- What a figure means -------------------------------------------------------------------------
+
+
+def ratio(series: AnySeries, others: Iterable[AnySeries], baseline: str) -> float | None:
+    """Return how many times as fast as the baseline; None for another precision class.
+
+    NaN if the ranges of their samples meet: then neither is faster.
     """
     for other in others:
-        same = other.labels["precision"] == series.labels["precision"]
+        same = other.precision == series.precision
         if other.name == baseline and same and other.samples and series.samples:
             told = other is series or not _overlap(series, other)
             return other.median / series.median if told else math.nan
     return None
 
 
-def attention_share(series: Series, others: Iterable[Series]) -> float | None:
-    """The part of an end-to-end time that goes when attention takes none.
+def attention_share(series: GenerationSeries, others: Iterable[GenerationSeries]) -> float | None:
+    """Return the part of an end-to-end time that goes away if attention takes none.
 
-    NaN where that is within the spread: a sample with attention is no slower than one without.
+    NaN if that is within the spread: a sample with attention is no slower than one without.
     """
     for other in others:
         if other.name == FREE_ATTENTION and other.samples and series.samples:
@@ -71,399 +143,342 @@ def _overlap(one: Series, other: Series) -> bool:
 
 
 def spread_percent(samples: Sequence[float]) -> float:
-    """From the smallest to the largest sample, in percent of the median."""
+    """Return the distance from the smallest to the largest sample, in percent of the median."""
     return 100 * (max(samples) - min(samples)) / statistics.median(samples)
 
 
 def detail_seqlen(seqlens: Collection[int]) -> int:
-    """The length that a kernel is told by: the bars' one, and the others' beside its times."""
+    """Return the length that stands for a kernel, in bars and beside its times."""
     return 1024 if 1024 in seqlens else max(seqlens)
 
 
-def _generation_comparison(file: str, results: Results) -> str:
-    """End to end: a block per batch, dtype and mode; a column per number of tokens."""
-    settings = results.settings
+def where(provenance: Provenance) -> str:
+    """Return the machine and the torch of a run."""
+    return f"{provenance.machine}, torch {provenance.packages['torch']}"
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+
+
+def render(file: str, results: Results) -> str:
+    """Return the table of a results file; `file` is what names it."""
+    render_kind = _RENDERERS[type(results)]
+    return render_kind(file, results)
+
+
+def _generation(file: str, results: GenerationTiming) -> str:
+    """Generation end to end: a block per batch, dtype and mode; a column per number of tokens."""
     blocks = []
-    for (batch, dtype, mode), group in _groups(results, "batch", "dtype", "mode").items():
-        lengths = sorted({series.labels["max_tokens"] for series in group})
-        last = [series for series in group if series.labels["max_tokens"] == lengths[-1]]
-        has_memory = any(series.facts.get("peak_memory_bytes") for series in last)
-        head = ["backend", "precision", *(f"{n} tokens, s" for n in lengths), "spread"]
-        head += [f"x {settings['baseline']}", "tokens/s", "attention's share"]
-        head += ["peak memory, MiB"] if has_memory else []
-        rows = []
-        for series in last:
-            mine = [s for s in group if s.name == series.name]
-            by_length = {s.labels["max_tokens"]: s for s in mine}
-            row = [f"`{series.name}`", series.labels["precision"]]
-            row += [_median(by_length.get(n), "{:.3f}") for n in lengths]
-            if series.samples:
-                new_tokens = batch * (lengths[-1] - settings["prompt_tokens"])
-                share = attention_share(series, last)
-                row += [_spread(mine), _times(ratio(series, last, settings["baseline"]))]
-                row += [f"{new_tokens / series.median:.0f}"]
-                row += ["" if series.name == FREE_ATTENTION else _figure(share, "{:.1%}")]
-                memory = series.facts.get("peak_memory_bytes")
-                row += [f"{memory / 2**20:.0f}" if memory else ""] if has_memory else []
-            rows.append(row)
-        what = f"{settings['model']}, {dtype}, batch {batch}, {mode}"
-        title = f"{what}, {where(results)}; {_how(file, results)}"
-        blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
+    for (batch, dtype, mode), group in group_by(
+        results.series, lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode)
+    ).items():
+        lengths = sorted({series.cell.max_tokens for series in group})
+        last = [series for series in group if series.cell.max_tokens == lengths[-1]]
+        new_tokens = batch * (lengths[-1] - results.prompt_tokens)
+
+        columns = _generation_columns(results, group, last, lengths, new_tokens)
+        what = f"{results.model}, {dtype}, batch {batch}, {mode}"
+        title = f"{what}, {where(results.provenance)}; {_how(file, results.rounds)}"
+        blocks.append(f"{title}:\n\n{_table(last, columns)}{_untimed(group)}")
     return "\n".join(blocks)
 
 
-def _kernel_comparison(file: str, results: Results) -> str:
-    """The kernel alone: times by seqlen, then more about one of them."""
-    settings = results.settings
-    blocks = []
-    for shape, group in _groups(results, *KERNEL_SHAPE).items():
-        batch, heads, head_dim, dtype, is_causal = shape
-        lengths = sorted({series.labels["seqlen"] for series in group})
-        chosen = detail_seqlen(lengths)
-        cell = KernelCell(chosen, **dict(zip(KERNEL_SHAPE, shape, strict=True)))
-        names = dict.fromkeys(series.name for series in group if series.samples)
-        has_workspace = any(s.facts.get("workspace_bytes") is not None for s in group)
-        one = len(lengths) == 1
-        head = ["backend", "precision", *(f"N={n}, us" for n in lengths)]
-        head += ["20 % .. 80 %" if one else "spread"]
-        head += [f"x {settings['baseline']}, N={chosen}", "TFLOP/s", "GB/s", "error"]
-        head += ["relative error"] if one else []
-        head += ["workspace, KiB"] if has_workspace else []
-        rows = []
-        at_chosen = [series for series in group if series.labels["seqlen"] == chosen]
-        for name in names:
-            mine = {s.labels["seqlen"]: s for s in group if s.name == name}
-            series = mine.get(chosen) or next(iter(mine.values()))
-            row = [f"`{name}`", series.labels["precision"]]
-            row += [_median(mine.get(n), "{:.1f}") for n in lengths]
-            row += [_quantiles(series.samples) if one else _spread(mine.values())]
-            if series.labels["seqlen"] == chosen and series.samples:
-                seconds = series.median * 1e-6
-                row += [_times(ratio(series, at_chosen, settings["baseline"]))]
-                row += [
-                    f"{cell.flops / seconds / 1e12:.3g}",
-                    f"{cell.min_bytes / seconds / 1e9:.3g}",
-                ]
-                row += [f"{series.facts['error']:.1e}"]
-                row += [f"{series.facts['relative_error']:.1%}"] if one else []
-                if has_workspace:
-                    row += [f"{series.facts['workspace_bytes'] / 1024:.0f}"]
-            rows.append(row)
-        kind = "causal" if is_causal else "full"
-        title = (
-            f"B={batch} H={heads} head_dim={head_dim}, {kind}, {dtype}, {where(results)}; "
-            f"{_how(file, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest error "
-            f"against float64 are at N={chosen}"
-        )
-        # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
-        naive = [s.facts["naive_error"] for s in at_chosen if s.facts.get("naive_error")]
-        if naive and BASELINE not in names and dtype != "float64":
-            title += f", where plain PyTorch's own error is {naive[0]:.1e}"
-        if not one and all(s.facts["error"] <= s.facts["budget"] for s in group if s.samples):
-            title += "; at every N what was timed was within its budget"
-        limits = results.provenance.get("limits", {})
-        if f"matmul_{dtype}_tflops" in limits:
-            tflops, gbps = limits[f"matmul_{dtype}_tflops"], limits["copy_gbps"]
-            title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
-            title += f"{gbps:.0f} GB/s"
-        blocks.append(f"{title}:\n\n{_markdown(head, rows)}{_untimed(group)}")
-    return "\n".join(blocks)
+def _generation_columns(
+    results: GenerationTiming,
+    group: list[GenerationSeries],
+    last: list[GenerationSeries],
+    lengths: list[int],
+    new_tokens: int,
+) -> Columns[GenerationSeries]:
+    cells = {(series.name, series.cell.max_tokens): series for series in group}
+    by_name = group_by(group, lambda series: series.name)
 
-
-def _beside_transformers(file: str, results: Results) -> str:
-    """Generation beside transformers; a ratio is of whole calls, warm-up included."""
-    settings, packages = results.settings, results.provenance["packages"]
-    new_tokens = settings["new_tokens"]
-    head = ["program, mode", "attention", "precision", "call, s (min .. max)", "vs transformers"]
-    head += ["after warm-up, s", "tokens/s"]
-    rows = []
-    for series in results.series:
-        labels = series.labels
-        attention = labels["decode_attention"] or labels["attention"]
-        row = [f"{labels['program']}, {labels['mode']}", f"`{attention}`", labels["precision"]]
-        if not series.samples:
-            rows.append([*row, f"{series.status}: {series.reason}"])
-            continue
-        times = ""
-        for other in results.series:
-            same = all(other.labels[key] == labels[key] for key in ("mode", "precision"))
-            if same and other.labels["program"] == "transformers" and other.samples:
-                times = _times(ratio(series, [other], other.name))
-        low, high = series.spread
-        generation = statistics.median(series.facts.get("generation_s", series.samples))
-        row += [f"{series.median:.3f} ({low:.3f} .. {high:.3f})", times]
-        rows.append([*row, f"{generation:.3f}", f"{new_tokens / generation:.0f}"])
-    title = (
-        f"{settings['model']}, {settings['dtype']}, {settings['prompt_tokens']} + {new_tokens} "
-        f"tokens, {where(results)}, transformers {packages['transformers']}; {_how(file, results)}"
-    )
-    return f"{title}:\n\n{_markdown(head, rows)}"
-
-
-def _profile(file: str, results: Results) -> str:
-    """What the profiler counted: a row per backend, a column per metric."""
-    metrics = list(dict.fromkeys(series.labels["metric"] for series in results.series))
-    names = dict.fromkeys(series.name for series in results.series)
-    cells = {(s.name, s.labels["metric"]): s for s in results.series}
-    throughputs = {what: of for what, of in THROUGHPUTS.items() if of[0] in metrics}
-    rows = []
-    for name in names:
-        row = [f"`{name}`", *(_count(cells.get((name, metric))) for metric in metrics)]
-        time = cells.get((name, "duration_us"))
-        for metric, size in throughputs.values():
-            amount = cells.get((name, metric))
-            gbps = amount.median * size / time.median / 1e3 if amount and time else None
-            row.append("" if gbps is None else f"{gbps:,.3g}")
-        rows.append(row)
-    title = f"{profiled_shape(results)}, {where(results)}; one profiled call each ({file})"
-    head = ["backend", *(metric.replace("_", " ") for metric in metrics), *throughputs]
-    return f"{title}:\n\n{_markdown(head, rows)}"
-
-
-def _inspection(file: str, results: Results) -> str:
-    """What the compiler and the source say of each version; blank where it cannot be counted."""
-    cells = counts(results)
-    head = ["backend", "registers", "spills, bytes", "shared memory, KiB", "warps/SM, occupancy"]
-    head += ["shared loads", "shared stores", "sectors loaded", "sectors stored"]
-    rows = []
-    for name in dict.fromkeys(name for name, _ in cells):
-        row = [f"`{name}`", *(f"{cells[name, n]:.0f}" for n in ("registers", "spill_bytes"))]
-        row += [f"{cells[name, 'shared_bytes'] / 1024:.3g}"]
-        row += [f"{cells[name, 'warps']:.0f}, {cells[name, 'occupancy_percent']:.0f} %"]
-        for kind in KINDS if (name, "shared_load_requests") in cells else ():
-            requests, conflicts, ways = (cells[name, f"shared_{kind}_{n}"] for n in SHARED)
-            more = f" + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else ""
-            row.append(f"{requests:,.0f}{more}")
-        for kind in KINDS if (name, "shared_load_requests") in cells else ():
-            sectors, fewest = (cells[name, f"global_{kind}_{n}"] for n in SECTORS)
-            row.append(f"{sectors:,.0f}" + (f" ({fewest:,.0f} would do)" * (fewest < sectors)))
-        rows.append(row)
-    s = results.settings
-    title = (
-        f"{profiled_shape(results)}; nvcc {s['nvcc']} for sm_{s['arch']}, accesses counted in the "
-        f"source ({file}). After a + are bank conflicts"
-    )
-    return f"{title}:\n\n{_markdown(head, rows)}{_untimed(results.series)}"
-
-
-def counts(results: Results) -> dict[tuple[str, str], float]:
-    """What was profiled or inspected, by backend and metric; nothing of what was refused."""
-    return {(s.name, s.labels["metric"]): s.median for s in results.series if s.samples}
-
-
-def profiled_shape(results: Results) -> str:
-    """The one shape in which versions were profiled, or inspected."""
-    s = results.settings
-    kind = "full" if s["full"] else "causal"
-    return f"B={s['batch']} H={s['heads']} N={s['seqlen']} head_dim={s['head_dim']}, {kind}"
-
-
-def _case_study(file: str, results: Results) -> str:
-    """Somebody else's published seconds: a row per implementation, a column per card."""
-    cards = list(dict.fromkeys(series.labels["gpu"] for series in results.series))
-    names = dict.fromkeys(series.name for series in results.series)
-    cells = {(s.name, s.labels["gpu"]): s for s in results.series}
-    rows = [
-        [f"`{n}`", *(_median(cells.get((n, card)), "{:.1f} s") for card in cards)] for n in names
-    ]
-    title = f"{results.settings['note']} ({file})"
-    return f"{title}:\n\n{_markdown(['backend', *cards], rows)}"
-
-
-_TABLES: dict[str, Callable[[str, Results], str]] = {
-    "generation": _generation_comparison,
-    "kernel": _kernel_comparison,
-    "generation-cpu": _beside_transformers,
-    "generation-cuda": _beside_transformers,
-    "profile": _profile,
-    "inspection": _inspection,
-    "case-study": _case_study,
-}
-
-
-def versions_table(family: str) -> str:
-    """A ladder's versions, from their headers: what changed, the tile and what it takes.
-
-    What all of them take alike is said once.
-    """
-    rows = []
-    for name, version in ladder.versions(family).items():
-        flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
-        takes = f"{version.dtype}, head_dim {', '.join(map(str, version.head_dims))}"
-        rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
-    head = ["backend", "change", "tile", "takes"]
-    if len({takes for *_, takes in rows}) > 1:
-        return _markdown(head, rows)
-    return f"{_markdown(head[:-1], (row[:-1] for row in rows))}\nEach takes {rows[0][-1]}.\n"
-
-
-def ladder_sections(family: str, measured: Sequence[Results]) -> str:
-    """A section for each version of a ladder: its header's own words, then what was measured.
-
-    measured: results of the kernel, of generation and of the profiler, as far as there are any. A
-    version is compared with the one before it, or with the one that its header starts from:
-    `Change: (from v01) ...`.
-    """
-    sections = []
-    last: str | None = None
-    names = {version.name: name for name, version in ladder.versions(family).items()}
-    for name, version in ladder.versions(family).items():
-        start = re.match(r"\(from (v\d+)\)", version.change)
-        before = names.get(start[1]) if start else last
-        title, change, *rest = map(
-            _prose, (version.title, version.change, version.why, version.cost, version.expect)
-        )
-        words = [f"#### `{name}`: {_capital(title)}", _capital(change)]
-        words += [
-            f"*{word}:* {text}"
-            for word, text in zip(("Why", "Cost", "Expected"), rest, strict=True)
-        ]
-        facts = [fact for r in measured for fact in _FACTS[_kind(r)](r, name, before)]
-        words += [f"**Measured:** {'; '.join(facts)}."] if facts else []
-        sections.append("\n\n".join(words))
-        last = name
-    return "\n\n".join(sections) + "\n"
-
-
-def _prose(text: str) -> str:
-    """A header's words with what Markdown would take for its own marked as code or escaped."""
-    text = re.sub(r"__\w+__|\w+<[^>]*>", lambda name: f"`{name[0]}`", text)
-    return text.replace("*", "\\*")
-
-
-def _capital(text: str) -> str:
-    return text if "_" in text.split(maxsplit=1)[0] else text[0].upper() + text[1:]
-
-
-def _kind(results: Results) -> str:
-    return str(results.settings.get("measures", results.task))
-
-
-def _chosen(
-    results: Results, name: str, key: str, choose: Callable[[Collection[int]], int]
-) -> list[Series]:
-    """The cell that a backend is told by: the first shape it was tried in, with the chosen length.
-
-    All its series, the backend's own first.
-    """
-    for first in results.settings["cells"]:
-        shape = {k: v for k, v in first.items() if k != key}
-        group = [s for s in results.series if shape.items() <= s.labels.items()]
-        values = {s.labels[key] for s in group if s.name == name}
-        if values:
-            at = choose(values)
-            group = [s for s in group if s.labels[key] == at]
-            return sorted(group, key=lambda series: series.name != name)
-    return []
-
-
-def _compared(group: Sequence[Series], before: str | None, what: str, verb: str, form: str) -> str:
-    """A median with its spread, and how many times as fast as another version that is."""
-    series = group[0]
-    if not series.samples:
-        return f"{what}: {series.status}, {series.reason}"
-    middle, low, high = (form.format(value) for value in (series.median, *series.spread))
-    text = f"{what} {verb} {middle} {series.unit} ({low} .. {high})"
-    times = ratio(series, group[1:], before or "")
-    if times is None:
-        return text
-    if math.isnan(times):
-        return f"{text}, the same as `{before}` within the spread"
-    return f"{text}, {times:.2f} times as fast as `{before}`"
-
-
-def _kernel_facts(results: Results, name: str, before: str | None) -> list[str]:
-    group = _chosen(results, name, "seqlen", detail_seqlen)
-    if not group:
-        return []
-    what = f"the kernel alone at N={group[0].labels['seqlen']}"
-    return [_compared(group, before, what, "takes", "{:.1f}")]
-
-
-def _generation_facts(results: Results, name: str, before: str | None) -> list[str]:
-    group = _chosen(results, name, "max_tokens", max)
-    if not group:
-        return []
-    what = f"{group[0].labels['max_tokens']} tokens"
-    text, share = _compared(group, before, what, "take", "{:.3f}"), attention_share(group[0], group)
-    if share is None:
-        return [text]
-    part = "within the spread" if math.isnan(share) else f"{share:.0%} of that"
-    return [f"{text}; attention is {part}"]
-
-
-def _profile_facts(results: Results, name: str, before: str | None) -> list[str]:
-    found = counts(results)
-
-    def count(metric: str, form: str, words: str) -> list[str]:
-        if (name, metric) not in found:
-            return []
-        text = f"{form.format(found[name, metric])} {words}"
-        if before and (before, metric) in found:
-            text += f" (`{before}`: {form.format(found[before, metric])})"
-        return [text]
+    def share(one: GenerationSeries) -> str:
+        is_free = one.name == FREE_ATTENTION
+        return "" if is_free else _figure(attention_share(one, last), "{:.1%}")
 
     return [
-        *count("shared_load_bank_conflicts", "{:,.0f}", "bank conflicts on shared loads"),
-        *count("shared_load_wavefronts", "{:,.0f}", "wavefronts of shared loads"),
-        *count("registers_per_thread", "{:.0f}", "registers"),
-        *count("warps_active_percent", "{:.0f} %", "of the warps that a GPU can hold are active"),
-        *count("issue_active_percent", "{:.0f} %", "of the issue slots are used"),
+        ("backend", lambda one: f"`{one.name}`"),
+        ("precision", lambda one: one.precision),
+        *(
+            (f"{n} tokens, s", lambda one, n=n: _median(cells.get((one.name, n)), "{:.3f}"))
+            for n in lengths
+        ),
+        ("spread", lambda one: _timed(one, lambda one: _spread(by_name[one.name]))),
+        (f"x {results.baseline}", lambda one: _times(ratio(one, last, results.baseline))),
+        ("tokens/s", lambda one: _timed(one, lambda one: f"{new_tokens / one.median:.0f}")),
+        ("attention's share", share),
+        ("peak memory, MiB", lambda one: _mebibytes(one.peak_memory_bytes)),
     ]
 
 
-def _inspection_facts(results: Results, name: str, before: str | None) -> list[str]:
-    """All numbers of a first version; of another those that changed."""
-    found = counts(results)
-    names = {
-        "registers": "registers",
-        "spill_bytes": "bytes spilled",
-        "shared_bytes": "bytes of shared memory",
-        "warps": "resident warps",
-        "shared_load_requests": "shared loads",
-        "shared_load_conflicts": "bank conflicts on shared loads",
-        "shared_store_requests": "shared stores",
-        "shared_store_conflicts": "bank conflicts on shared stores",
-        "global_load_sectors": "sectors loaded",
-        "global_store_sectors": "sectors stored",
-    }
-    words = []
-    for metric, what in names.items():
-        now, then = found.get((name, metric)), found.get((before or "", metric))
-        if now is not None and now != then:
-            words.append(f"{what} {now:,.0f}" + (f" after {then:,.0f}" if then is not None else ""))
-    if not any((name, metric) in found for metric in names):
-        return []
-    what = f"by inspection at N={results.settings['seqlen']}"
-    return [f"{what}, {', '.join(words) or f'nothing differs from `{before}`'}"]
+def _beside_transformers(file: str, results: GenerationTiming) -> str:
+    """Generation beside transformers; a ratio is of whole calls, warm-up included."""
+    new_tokens = results.cells[0].max_tokens - results.prompt_tokens
+    transformers = [s for s in results.series if s.program == "transformers"]
+
+    def seconds(one: GenerationSeries) -> float:
+        """Without the warm-up, which transformers has none of."""
+        return statistics.median(one.generation_s or one.samples)
+
+    def times(one: GenerationSeries) -> str:
+        of_mode = [other for other in transformers if other.cell == one.cell]
+        return _times(ratio(one, of_mode, results.baseline))
+
+    def call(one: GenerationSeries) -> str:
+        if not one.samples:
+            return f"{one.status}: {one.reason}"
+        low, high = one.spread
+        return f"{one.median:.3f} ({low:.3f} .. {high:.3f})"
+
+    columns: Columns[GenerationSeries] = [
+        ("program, mode", lambda one: f"{one.program}, {one.cell.mode}"),
+        ("attention", lambda one: f"`{one.decode_attention or one.attention}`"),
+        ("precision", lambda one: one.precision),
+        ("call, s (min .. max)", call),
+        ("vs transformers", times),
+        ("after warm-up, s", lambda one: _timed(one, lambda one: f"{seconds(one):.3f}")),
+        ("tokens/s", lambda one: _timed(one, lambda one: f"{new_tokens / seconds(one):.0f}")),
+    ]
+    title = (
+        f"{results.model}, {results.cells[0].dtype}, {results.prompt_tokens} + {new_tokens} "
+        f"tokens, {where(results.provenance)}, transformers "
+        f"{results.provenance.packages['transformers']}; {_how(file, results.rounds)}"
+    )
+    return f"{title}:\n\n{_table(results.series, columns)}"
 
 
-_FACTS: dict[str, Callable[[Results, str, str | None], list[str]]] = {
-    "kernel": _kernel_facts,
-    "generation": _generation_facts,
-    "profile": _profile_facts,
-    "inspection": _inspection_facts,
+def _kernel(file: str, results: KernelTiming) -> str:
+    """The kernel alone: a block per shape; times by seqlen, then more about one of them."""
+    blocks = []
+    for group in group_by(results.series, lambda s: s.cell.shape).values():
+        lengths = sorted({series.cell.seqlen for series in group})
+        one_length = len(lengths) == 1
+        chosen = detail_seqlen(lengths)
+        at_chosen = [series for series in group if series.cell.seqlen == chosen]
+        by_name = group_by(group, lambda series: series.name)
+        # The series at the chosen length stands for the row; a backend without times has no row.
+        rows = [
+            next((s for s in mine if s.cell.seqlen == chosen), mine[0])
+            for mine in by_name.values()
+            if any(series.samples for series in mine)
+        ]
+        columns = _kernel_columns(results, by_name, at_chosen, lengths, chosen)
+        cell = group[0].cell
+        kind = "causal" if cell.is_causal else "full"
+        title = (
+            f"B={cell.batch} H={cell.num_heads} head_dim={cell.head_dim}, {kind}, {cell.dtype}, "
+            f"{where(results.provenance)}; {_how(file, results.rounds)}. TFLOP/s, GB/s (q, k, v "
+            f"and o once) and the largest error against float64 are at N={chosen}"
+        )
+        # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
+        naive = [s.check.naive_error for s in at_chosen if s.check and s.check.naive_error]
+        if naive and BASELINE not in {row.name for row in rows} and cell.dtype != "float64":
+            title += f", where plain PyTorch's own error is {naive[0]:.1e}"
+        if not one_length and all(_within_budget(s) for s in group if s.samples):
+            title += "; at every N what was timed was within its budget"
+        limits = results.provenance.limits
+        if f"matmul_{cell.dtype}_tflops" in limits:
+            tflops, gbps = limits[f"matmul_{cell.dtype}_tflops"], limits["copy_gbps"]
+            title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
+            title += f"{gbps:.0f} GB/s"
+        blocks.append(f"{title}:\n\n{_table(rows, columns)}{_untimed(group)}")
+    return "\n".join(blocks)
+
+
+def _kernel_columns(
+    results: KernelTiming,
+    by_name: dict[str, list[KernelSeries]],
+    at_chosen: list[KernelSeries],
+    lengths: list[int],
+    chosen: int,
+) -> Columns[KernelSeries]:
+    cells = {(s.name, s.cell.seqlen): s for mine in by_name.values() for s in mine}
+    one_length = len(lengths) == 1
+
+    def at(one: KernelSeries, text: Callable[[KernelSeries], str]) -> str:
+        """Leave blank what is about the chosen length for a row that has no time there."""
+        return _timed(one, text) if one.cell.seqlen == chosen else ""
+
+    def rate(work: Callable[[KernelCell], int], unit: float) -> Callable[[KernelSeries], str]:
+        def of(one: KernelSeries) -> str:
+            return f"{work(one.cell) / (one.median * 1e-6) / unit:.3g}"
+
+        return lambda one: at(one, of)
+
+    def error(one: KernelSeries) -> str:
+        return at(one, lambda one: f"{one.check.error:.1e}" if one.check else "")
+
+    def relative_error(one: KernelSeries) -> str:
+        return at(one, lambda one: f"{one.check.relative_error:.1%}" if one.check else "")
+
+    spread: tuple[str, Callable[[KernelSeries], str]] = (
+        "spread",
+        lambda one: _spread(by_name[one.name]),
+    )
+    if one_length:
+        spread = ("20 % .. 80 %", lambda one: _quantiles(one.samples))
+    return [
+        ("backend", lambda one: f"`{one.name}`"),
+        ("precision", lambda one: one.precision),
+        *(
+            (f"N={n}, us", lambda one, n=n: _median(cells.get((one.name, n)), "{:.1f}"))
+            for n in lengths
+        ),
+        spread,
+        (
+            f"x {results.baseline}, N={chosen}",
+            lambda one: at(one, lambda one: _times(ratio(one, at_chosen, results.baseline))),
+        ),
+        ("TFLOP/s", rate(lambda cell: cell.flops, 1e12)),
+        ("GB/s", rate(lambda cell: cell.min_bytes, 1e9)),
+        ("error", error),
+        *([("relative error", relative_error)] if one_length else []),
+        ("workspace, KiB", lambda one: at(one, lambda one: _kibibytes(one.workspace_bytes))),
+    ]
+
+
+def _profile(file: str, results: Profile) -> str:
+    """What the profiler counted: a row per version, a column per metric."""
+    metrics = list(dict.fromkeys(name for one in results.versions for name in one.metrics))
+
+    def count(found: dict[str, float], metric: str) -> str:
+        return f"{found[metric]:,.4g}" if metric in found else ""
+
+    def throughput(found: dict[str, float], metric: str, size: int) -> str:
+        if metric not in found or "duration_us" not in found:
+            return ""
+        return f"{found[metric] * size / found['duration_us'] / 1e3:,.3g}"
+
+    columns: list[tuple[str, Callable[[Any], str]]] = [
+        ("backend", lambda one: f"`{one.name}`"),
+        *(
+            (metric.replace("_", " "), lambda one, metric=metric: count(one.metrics, metric))
+            for metric in metrics
+        ),
+        *(
+            (what, lambda one, of=of: throughput(one.metrics, *of))
+            for what, of in THROUGHPUTS.items()
+            if of[0] in metrics
+        ),
+    ]
+    title = f"{results.shape}, {where(results.provenance)}; one profiled call each ({file})"
+    return f"{title}:\n\n{_table(results.versions, columns)}"
+
+
+def _inspection(file: str, results: Inspection) -> str:
+    """What the compiler and the source say of each version; blank if it cannot be counted."""
+
+    def shared(found: dict[str, float], kind: str) -> str:
+        if f"shared_{kind}_requests" not in found:
+            return ""
+        requests, conflicts, ways = (
+            found[f"shared_{kind}_{what}"] for what in ("requests", "conflicts", "ways")
+        )
+        return f"{requests:,.0f}" + (f" + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else "")
+
+    def sectors(found: dict[str, float], kind: str) -> str:
+        if f"global_{kind}_sectors" not in found:
+            return ""
+        count, fewest = found[f"global_{kind}_sectors"], found[f"global_{kind}_fewest_sectors"]
+        return f"{count:,.0f}" + (f" ({fewest:,.0f} would do)" if fewest < count else "")
+
+    columns: Columns[dict[str, float]] = [
+        ("registers", lambda found: f"{found['registers']:.0f}"),
+        ("spills, bytes", lambda found: f"{found['spill_bytes']:.0f}"),
+        ("shared memory, KiB", lambda found: f"{found['shared_bytes'] / 1024:.3g}"),
+        (
+            "warps/SM, occupancy",
+            lambda found: f"{found['warps']:.0f}, {found['occupancy_percent']:.0f} %",
+        ),
+        ("shared loads", lambda found: shared(found, "load")),
+        ("shared stores", lambda found: shared(found, "store")),
+        ("sectors loaded", lambda found: sectors(found, "load")),
+        ("sectors stored", lambda found: sectors(found, "store")),
+    ]
+    counted = [one for one in results.versions if one.metrics]
+    named: list[tuple[str, Callable[[Any], str]]] = [
+        ("backend", lambda one: f"`{one.name}`"),
+        *((head, lambda one, cell=cell: cell(one.metrics)) for head, cell in columns),
+    ]
+    title = (
+        f"{results.shape}; nvcc {results.nvcc} for sm_{results.arch}, accesses counted in the "
+        f"source ({file}). After a + are bank conflicts"
+    )
+    notes = {one.name: f"refused: {one.refused}" for one in results.versions if one.refused}
+    return f"{title}:\n\n{_table(counted, named)}{_notes(notes)}"
+
+
+def _build(file: str, results: BuildTiming) -> str:
+    """The seconds of a cold build: a row per compiler."""
+    columns: Columns[Any] = [
+        ("compiler", lambda one: one.name),
+        ("seconds", lambda one: f"{one.median:.1f}"),
+        ("min .. max", lambda one: f"{one.spread[0]:.1f} .. {one.spread[1]:.1f}"),
+    ]
+    title = f"{results.series[0].versions} versions on {results.jobs} cores ({file})"
+    return f"{title}:\n\n{_table(results.series, columns)}"
+
+
+def _published(file: str, results: Published) -> str:
+    """Somebody else's published seconds: a row per implementation, a column per card."""
+    cards = list(dict.fromkeys(card for row in results.seconds.values() for card in row))
+    columns: list[tuple[str, Callable[[Any], str]]] = [
+        ("backend", lambda row: f"`{row[0]}`"),
+        *(
+            (card, lambda row, card=card: f"{row[1][card]:.1f} s" if card in row[1] else "")
+            for card in cards
+        ),
+    ]
+    return f"{results.note} ({file}):\n\n{_table(list(results.seconds.items()), columns)}"
+
+
+def _generation_of_either_kind(file: str, results: GenerationTiming) -> str:
+    return (_beside_transformers if results.timed == "call" else _generation)(file, results)
+
+
+_RENDERERS: dict[type, Callable[[str, Any], str]] = {
+    GenerationTiming: _generation_of_either_kind,
+    KernelTiming: _kernel,
+    Profile: _profile,
+    Inspection: _inspection,
+    BuildTiming: _build,
+    Published: _published,
 }
 
 
-def _groups(results: Results, *keys: str) -> dict[Cell, list[Series]]:
-    groups: dict[Cell, list[Series]] = {}
-    for series in results.series:
-        groups.setdefault(tuple(series.labels[key] for key in keys), []).append(series)
+# ---- Cells of a table ----------------------------------------------------------------------------
+
+
+def group_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """Return the rows by key, both in the order of the rows."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
     return groups
 
 
-def where(results: Results) -> str:
-    """The machine and the torch of a results file."""
-    facts = results.provenance
-    gpu = facts["gpu"]
-    machine = gpu["name"] if gpu else f"{facts['cpu']}, {facts['cpu_threads']} threads"
-    return f"{machine}, torch {facts['packages']['torch']}"
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table of texts."""
+    return tabulate(rows, head, tablefmt="github", disable_numparse=True) + "\n"
 
 
-def _how(file: str, results: Results) -> str:
-    rounds = results.settings["rounds"]
+def _table(rows: Sequence[Row], columns: Columns[Row]) -> str:
+    """Return a Markdown table without the columns that are blank in every row."""
+    columns = [(head, cell) for head, cell in columns if any(cell(row) for row in rows)]
+    body = [[cell(row) for _, cell in columns] for row in rows]
+    text = markdown([head for head, _ in columns], body)
+    if any(WITHIN_SPREAD in row for row in body):
+        text += f"\n`{WITHIN_SPREAD}`: no difference beyond the spread of the samples.\n"
+    return text
+
+
+def _how(file: str, rounds: int) -> str:
     return f"medians of {rounds} interleaved rounds ({file})"
+
+
+def _timed(series: AnySeries, text: Callable[[AnySeries], str]) -> str:
+    return text(series) if series.samples else ""
 
 
 def _median(series: Series | None, form: str) -> str:
@@ -473,12 +488,12 @@ def _median(series: Series | None, form: str) -> str:
 
 
 def _spread(series: Iterable[Series]) -> str:
-    """The widest of several series."""
+    """Return the widest spread of several series."""
     return f"{max(spread_percent(s.samples) for s in series if s.samples):.1f} %"
 
 
 def _quantiles(samples: Sequence[float]) -> str:
-    """The fifths that the middle three lie between."""
+    """Return the 20th and 80th percentiles."""
     low, *_, high = statistics.quantiles(samples, n=5, method="inclusive")
     return f"{low:.1f} .. {high:.1f}"
 
@@ -493,25 +508,30 @@ def _figure(value: float | None, form: str) -> str:
     return WITHIN_SPREAD if math.isnan(value) else form.format(value)
 
 
-def _count(series: Series | None) -> str:
-    return "" if series is None or not series.samples else f"{series.median:,.4g}"
+def _mebibytes(count: int | None) -> str:
+    return f"{count / 2**20:.0f}" if count else ""
+
+
+def _kibibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1024:.0f}"
+
+
+def _within_budget(series: Series) -> bool:
+    check = series.check
+    if check is None or check.error is None or check.budget is None:
+        return False
+    return check.error <= check.budget
 
 
 def _untimed(group: Iterable[Series]) -> str:
-    """A line for each backend that has no time, with the reason, or whose text nobody compared."""
+    """Return a line for each backend without a time, with the reason, or with an unchecked text."""
     notes = {s.name: f"{s.status}: {s.reason}" for s in group if not s.samples}
     for series in group:
-        if series.facts.get("text_compared") is False and series.name != FREE_ATTENTION:
+        unchecked = isinstance(series, GenerationSeries) and series.text_compared is False
+        if unchecked and series.name != FREE_ATTENTION:
             notes[series.name] = "its text was compared with nothing: the baseline wrote none"
+    return _notes(notes)
+
+
+def _notes(notes: dict[str, str]) -> str:
     return "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    note = ""
-    for row in rows:
-        cells = [*row, *[""] * (len(head) - len(row))]
-        lines.append(f"| {' | '.join(cells)} |")
-        if WITHIN_SPREAD in cells:
-            note = f"\n`{WITHIN_SPREAD}`: no difference beyond the spread of the samples.\n"
-    return "\n".join(lines) + f"\n{note}"

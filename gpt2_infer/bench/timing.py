@@ -1,79 +1,224 @@
-"""Interleaved rounds: samples of A B C A B C, so that a drift of the machine reaches all alike."""
+"""Timing contenders cell by cell, in interleaved rounds, so that an interrupted run can go on.
+
+Samples are taken A B C A B C: a drift of the machine reaches every contender alike. Nothing is
+written between two samples; a finished cell is one JSON line in a file beside the output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any
+import errno
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import torch
 from tqdm import tqdm
 
+from gpt2_infer.bench.results import Provenance, ResultsError, Sampled
 
-class Rejected(Exception):  # noqa: N818 (it is no error of this program's)
-    """Raised by a run whose result is wrong: it has no figure and is not run again."""
+MIN_ROUNDS = 2  # one sample has no spread
+Figure = TypeVar("Figure")
+Cell = TypeVar("Cell", bound=msgspec.Struct)
+SeriesType = TypeVar("SeriesType", bound=Sampled)
+
+
+class RejectedError(Exception):
+    """A contender's output was wrong: it gets no figure and does not run again."""
+
+
+@dataclass
+class Contender(Generic[SeriesType]):
+    """Something to time in a cell."""
+
+    series: SeriesType
+    sample: Callable[[], Mapping[str, float]] | None = None
+    """Take one sample of each of these fields of the series; None if it is not to be timed.
+
+    May raise RejectedError.
+    """
+    recheck: Callable[[], None] | None = None
+    """Check the output once more when all samples are taken; may raise RejectedError."""
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], float]],
+    runs: Mapping[str, Callable[[], Figure]],
     *,
     rounds: int,
     warm_up: int = 1,
-    samples: dict[str, list[float]] | None = None,
-    on_sample: Callable[[str], None] | None = None,
-    on_rejected: Callable[[str, Rejected], None] | None = None,
-    bar: tqdm[Any] | None = None,
-) -> dict[str, list[float]]:
-    """Samples of each run, taken A B C A B C so that a drift of the machine reaches all alike.
+    on_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, list[Figure] | RejectedError]:
+    """Run each in turn, `rounds` times after `warm_up` rounds that are not kept.
 
-    Each run returns its own figure. The first `warm_up` rounds are not kept. samples: what an
-    interrupted call had taken, which is completed in place; on_sample(name) is called after each,
-    and on_rejected(name, error) for a run that raises Rejected, which loses its samples. bar: a
-    longer work's, whose total counts these runs; none for one of their own.
+    Returns the figures of each run, or the RejectedError that it raised. on_round(index) is called
+    before each round.
     """
-    samples = {} if samples is None else samples
-    for name in runs:
-        samples.setdefault(name, [])
-    todo = [n for index in range(rounds) for n in runs if len(samples[n]) <= index]
-    warming = [name for name in runs if name in todo] * warm_up
-    rejected: set[str] = set()
-    with ExitStack() as stack:
-        if bar is None:
-            own = tqdm(total=len(warming) + len(todo), unit="run", disable=None)
-            bar = stack.enter_context(own)
-        for position, name in enumerate(warming + todo):
+    figures: dict[str, list[Figure]] = {name: [] for name in runs}
+    rejected: dict[str, RejectedError] = {}
+    for index in range(-warm_up, rounds):
+        on_round(index)
+        for name, run in runs.items():
             if name in rejected:
-                leave_out(bar, 1)
                 continue
-            bar.set_postfix_str(name)
             try:
-                figure = runs[name]()
-            except Rejected as error:
-                if on_rejected is None:
-                    raise
-                rejected.add(name)
-                samples[name].clear()
-                on_rejected(name, error)
+                figure = run()
+            except RejectedError as error:
+                rejected[name] = error
             else:
-                if position >= len(warming):
-                    samples[name].append(figure)
-                    if on_sample:
-                        on_sample(name)
-            bar.update()
-    return samples
-
-
-def leave_out(bar: tqdm[Any], runs: int) -> None:
-    """Take runs that will not be made out of what a progress bar waits for."""
-    bar.total = (bar.total or 0) - runs
-    bar.refresh()
+                if index >= 0:
+                    figures[name].append(figure)
+    return {**figures, **rejected}
 
 
 def device_seconds(work: Callable[[], Any]) -> float:
-    """How long the GPU takes for what work() launches, between two events of its stream."""
+    """Time on the GPU what work() launches, between two events of its stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def time_cells(
+    cells: Sequence[Cell],
+    contenders: Callable[[Cell], Iterable[Contender[SeriesType]]],
+    *,
+    rounds: int,
+    progress: Progress[SeriesType],
+) -> list[SeriesType]:
+    """Check and time the contenders of each cell, except in cells that `progress` has already."""
+    with tqdm(total=len(cells), unit="cell", disable=None) as bar:
+        for cell in cells:
+            bar.set_description(str(cell))
+            if str(cell) not in progress.cells:
+                progress.add(cell, _time_cell(contenders(cell), rounds, bar))
+            bar.update()
+    return [series for cell in cells for series in progress.cells[str(cell)]]
+
+
+def _time_cell(
+    contenders: Iterable[Contender[SeriesType]], rounds: int, bar: tqdm[Any]
+) -> list[SeriesType]:
+    timed = {}
+    bar.set_postfix_str("checking")
+    for contender in contenders:
+        timed[contender.series.name] = contender
+        bar.set_postfix_str(f"{contender.series.name}: {contender.series.status}")
+    outcomes = interleave(
+        {name: contender.sample for name, contender in timed.items() if contender.sample},
+        rounds=rounds,
+        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {rounds}"),
+    )
+    for contender in timed.values():
+        contender.sample = None  # frees its graph's memory before anything is checked again
+    for name, outcome in outcomes.items():
+        series = timed[name].series
+        try:
+            if isinstance(outcome, RejectedError):
+                raise outcome
+            if recheck := timed[name].recheck:
+                recheck()
+        except RejectedError as error:
+            series.status, series.reason = "failed", str(error)
+            continue
+        for field in outcome[0]:
+            setattr(series, field, [float(f"{figures[field]:.6g}") for figures in outcome])
+    return [contender.series for contender in timed.values()]
+
+
+# ---- Going on after an interruption --------------------------------------------------------------
+
+
+class _Plan(msgspec.Struct):
+    """What must be the same for the cells of two runs to belong together."""
+
+    settings: dict[str, Any]
+    commit: str | None
+    source_digest: str
+    sources: dict[str, str | None]
+    machine: dict[str, Any]
+
+
+class Progress(Generic[SeriesType]):
+    """The finished cells of a run, one JSON line each in a file beside its output.
+
+    out: None keeps nothing. settings, sources: what is to be run, and a digest of each backend's
+    files. Raises ResultsError if the file beside `out` is of another run, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        series_type: type[SeriesType],
+        provenance: Provenance,
+        settings: Mapping[str, Any],
+        sources: Mapping[str, str | None],
+    ) -> None:
+        self.cells: dict[str, list[SeriesType]] = {}
+        self.path = out.with_name(f"{out.name}.partial") if out else None
+        self._provenance = provenance
+        driver = provenance.gpu.driver_version if provenance.gpu else None
+        machine = (provenance.machine, driver, provenance.packages, provenance.precision)
+        plan = _Plan(
+            settings=msgspec.to_builtins(settings),
+            commit=provenance.commit,
+            source_digest=provenance.source_digest,
+            sources=dict(sources),
+            machine=dict(zip(("machine", "driver", "packages", "precision"), machine, strict=True))
+            | {"build_flags": provenance.build_flags},
+        )
+        self._header = msgspec.json.encode((provenance.date, plan))
+        if self.path and self.path.exists():
+            self._read(self.path, plan, series_type)
+
+    def add(self, cell: msgspec.Struct, series: list[SeriesType]) -> None:
+        """Keep a finished cell; raises ResultsError if it cannot be written."""
+        if self.path:
+            line = msgspec.json.encode((str(cell), series))
+            try:
+                with self.path.open("ab") as file:
+                    if file.tell() == 0:
+                        file.write(self._header + b"\n")
+                    file.write(line + b"\n")
+            except OSError as error:
+                raise ResultsError(self._not_written(error)) from error
+        self.cells[str(cell)] = series
+
+    def remove(self) -> None:
+        """Delete the file: the output is written."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, plan: _Plan, series_type: type[SeriesType]) -> None:
+        try:
+            header, *lines = path.read_bytes().splitlines(keepends=True)
+            date, earlier = msgspec.json.decode(header, type=tuple[str, _Plan])
+            differ = [
+                name
+                for name in _Plan.__struct_fields__
+                if getattr(earlier, name) != getattr(plan, name)
+            ]
+            if differ:
+                names = ", ".join(name.replace("_", " ") for name in differ)
+                raise ResultsError(
+                    f"{path} is of another run (its {names} differ): delete it or name another "
+                    "output"
+                )
+            for line in lines:
+                if line.endswith(b"\n"):  # a cell that was cut off while written is run again
+                    cell, series = msgspec.json.decode(line, type=tuple[str, list[series_type]])  # type: ignore[valid-type]
+                    self.cells[cell] = series
+        except (OSError, ValueError) as error:
+            if isinstance(error, ResultsError):
+                raise
+            raise ResultsError(f"{path} cannot be read, delete it: {error}") from error
+        whole = header + b"".join(line for line in lines if line.endswith(b"\n"))
+        path.write_bytes(whole)
+        self._provenance.resumed_from = [date]
+
+    def _not_written(self, error: OSError) -> str:
+        full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        kept = "nothing was finished" if not self.cells else f"{len(self.cells)} cells are kept"
+        return f"{self.path} cannot be written: {full}; {kept}, and the same command goes on"

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "generate text with GPT-2, its attention computed by the backend you name",
     "backends": "list the attention backends and whether they run here",
     "verify": "check one backend against the float64 reference and show its worst case",
+    "compare": "check and time backends: text end to end, or the kernel alone",
     "diverge": "find where two backends' greedy texts part, and tell a tie from a bug",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "cache": "show the cache of compiled kernels, or empty it",

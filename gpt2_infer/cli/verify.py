@@ -144,20 +144,20 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
 
 def _short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> bool:
     """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
-    from gpt2_infer.bench import compare
+    from gpt2_infer.bench import KernelCell, compare_kernels
 
     head_dim = usual_head_dim(spec)
     seqlen = 1024 if device == "cuda" else 256
-    cells = [compare.KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
-    found = compare.compare_kernels([spec], cells, device=device, rounds=5).series
+    cells = [KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
+    found = compare_kernels([spec], cells, device=device, rounds=5).series
     for dtype in dtypes:
         show(f"  time of the kernel alone, N={seqlen} H=12 head_dim={head_dim}, {dtype}:")
         for series in found:
-            if series.samples and series.labels["dtype"] == dtype:
+            if series.samples and series.cell.dtype == dtype:
                 low, high = series.spread
                 show(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
     failed = [series for series in found if series.name == spec.name and series.status == "failed"]
     for series in failed:
-        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {series.labels['dtype']}")
+        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {series.cell.dtype}")
         show(f"          {series.reason}")
     return not failed

@@ -1,0 +1,431 @@
+"""Comparing generation end to end: backends in one model, and our program beside transformers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attention_kernels import BackendSpec, ladder
+from attention_kernels.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import check_precision
+from attention_kernels.registry import PLAIN_PRECISIONS
+from gpt2_infer.bench import environment, selection
+from gpt2_infer.bench.diverge import examine
+from gpt2_infer.bench.results import (
+    BASELINE,
+    FREE_ATTENTION,
+    GenerationCell,
+    GenerationSeries,
+    GenerationTiming,
+)
+from gpt2_infer.bench.timing import Contender, Progress, RejectedError, time_cells
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import GRAPH_LENGTH_STEP, Generation, Mode, encode_prompts, generate
+from gpt2_infer.model import GPT2
+
+TRANSFORMERS = "transformers"
+Timed = Literal["generation", "call"]
+
+
+@dataclass
+class _Text:
+    """What a program wrote, and how it says that its time was spent."""
+
+    tokens: list[list[int]]
+    split: dict[str, float] = field(default_factory=dict)
+    generation: Generation | None = None
+
+
+def compare_generation(
+    load: Callable[[torch.dtype], GPT2],
+    specs: Sequence[BackendSpec],
+    cells: Sequence[GenerationCell],
+    prompt: str | Sequence[int],
+    *,
+    name: str,
+    rounds: int = 5,
+    baseline: str | BackendSpec = BASELINE,
+    task: str = "generation",
+    out: Path | None = None,
+) -> GenerationTiming:
+    """Time generation with each backend: a sample is seconds from the prompt to the last token.
+
+    load: returns the model in a dtype, and is called once for each. name: what the results call it.
+    Every timed call's greedy tokens are compared with the baseline's; where they part, examine()
+    says whether that is a tie. baseline: as for compare_kernels(); in a dtype that it does not
+    take, texts are compared with none. FREE_ATTENTION is one more contender. out: as for
+    compare_kernels(). Raises RequestError or ResultsError.
+    """
+    first, specs = selection.with_baseline(baseline, specs)
+    cells = sorted(cells, key=lambda cell: cell.dtype)
+    models = _Models(load)
+    results = _plan(models, cells, prompt, rounds, name=name, task=task)
+    results.baseline, results.backends = first.name, [spec.name for spec in specs]
+    specs = [first, *(spec for spec in specs if spec.name != first.name)]
+    prompt_ids = encode_prompt(models.newest, prompt)
+    ladder.build_all(results.device, specs)
+    return _run(
+        results,
+        lambda cell, sources: _backends(models, specs, cell, prompt_ids, sources),
+        specs,
+        out,
+    )
+
+
+def compare_with_transformers(
+    model: GPT2,
+    reference: Any,
+    specs: Mapping[Mode, Sequence[BackendSpec]],
+    cells: Sequence[GenerationCell],
+    prompt: Sequence[int],
+    *,
+    name: str,
+    rounds: int = 5,
+    task: str = "generation",
+    out: Path | None = None,
+) -> GenerationTiming:
+    """Time whole calls of transformers' generate() and of ours, with the same weights.
+
+    reference: transformers' model. specs: our backends in each mode. A backend whose greedy tokens
+    differ from transformers' is recorded as failed. Raises RequestError or ResultsError.
+    """
+    results = _plan(_Models(lambda _: model), cells, prompt, rounds, name=name, task=task)
+    results.baseline, results.timed = TRANSFORMERS, "call"
+    results.graph_length_step = GRAPH_LENGTH_STEP if results.device == "cuda" else None
+    ours = list({spec.name: spec for of_mode in specs.values() for spec in of_mode}.values())
+    results.backends = [TRANSFORMERS, *(spec.name for spec in ours)]
+
+    def contenders(
+        cell: GenerationCell, sources: Mapping[str, str | None]
+    ) -> Iterator[Contender[GenerationSeries]]:
+        theirs = _transformers(reference, cell, prompt)
+        yield theirs[0]
+        for spec in specs[cell.mode]:
+            yield _beside(model, spec, cell, prompt, theirs[1], sources)
+
+    return _run(results, contenders, ours, out)
+
+
+def encode_prompt(model: GPT2, prompt: str | Sequence[int]) -> list[int]:
+    """Return the prompt's token ids; raises RequestError."""
+    (ids,) = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
+    return ids
+
+
+def weights_digest(model: GPT2) -> str:
+    """Return a SHA-256 over the parameters' names and bytes."""
+    digest = hashlib.sha256()
+    for key, value in model.state_dict().items():
+        digest.update(key.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Models:
+    """The model in the dtype of the cell; the one before it is dropped."""
+
+    def __init__(self, load: Callable[[torch.dtype], GPT2]) -> None:
+        self._load = load
+        self.newest: GPT2
+
+    def get(self, dtype: str) -> GPT2:
+        wanted = getattr(torch, dtype)
+        if not hasattr(self, "newest") or self.newest.dtype != wanted:
+            self.newest = self._load(wanted)
+        return self.newest
+
+
+def _plan(
+    models: _Models,
+    cells: Sequence[GenerationCell],
+    prompt: str | Sequence[int],
+    rounds: int,
+    *,
+    name: str,
+    task: str,
+) -> GenerationTiming:
+    """Return results without series; raises RequestError for what cannot be compared."""
+    selection.check_rounds(rounds)
+    check_precision()
+    if not cells:
+        raise RequestError("there is nothing to compare")
+    if "float64" in {cell.dtype for cell in cells}:
+        raise RequestError("text is generated in float32, float16 and bfloat16, not in float64")
+    model = models.get(cells[0].dtype)
+    ids = encode_prompt(model, prompt)
+    for cell in cells:
+        if not len(ids) < cell.max_tokens <= model.config.n_positions:
+            raise RequestError(
+                f"{cell.max_tokens} tokens in all: the prompt has {len(ids)}, and the model "
+                f"{model.config.n_positions} positions"
+            )
+        itemsize = getattr(torch, cell.dtype).itemsize
+        states = cell.batch * cell.max_tokens * model.config.n_embd * itemsize
+        what = f"the states between two layers at batch {cell.batch}, {cell.max_tokens} tokens"
+        selection.check_memory(what, states, model.device.type)
+    return GenerationTiming(
+        task=task,
+        provenance=environment.provenance(),
+        device=model.device.type,
+        baseline="",
+        rounds=rounds,
+        backends=[],
+        cells=[*cells],
+        model=name,
+        prompt_tokens=len(ids),
+        prompt_digest=environment.token_digest([ids]),
+        weights_digest=weights_digest(model),
+        dtype_of_digest=cells[0].dtype,
+        series=[],
+    )
+
+
+def _run(
+    results: GenerationTiming,
+    contenders: Callable[
+        [GenerationCell, Mapping[str, str | None]], Iterator[Contender[GenerationSeries]]
+    ],
+    specs: Sequence[BackendSpec],
+    out: Path | None,
+) -> GenerationTiming:
+    """Time the cells, and write the output."""
+    settings = {
+        name: getattr(results, name)
+        for name in results.__struct_fields__
+        if name not in ("provenance", "series")
+    }
+    sources = selection.digests(specs)
+    progress = Progress(out, GenerationSeries, results.provenance, settings, sources)
+    results.series = time_cells(
+        results.cells,
+        lambda cell: contenders(cell, sources),
+        rounds=results.rounds,
+        progress=progress,
+    )
+    if out:
+        results.write(out)
+    progress.remove()
+    return results
+
+
+def _backends(
+    models: _Models,
+    specs: Sequence[BackendSpec],
+    cell: GenerationCell,
+    prompt: Sequence[int],
+    sources: Mapping[str, str | None],
+) -> Iterator[Contender[GenerationSeries]]:
+    """Yield the backends, the baseline first, and FREE_ATTENTION last."""
+    model = models.get(cell.dtype)
+    expected: Generation | None = None
+    for spec in selection.takers([*specs, _free_attention()], cell):
+        is_free = spec.name == FREE_ATTENTION
+        contender = _ours(model, spec, cell, prompt, sources)
+        series = contender.series
+        try:
+            if not is_free:
+                _check(series, model, spec, cell, len(prompt))
+            if series.status == "ok":
+                call = functools.partial(_write, model, spec, cell, prompt)
+                text, series.peak_memory_bytes = _text_and_peak(call, model)
+                assert text.generation is not None
+                series.token_digest = environment.token_digest(text.tokens)
+                expected = text.generation if spec is specs[0] else expected
+                series.text_compared = expected is not None and not is_free
+                if expected and not is_free and text.tokens != expected.tokens:
+                    # The texts as they were written: again, or alone, they might be others.
+                    found = examine(model, [specs[0], spec], [expected, text.generation])
+                    series.diverges = found.verdict
+                    if not found.passed:
+                        fault = "; ".join(found.b.faults or found.a.faults)
+                        series.status, series.reason = "failed", f"{found.verdict}: {fault}"
+            if series.status == "ok":
+                wanted = None if is_free else text.tokens
+                contender.sample = functools.partial(
+                    _sample, series, call, wanted, "generation", model.device.type
+                )
+        except KERNEL_ERRORS as error:
+            selection.record_failure(series, error, model.device.type)
+        yield contender
+
+
+def _beside(
+    model: GPT2,
+    spec: BackendSpec,
+    cell: GenerationCell,
+    prompt: Sequence[int],
+    expected: list[list[int]],
+    sources: Mapping[str, str | None],
+) -> Contender[GenerationSeries]:
+    """Return one of our backends, its tokens compared with transformers'."""
+    contender = _ours(model, spec, cell, prompt, sources)
+    series, device = contender.series, model.device.type
+    call = functools.partial(_write, model, spec, cell, prompt)
+    try:
+        _check(series, model, spec, cell, len(prompt))
+        if series.status == "ok":
+            tokens = call().tokens
+            series.token_digest = environment.token_digest(tokens)
+            if tokens == expected:
+                contender.sample = functools.partial(_sample, series, call, tokens, "call", device)
+            else:
+                pairs = enumerate(zip(tokens[0], expected[0], strict=True))
+                at = next((i for i, (got, wanted) in pairs if got != wanted), 0)
+                series.status = "failed"
+                series.reason = f"its greedy tokens differ from transformers' from token {at} on"
+    except KERNEL_ERRORS as error:
+        selection.record_failure(series, error, device)
+    return contender
+
+
+def _ours(
+    model: GPT2,
+    spec: BackendSpec,
+    cell: GenerationCell,
+    prompt: Sequence[int],
+    sources: Mapping[str, str | None],
+) -> Contender[GenerationSeries]:
+    facts = selection.facts(spec, cell.dtype, sources)
+    if spec.name == FREE_ATTENTION:
+        facts["precision"] = "none"
+    decode_attention = spec.name if cell.mode == "kv-cache" else None
+    return Contender(
+        GenerationSeries(cell=cell, attention=spec.name, decode_attention=decode_attention, **facts)
+    )
+
+
+def _transformers(
+    reference: Any, cell: GenerationCell, prompt: Sequence[int]
+) -> tuple[Contender[GenerationSeries], list[list[int]]]:
+    """Return transformers' generate(), greedy, with the attention that it chooses, and its text."""
+    is_cuda = reference.device.type == "cuda"
+    ids = torch.tensor([[*prompt]] * cell.batch, device=reference.device)
+    new_tokens = cell.max_tokens - len(prompt)
+
+    def call() -> _Text:
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=cell.mode == "kv-cache",
+            pad_token_id=0,
+        )
+        return _Text(out[:, ids.shape[1] :].tolist())
+
+    tokens = call().tokens
+    series = GenerationSeries(
+        name=TRANSFORMERS,
+        program="transformers",
+        attention=reference.config._attn_implementation,
+        # What SDPA chooses for float32: its CPU kernel, or the memory-efficient one on CUDA.
+        precision="3xtf32" if is_cuda else "ieee-fp32",
+        cell=cell,
+        token_digest=environment.token_digest(tokens),
+    )
+    sample = functools.partial(_sample, series, call, tokens, "call", reference.device.type)
+    return Contender(series, sample), tokens
+
+
+def _check(
+    series: GenerationSeries, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int
+) -> None:
+    """Check a backend at the lengths that the generation runs."""
+    # Also between: what is tuned by size is tuned before memory and time are taken.
+    between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
+    config, dtype = model.config, getattr(torch, cell.dtype)
+    cases = [
+        Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
+        for n in (length, *between, cell.max_tokens)
+    ]
+    selection.check(series, spec, cases, model.device.type, decode=cell.mode == "kv-cache")
+
+
+def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]) -> _Text:
+    """Write a text with our program."""
+    done = generate(
+        model.with_attention(spec, spec if cell.mode == "kv-cache" else None),
+        [[*prompt]] * cell.batch,
+        max_new_tokens=cell.max_tokens - len(prompt),
+        mode=cell.mode,
+        ignore_eos=True,
+    ).whole()
+    split = {
+        "warm_up_s": done.warm_up_s,
+        "prefill_s": done.prefill_s,
+        "generation_s": done.generation_s,
+    }
+    return _Text(done.tokens, split, done)
+
+
+def _sample(
+    series: GenerationSeries,
+    call: Callable[[], _Text],
+    expected: list[list[int]] | None,
+    timed: Timed,
+    device: str,
+) -> dict[str, float]:
+    """Take one sample; raises RejectedError for another text, or what the kernel raised."""
+    try:
+        _synchronize(device)
+        started = time.perf_counter()
+        text = call()
+        _synchronize(device)
+        call_s = time.perf_counter() - started
+    except KERNEL_ERRORS as error:
+        selection.record_failure(series, error, device)
+        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
+    if expected is not None and text.tokens != expected:
+        raise RejectedError("its text is another from run to run")
+    if timed == "call":
+        return {"samples": call_s, **text.split}
+    split = dict(text.split)
+    return {"samples": split.pop("generation_s"), "call_s": call_s, **split}
+
+
+def _text_and_peak(call: Callable[[], _Text], model: GPT2) -> tuple[_Text, int | None]:
+    """Return a text and the device memory at its peak meanwhile, weights included."""
+    if model.device.type != "cuda":
+        return call(), None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    text = call()
+    return text, torch.cuda.max_memory_allocated(model.device)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free_attention() -> BackendSpec:
+    """Build a backend that skips attention; its zero tensors are cached. It is in no registry."""
+    zeros = functools.cache(
+        lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    )
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        return zeros(q.shape, q.dtype, q.device)
+
+    def decode(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
+    ) -> Tensor:
+        return zeros(q.shape, q.dtype, q.device)
+
+    return BackendSpec(
+        name=FREE_ATTENTION,
+        family="bound",
+        summary="No attention at all: the time of everything else.",
+        loader=lambda: Kernels(attention, decode),
+        precisions=PLAIN_PRECISIONS,
+    )

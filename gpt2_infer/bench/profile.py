@@ -1,0 +1,179 @@
+"""What Nsight Compute counts in one call of each version of a ladder.
+
+`ncu` replays each kernel that a version launches once per group of counters. If a version launches
+several, its counts and its duration are their sums, its percentages their means weighted by
+duration, and its registers the most.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from attention_kernels import BackendSpec, ladder, list_backends
+from attention_kernels.conformance import Case
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.results import Profile, Profiled, Shape
+from gpt2_infer.checkpoint import resolve_device
+from gpt2_infer.errors import RequestError
+
+METRICS = {
+    "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    "shared_store_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "shared_load_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "shared_store_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+    "sm_efficiency_percent": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "issue_active_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "fma_pipe_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "global_load_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
+    # What cp.async loads is counted apart.
+    "global_async_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
+    "global_store_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
+    "registers_per_thread": "launch__registers_per_thread",
+    "duration_us": "gpu__time_duration.sum",
+}
+DURATION = "duration_us"
+
+
+def profile(family: str, shape: Shape, *, task: str, out: Path | None) -> Profile:
+    """Profile one call of every version of a ladder; raises RequestError."""
+    specs = _specs(family)
+    counters, missing = known_counters()
+    provenance = environment.provenance()
+    launch_each(family, shape)  # builds what is not built, outside the profiler
+    rows = _run_profiler(list(counters.values()), family, shape)
+    ops = {spec.version.op: spec.name for spec in specs if spec.version}
+    if unseen := ops.keys() - rows.keys():
+        raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
+    versions = [
+        Profiled(name=name, kernels=len(rows[op]), metrics=combined(rows[op]))
+        for op, name in ops.items()
+    ]
+    results = Profile(
+        task=task,
+        provenance=provenance,
+        shape=shape,
+        counters={name: METRICS[name] for name in versions[0].metrics},
+        not_on_this_gpu=missing,
+        versions=versions,
+    )
+    if out:
+        results.write(out)
+    return results
+
+
+def _specs(family: str) -> list[BackendSpec]:
+    """Return the backends of a ladder that run on a GPU."""
+    if family not in ladder.families():
+        known = ", ".join(ladder.families())
+        raise RequestError(f"no ladder is of the family {family}: there are {known}")
+    return [
+        spec for spec in list_backends() if spec.family == family and "cuda" in spec.device_types
+    ]
+
+
+def launch_each(family: str, shape: Shape) -> None:
+    """Call every version once, on the GPU."""
+    resolve_device("cuda")
+    specs = _specs(family)
+    ladder.build_all("cuda", specs)
+    for spec in specs:
+        (dtype,) = spec.dtypes
+        case = Case(
+            shape.seqlen,
+            shape.head_dim,
+            batch=shape.batch,
+            num_heads=shape.heads,
+            dtype=getattr(torch, dtype),
+        )
+        spec.attention(*case.inputs("cuda"), is_causal=not shape.full)
+    torch.cuda.synchronize()
+
+
+def known_counters() -> tuple[dict[str, str], list[str]]:
+    """Return the metrics that ncu has a counter for on this GPU, and those that it has not.
+
+    A profile that asks for an unknown counter ends at once.
+    """
+    query = ["ncu", "--query-metrics"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise RequestError("ncu, of Nsight Compute, is not on PATH") from error
+    listed = {line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line.strip()}
+    if done.returncode or not listed:
+        raise RequestError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    known = {
+        name: counter
+        for name, counter in METRICS.items()
+        if counter.startswith("launch__") or counter.split(".", maxsplit=1)[0] in listed
+    }
+    missing = [name for name in METRICS if name not in known]
+    if missing:
+        print(f"not on this GPU: {', '.join(missing)}", file=sys.stderr)
+    return known, missing
+
+
+def _run_profiler(
+    counters: list[str], family: str, shape: Shape
+) -> dict[str, list[dict[str, float]]]:
+    """Return the metrics of each launch by op ("v01"), from ncu's CSV."""
+    command = ["ncu", "--clock-control", "none", "--csv", "--print-units", "base"]
+    command += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
+    command += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
+    command += [sys.executable, "-m", __name__, family, msgspec.json.encode(shape).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or not lines:
+        raise RequestError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    return parse_csv(lines)
+
+
+def parse_csv(lines: Iterable[str]) -> dict[str, list[dict[str, float]]]:
+    """Gather the rows of ncu's CSV, one metric each, by op and launch."""
+    by_counter = {counter: name for name, counter in METRICS.items()}
+    launches: dict[str, dict[str, dict[str, float]]] = {}
+    for row in csv.DictReader(lines):
+        op, name = op_of(row["Kernel Name"]), by_counter.get(row["Metric Name"])
+        if op and name:
+            try:
+                value = float(row["Metric Value"].replace(",", ""))
+            except ValueError:  # "n/a"
+                print(f"{op}: {name} is {row['Metric Value']}", file=sys.stderr)
+                continue
+            value = value / 1e3 if name == DURATION else value
+            launches.setdefault(op, {}).setdefault(row["ID"], {})[name] = value
+    return {op: list(by_id.values()) for op, by_id in launches.items()}
+
+
+def op_of(mangled: str) -> str | None:
+    """Return the version's namespace in a mangled name: attention::v06 is 9attention3v06."""
+    found = re.search(r"9attention(\d+)", mangled)
+    return mangled[found.end() :][: int(found[1])] if found else None
+
+
+def combined(launches: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of a version from those of its launches."""
+    total = sum(launch[DURATION] for launch in launches)
+    found = {}
+    for metric in launches[0]:
+        values = [launch[metric] for launch in launches]
+        if metric.endswith("percent"):
+            weighted = (launch[metric] * launch[DURATION] for launch in launches)
+            found[metric] = sum(weighted) / total
+        else:
+            found[metric] = max(values) if metric == "registers_per_thread" else sum(values)
+    return found
+
+
+if __name__ == "__main__":  # what ncu runs
+    launch_each(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Shape))

@@ -1,0 +1,206 @@
+"""Which backends a comparison takes, and the check that each passes before it is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attention_kernels import BackendSpec, UnsupportedError, get_backend, ladder, list_backends
+from attention_kernels.conformance import (
+    KERNEL_ERRORS,
+    Case,
+    decode_verdict,
+    describe_error,
+    run_case,
+)
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.results import Check, GenerationCell, KernelCell, ResultsError, Series
+from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
+from gpt2_infer.errors import RequestError
+
+EMULATED_SEQLEN = 64  # an emulated kernel is checked at this length at most
+EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
+
+
+def select(
+    names: Sequence[str],
+    device_type: str,
+    *,
+    families: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+) -> list[BackendSpec]:
+    """Return the named backends and those of the families; without either, every one that runs.
+
+    A name may be the path of a version file that belongs to no ladder, *.cu. A family's backends
+    that are emulated, cannot run or take none of the dtypes are left out; a line on stderr names
+    each family with none left.
+    Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
+    that cannot run, or when nothing is left.
+    """
+    known = {spec.family for spec in list_backends()}
+    if missing := {*families} - known:
+        raise RequestError(
+            f"no backend is of the family {', '.join(sorted(missing))}: there are "
+            f"{', '.join(sorted(known))}"
+        )
+
+    def untimed_reason(spec: BackendSpec) -> str | None:
+        if reason := spec.unavailable_reason(device_type):
+            return reason
+        if device_type in spec.emulated_on:
+            return EMULATED
+        if dtypes and not {*dtypes} & {*spec.dtypes}:
+            return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
+        return None
+
+    reasons = {
+        spec: untimed_reason(spec)
+        for spec in list_backends()
+        if spec.family in families or not (families or names)
+    }
+    specs = [spec for spec, reason in reasons.items() if reason is None]
+    specs += [ladder.resolve(name) for name in names]
+    left_out = []
+    for family in dict.fromkeys(families):
+        of_it = [reason for spec, reason in reasons.items() if spec.family == family]
+        if None not in of_it:
+            left_out.append(f"{family} ({'; '.join(dict.fromkeys(filter(None, of_it)))})")
+    if left_out:
+        sentence = f"nothing is measured on {device_type} of {', '.join(left_out)}"
+        if not specs:
+            raise RequestError(sentence)
+        print(sentence, file=sys.stderr)
+    for spec in specs:
+        if reason := spec.unavailable_reason(device_type):
+            raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
+    return list({spec.name: spec for spec in specs}.values())
+
+
+def with_baseline(
+    baseline: str | BackendSpec, specs: Sequence[BackendSpec]
+) -> tuple[BackendSpec, list[BackendSpec]]:
+    """Return the baseline, and the backends with it among them."""
+    first = get_backend(baseline) if isinstance(baseline, str) else baseline
+    lacks = first.name not in {spec.name for spec in specs}
+    return first, [*[first] * lacks, *specs]
+
+
+def takers(specs: Sequence[BackendSpec], cell: GenerationCell | KernelCell) -> list[BackendSpec]:
+    """Return the backends that take a cell's dtype; the others have no such cell."""
+    return [spec for spec in specs if cell.dtype in spec.precisions]
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise RequestError if there are too few rounds to have a spread."""
+    if rounds < MIN_ROUNDS:
+        raise RequestError(f"rounds must be {MIN_ROUNDS} or more, not {rounds}")
+
+
+def check_memory(what: str, needed: int, device: str) -> None:
+    """Raise RequestError for what the device's memory cannot hold, whatever the backend."""
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties().total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise RequestError(
+            f"{what} would take {needed >> 30:,} GiB, and {device} has {memory >> 30:,}"
+        )
+
+
+def case_of(cell: KernelCell) -> Case:
+    """Return a kernel's cell as a case of the conformance suite."""
+    return Case(
+        cell.seqlen,
+        cell.head_dim,
+        batch=cell.batch,
+        num_heads=cell.num_heads,
+        dtype=getattr(torch, cell.dtype),
+        is_causal=cell.is_causal,
+    )
+
+
+def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the fields of a series that describe its backend."""
+    found = {
+        "name": spec.name,
+        "family": spec.family,
+        "precision": spec.precisions[dtype],
+        "source_digest": sources.get(spec.name),
+    }
+    if version := spec.version:
+        found |= {"flags": " ".join(version.flags), "change": version.title}
+    return found
+
+
+def digests(specs: Sequence[BackendSpec]) -> dict[str, str | None]:
+    """Return the digest of each backend's source files."""
+    return {spec.name: environment.backend_digest(spec) for spec in specs}
+
+
+def check(
+    series: Series, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
+) -> None:
+    """Hold a backend to the reference and record in its series what that finds."""
+    emulated = device in spec.emulated_on
+    worst = None
+    for wanted in cases:
+        short = dataclasses.replace(wanted, seqlen=min(wanted.seqlen, EMULATED_SEQLEN), batch=1)
+        case = short if emulated else wanted
+        q, k, v = case.inputs(device)
+        if reasons := spec.unsupported_reasons(q, k, v, is_causal=case.is_causal):
+            series.status, series.reason = "refused", "; ".join(reasons)
+            return
+        verdict = run_case(spec, case, device)
+        worst = max(worst or verdict, verdict, key=lambda verdict: verdict.nearness)
+        if not verdict.passed:
+            series.status, series.reason = "failed", f"{case}: {verdict}"
+            break
+    if decode and series.status == "ok":
+        if not spec.has_decode(device):
+            series.status, series.reason = "refused", f"it has no decode kernel on {device}"
+            return
+        verdict = decode_verdict(spec, device, cases[0].head_dim, cases[0].dtype)
+        if not verdict.passed:
+            series.status, series.reason = "failed", f"decode: {verdict}"
+    if worst:
+        series.check = Check(
+            **{name: _rounded(getattr(worst, name)) for name in Check.__struct_fields__}
+        )
+    if emulated and series.status == "ok":
+        series.status, series.reason = "emulated", EMULATED
+
+
+def recheck(spec: BackendSpec, case: Case, device: str) -> None:
+    """Check other numbers after the timing: a kernel must not be stuck in its first answer.
+
+    Raises RejectedError.
+    """
+    try:
+        verdict = run_case(spec, dataclasses.replace(case, seed=1), device)
+    except KERNEL_ERRORS as error:
+        raise RejectedError(f"after its samples: {describe_error(error)}") from error
+    if not verdict.passed:
+        raise RejectedError(f"after its samples its output is wrong: {verdict}")
+
+
+def record_failure(series: Series, error: Exception, device: str) -> None:
+    """Record what a kernel raised; raises ResultsError if it broke the device for the others."""
+    series.status = "refused" if isinstance(error, UnsupportedError) else "failed"
+    series.reason = describe_error(error)
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as broken:
+            why = describe_error(broken)
+            raise ResultsError(f"{series.name} broke the CUDA context: {why}") from error
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None  # JSON has no infinity

@@ -1,0 +1,228 @@
+"""What can be measured, as data: the studies behind the documents (studies.toml) and one's own."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from gpt2_infer.bench.results import (
+    BASELINE,
+    AtLeastOne,
+    GenerationCell,
+    KernelCell,
+    Results,
+    Shape,
+)
+from gpt2_infer.errors import RequestError
+
+STUDIES = Path(__file__).with_name("studies.toml")
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+# A comparison on a CPU takes minutes at these lengths, and hours at those of a GPU.
+LENGTHS = {
+    "cpu": {"max_tokens": [32, 64], "seqlens": [64, 128, 256, 512]},
+    "cuda": {
+        "max_tokens": [32, 64, 128, 256, 512],
+        "seqlens": [64, 128, 256, 512, 1024, 2048, 4096],
+    },
+}
+Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=2)]
+
+
+class _Study(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="study"
+):
+    def run(self, task: str, out: Path) -> Results:
+        """Measure, and write `out`; raises RequestError, ResultsError or an AttentionError."""
+        raise NotImplementedError
+
+
+class _Comparison(_Study, kw_only=True):
+    backends: list[str] = []
+    """Names, or version files, *.cu. Without these and families: every backend that runs."""
+    families: list[str] = []
+    baseline: str = BASELINE
+    device: Literal["cpu", "cuda"] | None = None
+    """None: cuda if there is one."""
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+
+    def _selected(self, *, cpu_families: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the device, the backends and the baseline that the study names."""
+        from attention_kernels import ladder
+        from gpt2_infer.bench.selection import select
+        from gpt2_infer.checkpoint import resolve_device
+
+        device = str(resolve_device(self.device))
+        families = self.families
+        if device == "cpu" and not (families or self.backends):
+            families = [*cpu_families]
+        specs = select(self.backends, device, families=families, dtypes=self.dtypes)
+        (baseline,) = select([self.baseline], device)
+        for spec in [baseline, *map(ladder.resolve, self.backends)]:
+            if not {*self.dtypes} & {*spec.dtypes}:
+                raise RequestError(f"{spec.name} takes {', '.join(spec.dtypes)}: see --dtypes")
+        return {"device": device, "specs": specs, "baseline": baseline}
+
+
+class KernelStudy(_Comparison, kw_only=True, tag="kernel"):
+    """Kernels alone, in every combination of the lists."""
+
+    seqlens: list[AtLeastOne] = []
+    """Empty: what LENGTHS says for the device."""
+    heads: AtLeastOne = 12
+    head_dims: list[AtLeastOne] = msgspec.field(default_factory=lambda: [64])
+    full: bool = False
+    """Without the causal mask."""
+    rounds: Rounds = 5
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench.kernel import compare_kernels
+
+        chosen = self._selected()
+        seqlens = self.seqlens or LENGTHS[chosen["device"]]["seqlens"]
+        cells = [
+            KernelCell(n, batch, self.heads, head_dim, dtype, not self.full)
+            for dtype, batch, head_dim, n in itertools.product(
+                self.dtypes, self.batch_sizes, self.head_dims, seqlens
+            )
+        ]
+        return compare_kernels(cells=cells, rounds=self.rounds, task=task, out=out, **chosen)
+
+
+class GenerationStudy(_Comparison, kw_only=True, tag="generation"):
+    """Generation end to end, in every combination of the lists."""
+
+    model: str = "demo"
+    random_weights: bool = False
+    prompt: str = DEFAULT_PROMPT
+    modes: list[Literal["recompute", "kv-cache"]] = msgspec.field(
+        default_factory=lambda: ["recompute"]
+    )
+    max_tokens: list[AtLeastOne] = []
+    """The prompt included. Empty: what LENGTHS says for the device."""
+    rounds: Rounds = 5
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        import torch
+
+        from gpt2_infer.bench.generation import compare_generation
+        from gpt2_infer.model import GPT2
+
+        chosen = self._selected(cpu_families=("pytorch",))
+        device = chosen.pop("device")
+
+        def load(dtype: torch.dtype) -> GPT2:
+            return GPT2.from_pretrained(
+                self.model,
+                random_weights=self.random_weights,
+                device=device,
+                dtype=dtype,
+                attention=BASELINE,  # never run as such, and there in every dtype
+            )
+
+        cells = [
+            GenerationCell(n, batch, dtype, mode)
+            for dtype, batch, mode, n in itertools.product(
+                self.dtypes,
+                self.batch_sizes,
+                self.modes,
+                self.max_tokens or LENGTHS[device]["max_tokens"],
+            )
+        ]
+        name = self.model + (", random weights, seed 0" if self.random_weights else "")
+        return compare_generation(
+            load,
+            cells=cells,
+            prompt=self.prompt,
+            name=name,
+            rounds=self.rounds,
+            task=task,
+            out=out,
+            **chosen,
+        )
+
+
+class TransformersStudy(_Study, kw_only=True, tag="transformers"):
+    """Our program beside transformers, with the same weights, with and without a cache."""
+
+    device: Literal["cpu", "cuda"]
+    """cpu: the demo model. cuda: GPT-2 small with random weights."""
+    new_tokens: AtLeastOne
+    rounds: Rounds = 5
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench import transformers
+
+        return transformers.compare(
+            self.device, new_tokens=self.new_tokens, rounds=self.rounds, task=task, out=out
+        )
+
+
+class _LadderStudy(_Study, kw_only=True):
+    family: str = "custom-cuda"
+    batch: AtLeastOne = 1
+    head_dim: AtLeastOne = 64
+    full: bool = False
+
+    def _shape(self, heads: int, seqlen: int) -> Shape:
+        return Shape(
+            batch=self.batch, heads=heads, seqlen=seqlen, head_dim=self.head_dim, full=self.full
+        )
+
+
+class ProfileStudy(_LadderStudy, kw_only=True, tag="profile"):
+    """A ladder under Nsight Compute."""
+
+    heads: AtLeastOne = 12
+    seqlen: AtLeastOne = 1024
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench import profile
+
+        shape = self._shape(self.heads, self.seqlen)
+        return profile.profile(self.family, shape, task=task, out=out)
+
+
+class InspectionStudy(_LadderStudy, kw_only=True, tag="inspection"):
+    """What the compiler and the emulator say of a ladder; no GPU is needed."""
+
+    heads: AtLeastOne = 1
+    seqlen: AtLeastOne = 128
+    arch: str = "90"
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench import inspection
+
+        shape = self._shape(self.heads, self.seqlen)
+        return inspection.inspect_ladder(self.family, shape, self.arch, task=task, out=out)
+
+
+class BuildStudy(_Study, kw_only=True, tag="build"):
+    """Cold builds of the float32 ladder; no GPU is needed."""
+
+    arch: str = "90"
+    rounds: Rounds = 3
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench import builds
+
+        return builds.time_builds(self.arch, rounds=self.rounds, task=task, out=out)
+
+
+Study: TypeAlias = (
+    KernelStudy | GenerationStudy | TransformersStudy | ProfileStudy | InspectionStudy | BuildStudy
+)
+
+
+def load() -> dict[str, Study]:
+    """Read studies.toml: the study behind each table and picture, in the order of importance."""
+    return msgspec.toml.decode(STUDIES.read_bytes(), type=dict[str, Study])

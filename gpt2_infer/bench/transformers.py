@@ -1,0 +1,72 @@
+"""Our program beside transformers: which models, prompts and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import GPT2Config as TransformersConfig
+
+from attention_kernels import BackendSpec, list_backends
+from gpt2_infer.bench.generation import compare_with_transformers
+from gpt2_infer.bench.results import GenerationCell, GenerationTiming
+from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.generation import MODES, Mode
+from gpt2_infer.model import GPT2
+
+DEMO_PROMPT = [449, 1973, 355, 751, 258, 661, 12, 290]
+PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
+
+
+def compare(
+    device: str, *, new_tokens: int, rounds: int, task: str, out: Path | None
+) -> GenerationTiming:
+    """Compare the demo model on a CPU, or GPT-2 small with random weights on a GPU.
+
+    On the CPU with our default backends; on the GPU with each of PyTorch's that takes float32.
+    """
+    if device == "cpu":
+        name, prompt = "demo", DEMO_PROMPT
+        model, reference = _demo()
+        specs: dict[Mode, Sequence[BackendSpec]] = {
+            "recompute": [model.attention],
+            "kv-cache": [model.decode_attention],
+        }
+    else:
+        name, prompt = "gpt2, random weights, seed 0", PROMPT
+        model, reference = _random_weights()
+        of_torch = [
+            spec
+            for spec in list_backends()
+            if spec.family == "pytorch"
+            and "float32" in spec.precisions
+            and not spec.unavailable_reason("cuda")
+        ]
+        specs = {
+            "recompute": of_torch,
+            "kv-cache": [spec for spec in of_torch if spec.has_decode("cuda")],
+        }
+    cells = [GenerationCell(len(prompt) + new_tokens, mode=mode) for mode in MODES]
+    return compare_with_transformers(
+        model, reference, specs, cells, prompt, name=name, rounds=rounds, task=task, out=out
+    )
+
+
+def _demo() -> tuple[GPT2, Any]:
+    model = GPT2.from_pretrained("demo", device="cpu")
+    folder = str(open_checkpoint("demo").folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, reference.eval()
+
+
+def _random_weights() -> tuple[GPT2, Any]:
+    model = GPT2.from_pretrained("gpt2", random_weights=True, device="cuda")
+    reference = AutoModelForCausalLM.from_config(TransformersConfig())
+    reference.load_state_dict(
+        {f"transformer.{name}": value for name, value in model.state_dict().items()}
+        | {"lm_head.weight": model.wte.weight}
+    )
+    return model, reference.to("cuda").eval()

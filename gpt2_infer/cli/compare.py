@@ -1,0 +1,77 @@
+"""gpt2-infer compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gpt2_infer.cli.console import show
+from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES
+from gpt2_infer.errors import GPT2InferError, RequestError
+
+MODES = ("recompute", "kv-cache")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command; those that are not given are left out of the namespace."""
+    parser.argument_default = argparse.SUPPRESS
+    add = parser.add_argument
+    add("--task", choices=("generation", "kernel"), default="generation", help="what to time")
+    add("--out", type=Path, required=True, help="JSON to write; a file there is not overwritten")
+    add("--name", help="the task's name in the results (default: what --task says)")
+    add("--backends", nargs="+", metavar="NAME", help="or version files, *.cu")
+    add("--families", nargs="+", metavar="NAME", help="see `gpt2-infer backends`")
+    add("--baseline", metavar="NAME", help="or a version file, *.cu (default: NAIVE_PYTORCH)")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: float32")
+    add("--batch-sizes", nargs="+", type=int, metavar="N", help="default: 1")
+    add("--rounds", type=int, help="kept, after one that is not (default: 5)")
+    text = parser.add_argument_group("generation").add_argument
+    text("--max-tokens", nargs="+", type=int, metavar="N", help="in all, the prompt included")
+    text("--modes", nargs="+", choices=MODES, help="default: recompute")
+    text("--model", help="as for gpt2-infer (default: demo)")
+    text("--random-weights", action="store_true", help="as for gpt2-infer")
+    text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
+    kernel = parser.add_argument_group("kernel").add_argument
+    kernel("--seqlens", nargs="+", type=int, metavar="N", help="default: up to 512 on a CPU")
+    kernel("--heads", type=int, help="default: 12")
+    kernel("--head-dims", nargs="+", type=int, metavar="D", help="default: 64")
+    kernel("--full", action="store_true", help="without the causal mask")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    try:
+        import msgspec
+
+        from gpt2_infer.bench import results, studies, tables
+    except ImportError as error:
+        raise GPT2InferError(f"{error}: pip install 'gpt2-infer[bench]'") from error
+    options = vars(arguments)
+    task, out, name = options["task"], options["out"], options.get("name")
+    given = {
+        key: value
+        for key, value in options.items()
+        if key not in ("task", "out", "name", "debug", "version")
+    }
+    kind = studies.KernelStudy if task == "kernel" else studies.GenerationStudy
+    for key in given:
+        if key not in kind.__struct_fields__:
+            raise RequestError(f"--{key.replace('_', '-')} is not for --task {task}")
+    try:
+        study = msgspec.convert(given, kind)
+        msgspec.convert(name or task, results.TaskName)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from error
+    results.check_output(out)
+    try:
+        found = study.run(name or task, out)
+    except KeyboardInterrupt:
+        partial = out.with_name(f"{out.name}.partial")
+        kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        raise
+    show(tables.render(str(out), found))
+    print(f"wrote {out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from attention_kernels import BackendSpec, get_backend
+from attention_kernels.contract import Kernels
+from attention_kernels.reference import naive_attention
+from gpt2_infer.bench import environment
+
+
+def test_provenance_names_machine_software_and_source():
+    facts = environment.provenance()
+    assert len(facts.source_digest) == 64
+    assert facts.packages["torch"]
+    assert facts.precision["matmul_allow_tf32"] is False
+
+
+@pytest.mark.parametrize(("status", "dirty"), [(" M x.py", True), ("", False), (None, None)])
+def test_a_changed_checkout_is_told(status, dirty, monkeypatch):
+    answer = lambda *words: status if "status" in words else "abc"  # noqa: E731
+    monkeypatch.setattr(environment, "_git", answer)
+    facts = environment.provenance()
+    assert (facts.commit, facts.dirty) == ("abc", dirty)
+
+
+def test_the_command_is_without_somebodys_folders(monkeypatch):
+    out = str(environment._ROOT / "results" / "r.json")
+    monkeypatch.setattr("sys.argv", ["/some/where/script.py", "--rounds", "3", "--out", out])
+    expected = "python script.py --rounds 3 --out results/r.json"
+    assert environment.provenance().command == expected
+
+
+@pytest.mark.parametrize("name", ["registry.py", "csrc/fp32/v01_a.cu", "csrc/common.cuh"])
+def test_any_changed_source_is_another_digest(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_ROOT", tmp_path)
+    file = tmp_path / "attention_kernels" / name
+    file.parent.mkdir(parents=True)
+    digests = set()
+    for text in ("one", "two"):
+        file.write_text(text)
+        digests.add(environment.source_digest())
+    file.rename(file.with_name(f"v02_b{file.suffix}"))
+    digests.add(environment.source_digest())
+    assert len(digests) == 3
+
+
+def test_any_changed_token_is_another_digest():
+    texts = ([[1], [2]], [[1], [3]], [[1, 2]], [[4], [2]])
+    assert len({environment.token_digest(rows) for rows in texts}) == 4
+
+
+def test_a_backends_digest_is_of_the_files_that_it_is_made_of(tmp_path, monkeypatch):
+    first, second = (
+        environment.backend_digest(get_backend(f"CUSTOM_CUDA_VERSION_{n}")) for n in (1, 2)
+    )
+    assert first != second
+    package = tmp_path / "test_of_a_plug_in"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "backend.py").write_text("def load():\n    raise NotImplementedError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from test_of_a_plug_in.backend import load
+
+    spec = BackendSpec(
+        name="PLUG_IN",
+        family="test",
+        summary="A test's.",
+        loader=load,
+        precisions={"float32": "ieee-fp32"},
+    )
+    before = environment.backend_digest(spec)
+    (package / "helper.py").write_text("WIDTH = 4\n")
+    assert before != environment.backend_digest(spec)
+    namespace: dict = {"Kernels": Kernels, "naive": naive_attention}
+    exec("def load():\n    return Kernels(naive)\n", namespace)
+    in_no_file = BackendSpec(
+        name="IN_NO_FILE",
+        family="test",
+        summary="A test's.",
+        loader=namespace["load"],
+        precisions={"float32": "ieee-fp32"},
+    )
+    assert environment.backend_digest(in_no_file) is None

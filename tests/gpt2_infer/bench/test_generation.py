@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels import ArgumentError, UnknownBackendError, get_backend
+from attention_kernels.reference import naive_attention
+from gpt2_infer import GPT2
+from gpt2_infer.bench import compare_generation
+from gpt2_infer.bench import generation as module
+from gpt2_infer.bench.generation import compare_with_transformers, weights_digest
+from gpt2_infer.bench.results import FREE_ATTENTION, GenerationCell, encode
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import generate
+from tests.conftest import rewrite
+from tests.gpt2_infer.bench.common import PROMPT, TWO, add, by_name, off_by_one, specs_of
+
+
+@pytest.fixture
+def tiny(save_checkpoint) -> GPT2:
+    folder, _ = save_checkpoint()
+    return GPT2.from_pretrained(str(folder), device="cpu")
+
+
+def compare(model, specs, *cells, prompt=PROMPT, **options):
+    options = {"name": "test", "rounds": 2} | options
+    return compare_generation(lambda dtype: model, specs, list(cells), prompt, **options)
+
+
+def test_a_sample_is_the_cells_and_without_its_warm_up(tiny, monkeypatch):
+    seen = set()
+
+    def told(model, prompts, **options):
+        done = generate(model, prompts, **options)
+        seen.add((done.attention, done.decode_attention, done.mode, len(prompts)))
+        assert {len(prompts[0]) + len(tokens) for tokens in done.tokens} == {10}
+        assert options["ignore_eos"]
+        done.warm_up_s, done.prefill_s, done.generation_s = 1.0, 2.0, 3.0
+        return done
+
+    monkeypatch.setattr(module, "generate", told)
+    results = compare(tiny, specs_of(*TWO), GenerationCell(10, batch=2, mode="kv-cache"))
+    assert seen == {(name, name, "kv-cache", 2) for name in (*TWO, FREE_ATTENTION)}
+    for series in results.series:
+        assert series.samples == [3.0, 3.0]
+        assert (series.warm_up_s, series.prefill_s) == ([1.0, 1.0], [2.0, 2.0])
+        assert len(series.call_s) == 2
+
+
+def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
+    add("TEST_WRONG", off_by_one)
+    names = ("NAIVE_PYTORCH", "TEST_WRONG", "PYTORCH_SDPA_MATH", "ABLATION_STEP_8")
+    cells = [GenerationCell(16), GenerationCell(12, mode="kv-cache"), GenerationCell(12, batch=2)]
+    results = compare(tiny, specs_of(*names[:3]), *cells)
+    assert results.prompt_tokens == len(tiny.tokenizer.encode(PROMPT))
+    assert results.weights_digest == weights_digest(tiny)
+    for cell in cells:
+        found = {series.name: series for series in results.series if series.cell == cell}
+        naive, math = found["NAIVE_PYTORCH"], found["PYTORCH_SDPA_MATH"]
+        assert naive.token_digest == math.token_digest
+        for series in (naive, math, found[FREE_ATTENTION]):
+            assert (series.status, len(series.samples)) == ("ok", 2)
+            assert all(a >= b for a, b in zip(series.call_s, series.samples, strict=True))
+        untimed = "refused" if cell.mode == "kv-cache" else "failed"  # it has no decode kernel
+        assert (found["TEST_WRONG"].status, found["TEST_WRONG"].samples) in (
+            (untimed, []),
+            ("failed", []),
+        )
+    encode(results)
+
+
+@pytest.mark.slow
+def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
+    """Right in every case of the check, wrong at the lengths that generation runs in between."""
+
+    def wrong_at_32(q, k, v, softmax_scale, is_causal):
+        kernel = off_by_one if q.shape[1] == 32 else naive_attention
+        return kernel(q, k, v, softmax_scale, is_causal)
+
+    add("TEST_WRONG_AT_32", wrong_at_32)
+    names = ("NAIVE_PYTORCH", "TEST_WRONG_AT_32")
+    results = compare_generation(
+        lambda dtype: demo, specs_of(*names), [GenerationCell(40)], PROMPT, name="demo", rounds=2
+    )
+    wrong = by_name(results)["TEST_WRONG_AT_32"]
+    assert wrong.status == "failed"
+    assert "bug in B" in wrong.reason
+    assert wrong.diverges == "bug in B"
+
+
+def test_lengths_that_the_model_has_not_are_refused(demo):
+    for tokens in (3, 1025):
+        with pytest.raises(RequestError, match=f"{tokens} tokens in all: the prompt has"):
+            compare_generation(
+                lambda dtype: demo,
+                specs_of("NAIVE_PYTORCH"),
+                [GenerationCell(tokens)],
+                PROMPT,
+                name="demo",
+            )
+
+
+def test_free_attention_is_no_backend():
+    with pytest.raises(UnknownBackendError):
+        get_backend(FREE_ATTENTION)
+
+
+@pytest.mark.slow
+def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_registry):
+    calls = []
+
+    def wrong_in_a_batch(q, k, v, softmax_scale, is_causal):
+        wrong = q.shape[:2] == (2, 32)
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    def wrong_later(q, k, v, softmax_scale, is_causal):
+        calls.append(1)
+        wrong = q.shape[1] == 32 and len(calls) > 300
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    add("TEST_WRONG_IN_A_BATCH", wrong_in_a_batch)
+    add("TEST_WRONG_LATER", wrong_later)
+    specs = specs_of("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
+    cells = [GenerationCell(40, batch=2)]
+    results = compare_generation(lambda dtype: demo, specs, cells, PROMPT, name="demo", rounds=3)
+    found = by_name(results)
+    assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
+    batch, later = found["TEST_WRONG_IN_A_BATCH"], found["TEST_WRONG_LATER"]
+    assert (batch.status, batch.samples) == ("failed", [])
+    assert batch.reason.startswith("bug in B: the first layer over its budget: layer 0, ")
+    assert (later.status, later.samples) == ("failed", [])
+    assert later.reason == "its text is another from run to run"
+
+
+def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoint):
+    """Two tokens lead by a distance that rounding turns, in a batch and not alone."""
+
+    def other_in_a_batch(q, k, v, softmax_scale, is_causal):
+        o = naive_attention(q, k, v, softmax_scale, is_causal)
+        return o if len(q) == 1 else o * (1 + 2**-22)  # within any budget: 4 ulps are a part of it
+
+    spec = add("TEST_OTHER_IN_A_BATCH", other_in_a_batch)
+    folder, _ = save_checkpoint(tie_word_embeddings=False)
+    prompt = list(range(100, 116))
+    states = []
+    for name in ("NAIVE_PYTORCH", spec.name):
+        model = GPT2.from_pretrained(str(folder), device="cpu", attention=name)
+        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y.double()[0, 0]))
+        model(torch.tensor([prompt] * 2))
+    middle, apart = (states[0] + states[1]) / 2, states[0] - states[1]
+    middle /= middle.norm()
+    apart -= (apart @ middle) * middle
+    apart /= apart.norm()
+
+    def tie(tensors):
+        tensors["lm_head.weight"] *= 0.01
+        tensors["lm_head.weight"][7] = (middle / 5 + apart / 2).float()
+        tensors["lm_head.weight"][11] = (middle / 5 - apart / 2).float()
+        return tensors
+
+    rewrite(folder, tie)
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    found = by_name(
+        compare_generation(
+            lambda dtype: model, [spec], [GenerationCell(18, 2)], prompt, name="tie", rounds=2
+        )
+    )
+    ours, plain = found[spec.name], found["NAIVE_PYTORCH"]
+    assert ours.token_digest != plain.token_digest
+    assert (ours.status, ours.reason, ours.diverges) == ("ok", "", "tie")
+    assert len(ours.samples) == 2
+
+
+@pytest.mark.slow
+def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_registry):
+    """And not as it is written again."""
+    calls = []
+
+    def wrong_once(q, k, v, softmax_scale, is_causal):
+        wrong = q.shape[1] == 32 and calls.count(32) < 16 * 6  # steps of the first text, layers
+        calls.append(q.shape[1])
+        return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
+
+    spec = add("TEST_WRONG_ONCE", wrong_once)
+    results = compare_generation(
+        lambda dtype: demo, [spec], [GenerationCell(40)], PROMPT, name="demo", rounds=2
+    )
+    series = by_name(results)["TEST_WRONG_ONCE"]
+    assert series.status == "failed"
+    assert series.reason.startswith("bug in B: rounding does not explain its token, ")
+    assert "state between calls" in series.reason
+
+
+def test_what_would_make_no_comparison_is_refused(demo):
+    def run(cells, **options):
+        options = {"name": "demo", "rounds": 2} | options
+        specs = specs_of("NAIVE_PYTORCH")
+        compare_generation(lambda dtype: demo, specs, cells, PROMPT, **options)
+
+    with pytest.raises(RequestError, match="rounds must be 2 or more, not 1"):
+        run([GenerationCell(10)], rounds=1)
+    with pytest.raises(RequestError, match="not in float64"):
+        run([GenerationCell(10, dtype="float64")])
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ArgumentError, match="set to compute float32 products in TF32"):
+            run([GenerationCell(10)])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
+    """By its own check or, where that does not reach, by the text that it writes with a cache."""
+
+    def wrong(q, k_cache, v_cache, seqlens, softmax_scale):
+        return v_cache[:, :1].contiguous()
+
+    def wrong_for_four_heads(q, k_cache, v_cache, seqlens, softmax_scale):
+        kernel = wrong if q.shape[2] == 4 else get_backend("NAIVE_PYTORCH").load().decode
+        return kernel(q, k_cache, v_cache, seqlens, softmax_scale)
+
+    for name, kernel in (("TEST_WRONG", wrong), ("TEST_WRONG_FOR_FOUR", wrong_for_four_heads)):
+        add(name, naive_attention, kernel)
+    cell = GenerationCell(24, mode="kv-cache")
+    specs = specs_of("TEST_WRONG", "TEST_WRONG_FOR_FOUR")
+    found = by_name(
+        compare_generation(lambda dtype: demo, specs, [cell], PROMPT, name="demo", rounds=2)
+    )
+    assert found["TEST_WRONG"].status == found["TEST_WRONG_FOR_FOUR"].status == "failed"
+    assert found["TEST_WRONG"].reason.startswith("decode: error ")
+    assert found["TEST_WRONG_FOR_FOUR"].reason.startswith(
+        "bug in B: rounding does not explain its token, "
+    )
+
+
+def test_what_ctrl_c_cuts_short_is_no_sample(tiny, monkeypatch, tmp_path):
+    """generate() ends with what there is so far; a benchmark must not take that for a time."""
+    calls = []
+
+    def cut_short(*arguments, **options):
+        calls.append(1)
+        done = generate(*arguments, **options)
+        if len(calls) == 6:  # in the rounds that are timed
+            done.finish_reasons = ["interrupted"]
+        return done
+
+    monkeypatch.setattr(module, "generate", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tiny, specs_of(*TWO), GenerationCell(10), out=tmp_path / "r.json")
+    results = compare(tiny, specs_of(*TWO), GenerationCell(10), out=tmp_path / "r.json")
+    assert {len(series.samples) for series in results.series} == {2}
+
+
+def test_ours_is_compared_with_transformers_text(save_checkpoint, clean_registry):
+    add("TEST_WRONG", off_by_one)
+    folder, reference = save_checkpoint()
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    cells = [GenerationCell(10, mode=mode) for mode in ("recompute", "kv-cache")]
+    specs = {"recompute": specs_of("NAIVE_PYTORCH"), "kv-cache": specs_of("NAIVE_PYTORCH")}
+    results = compare_with_transformers(
+        model, reference, specs, cells, [5, 6, 7], name="tiny", rounds=2
+    )
+    assert [(s.program, s.cell.mode, s.status, len(s.samples)) for s in results.series] == [
+        ("transformers", "recompute", "ok", 2),
+        ("gpt2-infer", "recompute", "ok", 2),
+        ("transformers", "kv-cache", "ok", 2),
+        ("gpt2-infer", "kv-cache", "ok", 2),
+    ]
+    assert len({series.token_digest for series in results.series}) == 1
+    assert results.series[1].samples >= results.series[1].generation_s
+    with torch.no_grad():
+        reference.transformer.ln_f.weight *= -1
+    (_, ours, *_) = compare_with_transformers(
+        model, reference, specs, cells[:1], [5, 6, 7], name="tiny", rounds=2
+    ).series
+    assert (ours.status, ours.samples) == ("failed", [])
+    assert "its greedy tokens differ from transformers' from token" in ours.reason

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import re
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.container import BarContainer
+
+from gpt2_infer.bench import plots
+from gpt2_infer.bench.results import KernelCell
+from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels, profile
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (kernels(), {"time", "bars", "error"}),
+        (generation(), {"time", "bars", "memory"}),
+        (inspection(), {"bars"}),
+        (profile(), set()),
+    ],
+)
+def test_every_picture_is_drawn_twice_the_same_and_names_every_backend(results, names):
+    drawn = plots.render(results)
+    assert drawn == plots.render(results)
+    assert {*drawn} == names
+    wanted = {one.name for one in getattr(results, "series", []) if one.samples}
+    for name, svg in drawn.items():
+        for backend in wanted - ({"FREE_ATTENTION"} if name == "memory" else set()):
+            assert backend in svg.decode()
+
+
+def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate():
+    text = plots.render(inspection())["bars"].decode()
+    at = re.search(r"\d+\.\d{3,}", text)[0]
+    assert plots.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
+    assert plots.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
+    assert not plots.is_same(text, text.replace(at, f"1{at}", 1))
+    assert not plots.is_same(text, text.replace("31,000", "31,001"))
+
+
+@pytest.fixture
+def close():
+    yield
+    plt.close("all")
+
+
+def test_a_line_is_its_backends_medians(close):
+    left, right = plots.kernel_time(kernels()).axes
+    lines = {line.get_label().split(" (")[0]: line for line in left.get_lines()}
+    assert [*map(tuple, lines["CUSTOM_CUDA_VERSION_1"].get_xydata())] == [(256, 100), (1024, 400)]
+    assert lines["NAIVE_PYTORCH"].get_color() == plots.COLOURS["NAIVE_PYTORCH"]
+    assert "PYTORCH_SDPA_FLASH_ATTENTION" not in lines  # it has no samples
+    tflops = next(line for line in right.get_lines() if "VERSION_1 " in line.get_label())
+    assert tflops.get_xydata()[1][1] == pytest.approx(KernelCell(1024).flops / 400 / 1e6)
+
+
+def test_bars_are_medians_with_their_whiskers_and_use_the_width(close):
+    (axes,) = plots.generation_bars(generation()).axes
+    (bars,) = (one for one in axes.containers if isinstance(one, BarContainer))
+    widths = [bar.get_width() for bar in bars]
+    assert widths == [2.0, 4.0, 1.5, 1.0]
+    (whisker,) = (one.get_segments()[1] for one in bars.errorbar.lines[2])
+    assert [x for x, _ in whisker] == pytest.approx([3.96, 4.04])
+    assert axes.get_xlim()[1] < 1.2 * max(widths)
+
+
+def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
+    results = kernels()
+    results.series.append(kernel("OTHER", [1.0, 2.0], cell=KernelCell(1024, batch=8)))
+    assert "OTHER" not in "".join(svg.decode() for svg in plots.render(results).values())
+    results.series = [one for one in results.series if one.cell.seqlen == 1024]
+    assert {*plots.render(results)} == {"bars", "error"}
+
+
+def test_the_error_is_drawn_against_the_time(close):
+    (axes,) = plots.error_and_speed(kernels()).axes
+    points = {line.get_label().split(" (")[0]: line.get_xydata() for line in axes.get_lines()}
+    assert points["CUSTOM_CUDA_VERSION_2"].tolist() == [[50.0, 4e-7]]

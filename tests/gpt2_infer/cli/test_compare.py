@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.bench.results import read
+from gpt2_infer.bench.studies import LENGTHS, GenerationStudy, KernelStudy, load
+from gpt2_infer.cli import main
+from tests.gpt2_infer.bench.common import add, by_name, naive_attention, off_by_one
+
+KERNEL = ["--task", "kernel", "--device", "cpu", "--seqlens", "8", "--heads", "1"]
+KERNEL += ["--head-dims", "32", "--rounds", "2"]
+VERSION = Path(__file__).parents[3] / "attention_kernels" / "csrc" / "fp32"
+
+
+def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
+    add("TEST_WRONG", off_by_one)
+    out = tmp_path / "r.json"
+    (version,) = VERSION.glob("v01_*.cu")
+    backends = ["test-wrong", "NAIVE_PYTORCH", str(version)]
+    status = main(
+        ["compare", *KERNEL, "--out", str(out), "--name", "mine", "--backends", *backends]
+    )
+    assert status == 0
+    results = read(out)
+    assert results.task == "mine"
+    statuses = [series.status for series in results.series]
+    assert sorted(statuses) == ["emulated", "failed", "ok"]
+    shown = capsys.readouterr().out
+    assert "| `NAIVE_PYTORCH` | ieee-fp32" in " ".join(shown.split())
+    assert "`TEST_WRONG`: failed: " in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--seqlens", "8"], "--seqlens is not for --task generation"),
+        (["--task", "kernel", "--model", "demo"], "--model is not for --task kernel"),
+        ([*KERNEL, "--rounds", "1"], "Expected `int` >= 2"),
+        ([*KERNEL, "--seqlens", "0"], "Expected `int` >= 1"),
+        (["--name", "Not A Name"], "matching regex"),
+        ([*KERNEL, "--backends", "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
+        ([*KERNEL, "--families", "nvidia"], "no backend is of the family nvidia"),
+        ([*KERNEL, "--dtypes", "float16", "--backends", "ONLY_FLOAT32"], "ONLY_FLOAT32 takes"),
+        ([*KERNEL, "--out", "/no/such/folder/r.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_ignored(
+    words, complaint, tmp_path, capsys, clean_registry
+):
+    add("ONLY_FLOAT32", naive_attention)
+    assert main(["compare", "--out", str(tmp_path / "r.json"), *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "r.json").write_text("mine")
+    assert main(["compare", *KERNEL, "--out", str(tmp_path / "r.json")]) == 2
+    assert "r.json exists: name another file, or delete it" in capsys.readouterr().err
+    assert (tmp_path / "r.json").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
+    out = tmp_path / "r.json"
+    seqlens = [str(n) for n in range(8, 200)]
+    command = [sys.executable, "-m", "gpt2_infer", "compare", *KERNEL, "--seqlens", *seqlens]
+    command += ["--backends", "NAIVE_PYTORCH", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    partial = tmp_path / "r.json.partial"
+    while process.poll() is None and not partial.exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130, err
+    assert f"the same command goes on from {partial}" in err
+    done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert read(out).series[0].samples == done
+    assert not partial.exists()
+
+
+def test_a_comparison_on_a_cpu_is_short_by_default():
+    assert max(LENGTHS["cpu"]["max_tokens"]) <= 64
+    assert max(LENGTHS["cpu"]["seqlens"]) <= 512
+    assert LENGTHS["cuda"]["max_tokens"][-1] == 512
+    assert (GenerationStudy().model, KernelStudy().rounds) == ("demo", 5)
+
+
+def test_every_study_names_what_there_is():
+    from attention_kernels import list_backends
+
+    families = {spec.family for spec in list_backends()}
+    for name, study in load().items():
+        named = {*getattr(study, "families", []), getattr(study, "family", "pytorch")}
+        assert named <= families, name
+        for backend in getattr(study, "backends", []):
+            known = {spec.name for spec in list_backends()}
+            assert backend in known or (Path(__file__).parents[3] / backend).is_file(), name
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    words = ["compare", *KERNEL, "--backends", "NAIVE_PYTORCH", "--out", str(tmp_path / "r.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt2_infer.bench.results.os.replace", full)
+        assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].endswith("r.json cannot be written: No space left on device")
+    assert main(words) == 0  # nothing is measured again: the finished cell was kept
+    assert by_name(read(tmp_path / "r.json"))["NAIVE_PYTORCH"].status == "ok"

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.bench import studies
+from scripts import measure, plot_results
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [file.name for file in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
+
+
+def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / name), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_is_called_wrong_says_so_in_one_line(name):
+    done = run(name, "--no-such-option")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inspect_kernels.py", "profile_kernels.py"])
+def test_a_ladder_that_there_is_not_is_one_line(name, tmp_path):
+    done = run(name, "--family", "none", "--out", str(tmp_path / "r.json"))
+    assert done.returncode == 2
+    assert "no ladder is of the family none: there are " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_study_can_be_listed_and_an_unknown_one_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["measure.py", "--list"])
+    assert measure.main() == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [*studies.load()]
+    monkeypatch.setattr("sys.argv", ["measure.py", "no-such"])
+    with pytest.raises(SystemExit) as caught:
+        measure.main()
+    assert caught.value.code == 2
+    assert "no study is named no-such" in capsys.readouterr().err
+
+
+def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
+    (tmp_path / "kernel-cpu.json").touch()
+    monkeypatch.setattr("sys.argv", ["measure.py", "--prefix", f"{tmp_path}/", "kernel-cpu"])
+    assert measure.main() == 0
+    assert "kernel-cpu.json is there already" in capsys.readouterr().out
+
+
+def test_every_table_in_the_documents_has_a_study_behind_it():
+    from gpt2_infer.bench.results import newest
+
+    tasks = newest(ROOT / "results").keys()
+    assert tasks - studies.load().keys() == {"case-study"}
+
+
+def test_the_committed_pictures_are_current():
+    drawn = plot_results.draw_documents(ROOT)
+    there = {*(ROOT / "results" / "plots").iterdir()}
+    assert plot_results.complaints(drawn, there) == []
+
+
+def test_a_stale_missing_or_unshown_picture_is_named(tmp_path):
+    stale, missing, unshown = (tmp_path / f"{name}.svg" for name in ("s", "m", "u"))
+    stale.write_text("old")
+    found = plot_results.complaints({stale: b"new", missing: b"new"}, {stale, unshown})
+    assert found == ["stale: s.svg", "missing: m.svg", "not shown: u.svg"]
+
+
+def test_the_documents_are_current():
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    names = [str(document.relative_to(ROOT)) for document in documents]
+    command = [sys.executable, "-m", "cogapp", "--check", "-P", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

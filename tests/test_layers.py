@@ -1,0 +1,71 @@
+"""Imports point down only: scripts -> gpt2_infer.bench -> gpt2_infer -> attention_kernels."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("attention_kernels", "gpt2_infer", "gpt2_infer.bench", "scripts")
+FILES = sorted(
+    file
+    for folder in ("attention_kernels", "gpt2_infer", "scripts")
+    for file in (ROOT / folder).rglob("*.py")
+)
+MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in FILES}
+
+
+def layer(module: str) -> int | None:
+    """The layer of a module of ours, counted from below."""
+    found = [i for i, name in enumerate(LAYERS) if f"{module}.".startswith(f"{name}.")]
+    return max(found, default=None)
+
+
+def imports(module: str, *, lazy: bool) -> Iterator[str]:
+    """The modules of ours that a module imports; lazy: in its functions, too."""
+    found = []
+
+    def walk(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, (ast.FunctionDef, ast.Lambda))
+            is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            if not is_typing and (lazy or not is_function):
+                found.append(child)
+                walk(child)
+
+    walk(ast.parse(MODULES[module].read_text("utf-8")))
+    for node in found:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if layer(name.name) is not None)
+        elif isinstance(node, ast.ImportFrom) and node.module and layer(node.module) is not None:
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in MODULES else node.module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    may_measure = module.startswith("gpt2_infer.cli.")  # a command that measures, when it runs
+    for lazy in (False, True):
+        for imported in imports(module, lazy=lazy):
+            if not (may_measure and lazy and imported.startswith("gpt2_infer.bench")):
+                assert layer(imported) <= layer(module), imported
+
+
+def test_there_is_no_cycle_of_imports():
+    packages = {name for name in MODULES if name.endswith("__init__")}
+    graph = {
+        module: {name for name in imports(module, lazy=False) if name in MODULES} - {module}
+        for module in MODULES.keys() - packages
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_kernels_name_no_command_of_the_application():
+    for file in FILES:
+        if file.is_relative_to(ROOT / "attention_kernels"):
+            assert "gpt2-infer" not in file.read_text("utf-8"), file
