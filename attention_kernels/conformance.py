@@ -42,7 +42,7 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
-from attention_kernels.reference import Truth, Verdict, check_precision, extent, truth
+from attention_kernels.reference import Verdict, check_precision, extent, truth
 from attention_kernels.registry import BackendSpec
 
 __all__ = [
@@ -68,8 +68,9 @@ KERNEL_ERRORS = (AttentionError, RuntimeError, ValueError, TypeError)
 # After so many cases that fail the suite ends: more would say nothing new.
 MOST_FAILURES = 20
 # How often one small case is run. A fault in one call of a thousand, at random, is missed with
-# probability 0.999^5000 = 0.7 %; emulated, where a call takes milliseconds, 0.999^200 = 82 %.
-REPEATS, EMULATED_REPEATS = 5000, 200
+# probability 0.999^5000 = 0.7 %. The emulator is slow, and the
+# same every time.
+REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 # How many of the cases come before the other checks. The cases are sorted by their work.
 CHEAP = 200
@@ -84,16 +85,17 @@ class Inputs:
     def __init__(self, **tensors: Tensor) -> None:
         self.kept = tensors
         self.given = {name: _copy(x) for name, x in tensors.items()}
+        self.settings = _settings()
 
     def fault(self, o: Tensor) -> str:
-        """Say what is wrong with the inputs after the call or with where `o` lies, else ''."""
+        """Say what the call did that no kernel may do, or that `o` is an input; else ''."""
         for name, x in self.given.items():
             if o.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 return f"its output shares the memory of its input {name}"
         return self.changed()
 
     def changed(self) -> str:
-        """Say which input changed, bit by bit; empty if none did."""
+        """Say which input, or setting of torch, the call changed; empty if none."""
         for name, x in self.given.items():
             differs = _bits(x) != _bits(self.kept[name])
             if differs.any():
@@ -102,6 +104,9 @@ class Inputs:
         for name, x in self.given.items():
             if not torch.equal(_bits(_storage(x)), _bits(_storage(self.kept[name]))):
                 return f"it wrote beside its input {name}, between rows or around them"
+        for name, value in _settings().items():
+            if value != self.settings[name]:
+                return f"it changed torch's {name} from {self.settings[name]} to {value}"
         return ""
 
 
@@ -110,13 +115,11 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
 
     Raises what BackendSpec.attention() and decode() raise.
     """
-    precision = spec.precisions[dtype_name(case.dtype)]
-    if isinstance(case, DecodeCase):
-        return _run_decode(spec, case, device, precision)
-    inputs, o = _attention(spec, case, device)
+    inputs = _inputs(case, device)
+    o = _call(spec, case, inputs)
     if fault := inputs.fault(o):
         return Verdict(math.inf, math.inf, math.inf, fault=fault)
-    return _truth(inputs, case).judge(o, precision)
+    return _judge(spec, case, inputs, o)
 
 
 def decode_verdict(
@@ -143,19 +146,19 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
 
     An output that is not finite, or not the same twice, is reported as that: it differs anyway.
     """
-    q, k, v = case.inputs(device)
-    before = spec.attention(q, k, v)
-    k2, v2 = k.clone(), v.clone()
-    k2[:, cut:] *= -3
-    v2[:, cut:] += 1e4
-    after = spec.attention(q, k2, v2)
-    changed = before[:, :cut] != after[:, :cut]  # NaN is not equal to itself
+    past, future = _inputs(case, device), _inputs(case, device)
+    before = _call(spec, case, past)
+    future.given["k"][:, cut:] *= -3
+    future.given["v"][:, cut:] += 1e4
+    changed = before[:, :cut] != _call(spec, case, future)[:, :cut]  # NaN is not equal to itself
+    if fault := past.fault(before):
+        return fault
     if not changed.any():
         return None
     if not before.isfinite().all():
         return f"the output is not finite: {extent(~before.isfinite())}"
     # More than once: a race need not show every time.
-    for again in (spec.attention(q, k, v) for _ in range(3)):
+    for again in (_call(spec, case, past) for _ in range(3)):
         if not torch.equal(before, again):
             return (
                 "two runs of one input differ, by a race, or a read of memory that nobody wrote: "
@@ -164,32 +167,40 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
     return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
 
 
-def repeat(spec: BackendSpec, case: Case, device: torch.device | str, times: int) -> str | None:
-    """Call a backend many times with two inputs in turn; return the first thing that goes wrong.
+def repeat(
+    spec: BackendSpec, cases: Sequence[Case | DecodeCase], device: torch.device | str, times: int
+) -> str | None:
+    """Call a backend many times with several inputs in turn; return what goes wrong, if anything.
 
-    For state that calls share (a cached answer, one buffer for all outputs) and for faults that
-    are rare. Two outputs of one input may differ, but each is judged.
+    For faults that are rare, and for state that calls share: a cached answer, one buffer for all
+    outputs, scratch that a longer call has filled. Two outputs of one input may differ, but each is
+    judged. cases: of contiguous layout, because halfway the same memory gets other numbers.
     """
-    precision = spec.precisions[dtype_name(case.dtype)]
-    sides = []
-    for seed in (case.seed, case.seed + 1):
-        one = dataclasses.replace(case, seed=seed)
-        inputs, o = _attention(spec, one, device)
-        sides.append((inputs, _truth(inputs, one), o, o.clone()))
-    for call in range(2, times):
-        inputs, right, first, copy = sides[call % 2]
-        poison_freed_memory(first)
-        o = _call(spec, case, inputs)
-        if call == 2 or not torch.equal(o, copy):
-            verdict = right.judge(o, precision)
-            if not verdict.passed:
-                return f"call {call + 1} of {times}: {verdict}"
-    for inputs, right, first, copy in sides:
-        if not torch.equal(_bits(first), _bits(copy)):
-            return "a later call changed an output that it had returned"
-        verdict = right.judge(first, precision)
-        if fault := inputs.changed() or ("" if verdict.passed else str(verdict)):
-            return fault
+    sides = [(case, _inputs(case, device)) for case in cases]
+    for half in range(2):
+        first = []
+        for case, inputs in sides:
+            if half:
+                other = dataclasses.replace(case, seed=case.seed + 1000)
+                for name, numbers in _inputs(other, device).kept.items():
+                    inputs.kept[name].copy_(numbers)
+                    inputs.given[name].copy_(numbers)
+            o = _call(spec, case, inputs)
+            first.append((o, o.clone()))
+        for call in range(len(sides), times // 2):
+            at = call * (call // len(sides) + 1) % len(sides)  # not always after the same one
+            case, inputs = sides[at]
+            o = _call(spec, case, inputs)
+            if not torch.equal(o, first[at][1]):
+                verdict = _judge(spec, case, inputs, o)
+                if not verdict.passed:
+                    return f"call {half * times // 2 + call + 1} of {times}, {case}: {verdict}"
+        for (case, inputs), (o, copy) in zip(sides, first, strict=True):
+            if not torch.equal(_bits(o), _bits(copy)):
+                return "a later call changed an output that it had returned"
+            verdict = _judge(spec, case, inputs, o)
+            if fault := inputs.changed() or ("" if verdict.passed else f"{case}: {verdict}"):
+                return fault
     return None
 
 
@@ -355,9 +366,15 @@ def _more_checks(spec: BackendSpec, device: str, dtype: torch.dtype, seed: int) 
     """Yield the other checks: repeated calls, and calls in other surroundings."""
     is_emulated = device in spec.emulated_on
     head_dim = spec.head_dims[0] if spec.head_dims else 32
-    small = Case(33, head_dim, batch=2, dtype=dtype, seed=seed)
     times = EMULATED_REPEATS if is_emulated else REPEATS
-    yield f"{times} calls, {small}", lambda: repeat(spec, small, device, times)
+    small = [
+        Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous")
+        for seqlen, more in itertools.product((33, 80), (0, 1))
+    ]
+    yield f"{times} calls", lambda: repeat(spec, small, device, times)
+    if spec.has_decode(device):
+        decoding = [DecodeCase(head_dim, dtype, seed + n, layout="contiguous") for n in (0, 1)]
+        yield f"{times // 10} calls of decode", lambda: repeat(spec, decoding, device, times // 10)
 
     def with_threads(count: int, case: Case) -> Verdict:
         with _threads(count), torch.inference_mode():
@@ -380,33 +397,28 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _attention(spec: BackendSpec, case: Case, device: torch.device | str) -> tuple[Inputs, Tensor]:
-    q, k, v = case.inputs(device)
-    inputs = Inputs(q=q, k=k, v=v)
-    poison_freed_memory(q)
-    return inputs, _call(spec, case, inputs)
+def _inputs(case: Case | DecodeCase, device: torch.device | str) -> Inputs:
+    if isinstance(case, Case):
+        return Inputs(**dict(zip(("q", "k", "v"), case.inputs(device), strict=True)))
+    names = ("q", "k_cache", "v_cache", "seqlens")
+    return Inputs(**dict(zip(names, case.inputs(device), strict=True)))
 
 
-def _call(spec: BackendSpec, case: Case, inputs: Inputs) -> Tensor:
+def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs) -> Tensor:
+    poison_freed_memory(inputs.kept["q"])
+    if isinstance(case, DecodeCase):
+        return spec.decode(**inputs.given, softmax_scale=case.softmax_scale)
     return spec.attention(
         **inputs.given, softmax_scale=case.softmax_scale, is_causal=case.is_causal
     )
 
 
-def _truth(inputs: Inputs, case: Case) -> Truth:
-    return truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
-
-
-def _run_decode(
-    spec: BackendSpec, case: DecodeCase, device: torch.device | str, precision: str
-) -> Verdict:
-    """Judge each row against the keys of its own length; return the worst verdict."""
-    q, k_cache, v_cache, seqlens = case.inputs(device)
-    inputs = Inputs(q=q, k_cache=k_cache, v_cache=v_cache, seqlens=seqlens)
-    poison_freed_memory(q)
-    o = spec.decode(**inputs.given, softmax_scale=case.softmax_scale)
-    if fault := inputs.fault(o):
-        return Verdict(math.inf, math.inf, math.inf, fault=fault)
+def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor) -> Verdict:
+    """Judge an output; for decode each row against the keys of its length, the worst verdict."""
+    precision = spec.precisions[dtype_name(case.dtype)]
+    if isinstance(case, Case):
+        right = truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
+        return right.judge(o, precision)
     q, k_cache, v_cache, _ = inputs.kept.values()
     verdicts = []
     for row, length in enumerate(case.lengths):
@@ -419,6 +431,16 @@ def _run_decode(
             verdict = dataclasses.replace(verdict, where=where)
         verdicts.append(verdict)
     return max(verdicts, key=lambda verdict: verdict.nearness)
+
+
+def _settings() -> dict[str, object]:
+    """What a kernel could change to make plain PyTorch, and so the budget, worse."""
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+    }
 
 
 # An op's own name and, in the emulator, the one error of every launch that fails.

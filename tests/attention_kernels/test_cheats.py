@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from attention_kernels.conformance import verify
 from tests.attention_kernels.cheats import CHEATS
@@ -14,7 +15,9 @@ from tests.attention_kernels.cheats import CHEATS
     "cheat",
     [pytest.param(cheat, id=cheat.name, marks=[pytest.mark.slow] * cheat.slow) for cheat in CHEATS],
 )
-def test_a_cheat_fails(cheat):
+def test_a_cheat_fails(cheat, request):
+    precision = torch.get_float32_matmul_precision()
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision(precision))
     report = verify(cheat.spec(), "cpu", max_failures=1)
     assert not report.passed
     assert re.search(cheat.reported, str(report.failures[0])), report.failures[0]
