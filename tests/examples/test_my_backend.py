@@ -87,6 +87,7 @@ def test_it_is_listed(site):
     assert cuda["summary"] == "One warp per query, one key per lane."
 
 
+@pytest.mark.slow
 def test_a_script_beside_the_package_finds_it(tmp_path):
     """Where its folder looks like a package of its name, but has no __init__.py."""
     source = shutil.copytree(EXAMPLE, tmp_path / "my_backend")
@@ -120,7 +121,7 @@ def test_it_passes_verify(name, site):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, f"--backend {name}") for name in NAMES]
+    [pytest.param(name, f"--backend {name}", marks=pytest.mark.slow) for name in NAMES]
     + [(DECODER, f"--backend NAIVE_PYTORCH --kv-cache --decode-backend {DECODER}")],
 )
 def test_it_writes_what_plain_pytorch_writes(name, options, site):
@@ -134,6 +135,7 @@ def test_it_writes_what_plain_pytorch_writes(name, options, site):
     assert answer["results"][0]["text"] == generate(plain, PROMPT, max_new_tokens=16).texts[0]
 
 
+@pytest.mark.slow
 def test_a_decode_kernel_is_no_attention_kernel(site):
     skip_without_compiler(DECODER, "emulator")
     done = gpt2_infer(site, "--model", "demo", "--device", "cpu", "--backend", DECODER)
@@ -156,6 +158,7 @@ def test_the_programs_options_are_those_of_the_readme():
         parse(shlex.split(command, comments=True))
 
 
+@pytest.mark.slow
 def test_renamed_as_the_readme_says_it_works_beside_a_broken_one(site, tmp_path):
     """Two copies share no name; one whose module raises is listed with its reason."""
     *rename, pip = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()

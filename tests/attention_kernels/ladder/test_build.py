@@ -153,6 +153,7 @@ def start_build(csrc: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(csrc, calls):
     builders = [start_build(csrc, SLEEP="1") for _ in range(2)]
     outputs = [builder.communicate(timeout=240) for builder in builders]
@@ -166,6 +167,7 @@ def test_two_processes_build_once(csrc, calls):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
     builder = start_build(csrc, SLEEP="600")
     cache = tmp_path / "cache"

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 DECODER = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "decode"
 
 
+@pytest.mark.slow
 def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_path):
     package = tmp_path / "attention_kernels"
     shutil.copytree(ROOT / "attention_kernels", package)
@@ -147,6 +148,7 @@ def test_a_decode_op_checks_its_arguments(decoder):
         decoder.decode(q, misaligned, v, seqlens)
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
     file = tmp_path / "v01_mine.cu"
     text = (DECODER / "v01_warp_per_head.cu").read_text()
