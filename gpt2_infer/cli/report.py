@@ -28,7 +28,8 @@ def make_report(
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
             1 if sys.platform == "darwin" else 1024
         )
-    emulated = model.device.type in model.attention.emulated_on
+    backends = [model.attention] + ([model.decode_attention] if result.decode_attention else [])
+    emulated = [spec.name for spec in backends if model.device.type in spec.emulated_on]
     report: dict[str, Any] = {
         "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
         "attention": result.attention,
@@ -42,7 +43,8 @@ def make_report(
         "new_tokens": [len(row) for row in result.tokens],
         "finish_reasons": result.finish_reasons,
         "load_s": round(load_s, 4),
-        "emulated": emulated,
+        "emulated": bool(emulated),
+        "emulated_backends": emulated,
     }
     if not emulated:
         report |= {
@@ -68,11 +70,14 @@ def format_report(report: dict[str, Any]) -> str:
         how += ", CUDA graphs"
     if report["length_step"] > 1:
         how += f", lengths rounded up to multiples of {report['length_step']}"
-    emulated = " (emulated on the CPU)" if report["emulated"] else ""
+
+    def backend(name: str) -> str:
+        return f"{name} (emulated on the CPU)" if name in report["emulated_backends"] else name
+
     ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
-    lines = {"model": report["model"], "attention": report["attention"] + emulated}
+    lines = {"model": report["model"], "attention": backend(report["attention"])}
     if decode is not None:
-        lines["decode attention"] = decode
+        lines["decode attention"] = backend(decode)
     lines |= {
         "device": report["device"],
         "dtype": report["dtype"],
@@ -81,7 +86,7 @@ def format_report(report: dict[str, Any]) -> str:
         "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
         "load": f"{report['load_s']:.2f} s",
     }
-    if emulated:
+    if report["emulated"]:
         lines["timing"] = (
             "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
         )

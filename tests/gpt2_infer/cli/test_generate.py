@@ -187,6 +187,19 @@ def test_a_kernel_that_returns_nan_writes_no_text(capsys, clean_registry):
     assert "with attention backend TEST_NAN in float32 the logits at position 1 of prompt 1" in err
 
 
+def test_an_emulated_decode_kernel_gives_no_timing(capsys, clean_registry):
+    from attention_kernels import get_backend, register
+
+    load = get_backend("PYTORCH_SDPA_FLASH_ATTENTION").load
+    fields = {"family": "test", "summary": "Test.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="TEST_EMULATED", emulated_on=("cpu",), **fields)(load)
+    status, _, err = run(capsys, *DEMO, "--kv-cache", "--decode-backend", "test-emulated")
+    assert status == 0
+    assert "decode attention  TEST_EMULATED (emulated on the CPU)\n" in err
+    assert " attention  PYTORCH_SDPA_FLASH_ATTENTION\n" in err
+    assert "tokens/s" not in err
+
+
 def test_a_kernel_that_raises_is_one_sentence(capsys, clean_registry):
     from attention_kernels import register
     from attention_kernels.contract import Kernels
