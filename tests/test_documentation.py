@@ -174,3 +174,23 @@ def test_the_takeaways_quote_the_tables():
     quoted = re.findall(r"\d+\.\d+(?:e[+-]\d+)?", takeaways)
     assert len(quoted) > 20
     assert [number for number in quoted if f" {number} " not in tables] == []
+
+
+def test_the_walks_through_the_code_name_what_exists():
+    sources = [
+        file
+        for package in ("attention_kernels", "gpt2_infer", "scripts")
+        for file in (ROOT / package).rglob("*")
+        if file.suffix in (".py", ".cpp", ".cu", ".toml")
+    ]
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    code = "\n".join(file.read_text("utf-8") for file in sources if file.suffix == ".py")
+    walks = text.split("\n## ")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        steps = re.findall(r"^\d+\. (.*)", walk, re.MULTILINE)
+        assert 5 <= len(steps) <= 12
+        for name in re.findall(r"`([\w/]+\.(?:py|cpp|toml))`", walk):
+            assert any(file.as_posix().endswith(f"/{name}") for file in sources), name
+        for name in re.findall(r"`(?:\w+\.)?(\w+)\(\)`", walk):
+            assert name == "launch" or re.search(rf"def {name}\(", code), name
