@@ -418,14 +418,14 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
     precision = spec.precisions[dtype_name(case.dtype)]
     if isinstance(case, Case):
         right = truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
-        return right.judge(o, precision)
+        return right.judge(o, precision, spec.error_slack)
     q, k_cache, v_cache, _ = inputs.kept.values()
     verdicts = []
     for row, length in enumerate(case.lengths):
         one = slice(row, row + 1)
         seen = k_cache[one, :length], v_cache[one, :length]
         right = truth(q[one], *seen, case.softmax_scale, is_causal=False)
-        verdict = right.judge(o[one], precision)
+        verdict = right.judge(o[one], precision, spec.error_slack)
         if verdict.where:  # in a batch of one
             where = f"sequence {row}, of {length} tokens: {verdict.where}"
             verdict = dataclasses.replace(verdict, where=where)

@@ -88,6 +88,8 @@ class BackendSpec:
     """Whether q, k and v are copied to contiguous tensors first."""
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
+    error_slack: float = 1.0
+    """How many times the budget of its precision class its algorithm needs; see reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -97,9 +97,13 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
     def decode(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
-        positions, visible = _visible(k_cache, seqlens)
+        positions, mask = _visible(k_cache, seqlens)
         k, v = k_cache[:, :positions], v_cache[:, :positions]
-        return attempt(lambda: run(q, k, v, softmax_scale, mask=visible))
+        if mask is not None and kernel == SDPBackend.CUDNN_ATTENTION:
+            # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score outweighs
+            # (pytorch issue 177842).
+            mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        return attempt(lambda: run(q, k, v, softmax_scale, mask=mask))
 
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         return _refusals(lambda: run(q, k, v, 1.0, is_causal))

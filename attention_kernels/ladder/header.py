@@ -12,7 +12,7 @@ from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
-OPTIONAL = ("Role", "Takes")  # lines that may follow Layout
+OPTIONAL = ("Role", "Takes", "Error")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode")
 HEAD_DIMS = (32, 64, 128)
@@ -20,6 +20,8 @@ HEAD_DIMS = (32, 64, 128)
 TAKES = re.compile(
     r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
 )
+# How many times the budget of its precision class a version needs, and why.
+ERROR = re.compile(r"(\d+)x: \S.*")
 
 
 class HeaderError(AttentionError, ValueError):
@@ -52,6 +54,8 @@ class VersionHeader:
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False
     """Whether it is host code, which is neither emulated nor built for a GPU."""
+    error_slack: float = 1.0
+    """How many times the budget of its precision class its algorithm needs."""
 
 
 def version_files(folder: Path) -> list[Path]:
@@ -74,8 +78,9 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     """Read the comment that opens a version file.
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. After Layout may come `Role: decode`, and `Takes:  float16, head_dim 32 64` or
-    `Takes:  float32, on the CPU`. Raises HeaderError naming the file and what is wrong with it.
+    more lines. After Layout may come `Role: decode`, then `Takes:  float16, head_dim 32 64` or
+    `Takes:  float32, on the CPU`, then `Error:  2x: why`. Raises HeaderError naming the file and
+    what is wrong with it.
     """
 
     def wrong(what: str) -> HeaderError:
@@ -110,6 +115,9 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     takes = TAKES.fullmatch(values.pop("Takes", "float32"))
     if takes is None:
         raise wrong("Takes is like `float16, head_dim 32 64`")
+    slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
+    if slack is None:
+        raise wrong("Error is like `2x: every tile rounds O again`")
     if (role := values.get("Role", "attention")) not in ROLES:
         raise wrong(f"Role is {' or '.join(ROLES)}, not {role!r}")
     if role == "decode" and values["Layout"] != "strided":
@@ -130,6 +138,7 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
         dtype=takes[1],
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
+        error_slack=float(slack[1]),
         **names,
         **prose,
     )

@@ -151,6 +151,7 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         probe=op.probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",
+        error_slack=version.error_slack,
         version=version,
     )
 

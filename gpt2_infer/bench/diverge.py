@@ -351,14 +351,14 @@ class _Layers:
         right = truth(q, k, v, softmax_scale, is_causal)
         outputs, budgets = [], []
         for spec, places in zip(self.specs, self.places, strict=True):
-            budget = right.budget(self.precision(spec))
+            budget = right.budget(self.precision(spec), spec.error_slack)
             if not 0 < budget < math.inf:
                 raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
             poison_freed_memory(q)  # the right answer may lie there
             # The other backend, and the reference, must not get what this one overwrites.
             inputs = Inputs(q=q, k=k, v=v)
             o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
-            verdict = right.judge(o, self.precision(spec))
+            verdict = right.judge(o, self.precision(spec), spec.error_slack)
             found = _place(layer, o, right.reference, budget)
             places.append(
                 dataclasses.replace(

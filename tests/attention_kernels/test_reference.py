@@ -73,7 +73,7 @@ def sums_one_by_one(q, k, v, softmax_scale, is_causal):
     scores *= softmax_scale
     if is_causal:
         scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-    weights = (scores - scores.amax(3, keepdim=True)).exp()
+    weights = (scores - scores.amax(3, keepdim=True) - 0.69267).exp()
     o, row_sum = torch.zeros_like(q), torch.zeros(*q.shape[:3], 1)
     for key in range(k.shape[2]):
         o += weights[..., key, None] * v[:, :, None, key]
@@ -162,6 +162,28 @@ def test_an_error_that_grows_with_the_length_fails(mean):
         assert right.judge(tensor_cores(q, k, v, fresh=True), precision).status == "passed"
         assert not right.judge(tensor_cores(q, k, v, fresh=False), precision).passed
     assert right.judge(in_tiles(q, k, v, 64**-0.5, False, divide=True), "ieee-fp32").passed
+
+
+def test_slack_multiplies_both_budgets():
+    right = truth(*Case(200, 32).inputs("cpu"))
+    one, two = (right.judge(right.reference.float(), "ieee-fp32", slack) for slack in (1.0, 2.0))
+    assert two.budget == pytest.approx(2 * one.budget)
+    assert two.row_budget == pytest.approx(2 * one.row_budget)
+
+
+def test_weights_that_are_rounded_to_16_bits_pass():
+    """As on tensor cores: P is rounded before it multiplies V, but not in the row's sum.
+
+    Here it is relative to a maximum that is 0.69267 too large, which puts the largest P in the
+    middle between two numbers of float16.
+    """
+    q, k, v = Case(20, 64, scale=8.0, dtype=torch.float16, seed=17).inputs("cpu")
+    scores = 4 * (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1))
+    scores.masked_fill_(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - scores.amax(3, keepdim=True) - 0.69267).exp()
+    o = weights.half().float() @ v.float().transpose(1, 2) / weights.sum(3, keepdim=True)
+    verdict = judge(o.half().transpose(1, 2), q, k, v, 4.0, precision="fp16")
+    assert verdict.passed, verdict
 
 
 def test_the_rows_decide_where_the_maximum_does_not():

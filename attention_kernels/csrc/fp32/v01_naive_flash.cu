@@ -9,6 +9,8 @@
 //         shared memory: sm_75 refuses it.
 // Tile:   kBlockM x kBlockN = 48 x 48, block (32, 16)
 // Layout: contiguous
+// Error:  2x: every tile multiplies O by the old row_sum and divides it by the new one, and rounds
+//         it each time.
 // Flags:  (none)
 // Expect: 32-way bank conflicts on K; shared memory is the limit by far. The case study starts the
 //         blocks of the first queries first; here those with the most keys are first, in every

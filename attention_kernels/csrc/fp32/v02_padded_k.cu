@@ -6,6 +6,8 @@
 // Cost:   kBlockN more floats of shared memory. As in v01, sm_75 refuses head_dim 128.
 // Tile:   kBlockM x kBlockN = 48 x 48, block (32, 16)
 // Layout: contiguous
+// Error:  2x: every tile multiplies O by the old row_sum and divides it by the new one, and rounds
+//         it each time.
 // Flags:  (none)
 // Expect: shared-memory load conflicts on K fall from 32-way to none: the biggest gain of all.
 

@@ -6,6 +6,8 @@
 // Cost:   a smaller tile: K and V are read from global memory more often.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
+// Error:  2x: every tile multiplies O by the old row_sum and divides it by the new one, and rounds
+//         it each time.
 // Flags:  (none)
 // Expect: fewer shared-memory loads per element of S, none of them for idle lanes. Faster up to
 //         seqlen 2,048 with 12 heads, slower than v02 at 4,096: 128 tiles of queries instead of 86

@@ -40,6 +40,7 @@ def test_a_header_is_read_field_by_field(csrc):
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
         ("// v01", "v01", "the first line must be"),
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
+        ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
         ("// Flags", "// Role:   train\n// Flags", "Role is attention or decode, not 'train'"),
         (
             "// Flags",
@@ -75,6 +76,13 @@ def test_what_a_version_takes(csrc, takes, expected):
     version = header.parse_header(file)
     assert (version.dtype, version.head_dims, version.is_host) == expected
     assert f"-DATTENTION_DTYPE={expected[0]}" in compilers.compile_flags(version, "emulator", "")
+
+
+def test_a_version_says_how_much_error_it_needs(csrc):
+    file = csrc / "fp32" / "v01_first.cu"
+    assert header.parse_header(file).error_slack == 1
+    file.write_text(file.read_text().replace("// Flags", "// Error:  3x: it rounds O\n// Flags"))
+    assert header.parse_header(file).error_slack == 3
 
 
 def test_fields_out_of_order_are_named(csrc):
