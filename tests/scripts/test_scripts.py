@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from gpt2_infer.bench import studies
 from scripts import measure, plot_results
 
@@ -75,6 +77,7 @@ def test_a_stale_missing_or_unshown_picture_is_named(tmp_path):
 
 
 def test_the_documents_are_current():
+    pytest.importorskip("cogapp")
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     names = [str(document.relative_to(ROOT)) for document in documents]
     command = [sys.executable, "-m", "cogapp", "--check", "-P", *names]

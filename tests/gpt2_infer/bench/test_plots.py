@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import re
 
-import matplotlib.pyplot as plt
 import pytest
+
+pytest.importorskip("matplotlib")
+
+import matplotlib.pyplot as plt
 from matplotlib.container import BarContainer
 
 from gpt2_infer.bench import plots

@@ -133,6 +133,7 @@ def test_the_arithmetic_of_a_cell():
 
 
 def test_readers_of_results_import_neither_torch_nor_the_model():
+    pytest.importorskip("matplotlib")
     code = (
         "import sys; from gpt2_infer.bench import results, tables, plots, studies; "
         "tables.render('f', results.read(__import__('pathlib').Path(sys.argv[1]))); "
