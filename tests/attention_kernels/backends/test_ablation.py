@@ -98,6 +98,7 @@ def test_kernels_and_launches_fall_where_the_headers_say_so():
     assert launches[6] == {"attention_kernel": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_all_steps_give_the_same_bits(is_causal):
     """They compute the same numbers in the same order."""
@@ -108,6 +109,7 @@ def test_all_steps_give_the_same_bits(is_causal):
         assert torch.equal(o, expected), version.path.name
 
 
+@pytest.mark.slow
 @on_every_device
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_batch_in_parallel_gives_the_same_bits(device, is_causal):
@@ -121,6 +123,7 @@ def test_a_batch_in_parallel_gives_the_same_bits(device, is_causal):
 # The barriers that are left
 
 
+@pytest.mark.slow
 def test_each_barrier_that_is_left_is_needed(tmp_path, monkeypatch):
     """Without any one of them the order of threads shows in the output of step 7."""
     usable("ABLATION_STEP_7", "cpu")
@@ -212,9 +215,7 @@ def test_the_version_without_a_maximum_is_no_backend(no_maximum):
 
 
 @on_every_device
-@pytest.mark.parametrize(
-    ("keys", "value"), [(1, None), (32, None), (64, None), (300, None), (1, 1000.0), (64, 1000.0)]
-)
+@pytest.mark.parametrize(("keys", "value"), [(1, None), (300, None), (64, 1000.0)])
 def test_the_smallest_score_that_overflows(no_maximum, device, keys, value):
     """An exponential overflows at 88.72; a sum of n, or a value times one, before that."""
     found = first_wrong(lambda score: is_right(no_maximum, score, keys, value, device), 0, 200)
@@ -243,6 +244,7 @@ def test_the_largest_score_that_underflows(no_maximum, device, keys):
     assert is_right(step(8), ZERO - 0.1, keys, None, device)
 
 
+@pytest.mark.slow
 @on_every_device
 def test_the_smallest_scale_of_normal_inputs_that_breaks_it(no_maximum, device):
     """At a scale of about 4 the largest score of a thousand keys reaches the limit."""
@@ -261,6 +263,7 @@ def test_the_smallest_scale_of_normal_inputs_that_breaks_it(no_maximum, device):
     assert run_case(usable("ABLATION_STEP_8", device), case(found), device).passed
 
 
+@pytest.mark.slow
 def test_the_bundled_model_needs_the_maximum(no_maximum, demo):
     """Its first layer has scores of several thousands, at position 0."""
     tokens = torch.tensor([demo.tokenizer.encode("Once upon a time, there was a little girl")])

@@ -37,7 +37,12 @@ NEGATIVE = Path(__file__).parents[1] / "negative"
 FOLDER = header.CSRC / "fp32"
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-for_every_version = pytest.mark.parametrize("name", NAMES)
+# Each takes seconds to build for the emulator, so a quick run has a few.
+QUICK = {FP32[0], FP32[-1], *STRIDED_HALF, "ABLATION_STEP_8"}
+for_every_version = pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 
 
 def ready_op(name: str, device: str):
