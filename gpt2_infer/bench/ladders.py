@@ -63,6 +63,20 @@ def versions_table(family: str) -> str:
     return f"{markdown(head[:-1], [row[:-1] for row in rows])}\nEach takes {rows[0][-1]}.\n"
 
 
+def overview(family: str, kernel: KernelTiming, generation: GenerationTiming) -> str:
+    """Return a table of a ladder's timed versions: the change, the time alone and end to end."""
+    rows, lengths = [], (0, 0)
+    for name, version in ladder.versions(family).items():
+        alone, whole = _kernel_group(kernel, name), _generation_group(generation, name)
+        if alone and whole and alone[0].samples and whole[0].samples:
+            lengths = alone[0].cell.seqlen, whole[0].cell.max_tokens
+            times = f"{alone[0].median:.1f}", f"{whole[0].median:.3f}"
+            rows.append([f"`{name}`", _prose(version.title), *times])
+    seqlen, tokens = lengths
+    head = ["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"]
+    return markdown(head, rows)
+
+
 def sections(family: str, measured: Sequence[Results]) -> str:
     """Return a section for each version of a ladder: its header's words, then what was measured.
 
@@ -134,10 +148,24 @@ def _compared(group: Sequence[AnySeries], before: str | None, what: str, form: s
     return f"{text}, {times:.2f} times as fast as `{before}`"
 
 
-def _kernel_facts(results: KernelTiming, name: str, before: str | None) -> list[str]:
-    group: list[KernelSeries] = _chosen(
+def _kernel_group(results: KernelTiming, name: str) -> list[KernelSeries]:
+    return _chosen(
         results.series, name, lambda s: s.cell.shape, lambda s: s.cell.seqlen, detail_seqlen
     )
+
+
+def _generation_group(results: GenerationTiming, name: str) -> list[GenerationSeries]:
+    return _chosen(
+        results.series,
+        name,
+        lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode),
+        lambda s: s.cell.max_tokens,
+        max,
+    )
+
+
+def _kernel_facts(results: KernelTiming, name: str, before: str | None) -> list[str]:
+    group = _kernel_group(results, name)
     if not group:
         return []
     what = f"the kernel alone at N={group[0].cell.seqlen} takes"
@@ -145,13 +173,7 @@ def _kernel_facts(results: KernelTiming, name: str, before: str | None) -> list[
 
 
 def _generation_facts(results: GenerationTiming, name: str, before: str | None) -> list[str]:
-    group: list[GenerationSeries] = _chosen(
-        results.series,
-        name,
-        lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode),
-        lambda s: s.cell.max_tokens,
-        max,
-    )
+    group = _generation_group(results, name)
     if not group:
         return []
     what = f"{group[0].cell.max_tokens} tokens take"

@@ -76,6 +76,16 @@ def versions(family: str) -> None:
     _print(ladders.versions_table(family))
 
 
+def overview(family: str, kernel: str, generation: str) -> None:
+    """Print a ladder's versions with the times of a task of kernels and one of generation."""
+    from gpt2_infer.bench import ladders
+
+    alone, whole = _newest(kernel)[1], _newest(generation)[1]
+    if not isinstance(alone, KernelTiming) or not isinstance(whole, GenerationTiming):
+        raise ResultsError(f"{kernel} and {generation} are not timings of kernels and generation")
+    _print(ladders.overview(family, alone, whole))
+
+
 def ladder(family: str, *tasks: str) -> None:
     """Print a section for each version of a ladder: its header, and what these tasks measured."""
     from gpt2_infer.bench import ladders
