@@ -209,6 +209,7 @@ def test_what_would_make_no_comparison_is_refused(demo):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.slow
 def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
     """By its own check or, where that does not reach, by the text that it writes with a cache."""
 
