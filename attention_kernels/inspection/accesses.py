@@ -78,6 +78,8 @@ def count_accesses(
         reasons.append("only a kernel's accesses are counted, and this is host code")
     if version.role != "attention":
         reasons.append("only an attention kernel's accesses are counted, and this one decodes")
+    if version.role == "decode":
+        reasons.append("a decode kernel's accesses are not counted")
     if re.search(r"^#include <mma\.h>", version.path.read_text("utf-8"), re.MULTILINE):
         reasons.append("a fragment's loads are in an order that CUDA does not document")
     if head_dim not in version.head_dims:

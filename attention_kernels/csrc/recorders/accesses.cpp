@@ -385,9 +385,9 @@ int main(int, char** arguments) {
   params.o = tensor(bytes);
   params.o_strides = strides(row);
   params.scratch = static_cast<float*>(
-      tensor(sizeof(float) * std::max<int64_t>(1, version.scratch_floats(params))));
+      tensor(sizeof(float) * std::max<int64_t>(1, version.scratch_floats(&params))));
 
-  const auto error = static_cast<cudaError_t>(version.launch(params, nullptr));
+  const auto error = static_cast<cudaError_t>(version.launch(&params, nullptr));
   if (error != cudaSuccess) {
     std::printf("error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
     return 1;
