@@ -25,7 +25,7 @@ docs: $(VENV)/installed
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

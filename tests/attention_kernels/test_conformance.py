@@ -46,18 +46,6 @@ def spec_of(kernel, **fields) -> BackendSpec:
     )
 
 
-@pytest.mark.slow
-def test_a_right_backend_passes():
-    spec = dataclasses.replace(get_backend("PYTORCH_SDPA_MATH"), head_dims=(64,))
-    report = verify(spec, "cpu", dtypes=("float32",), seed=3)
-    assert not report.failures
-    assert not report.refusals
-    assert report.cases == report.total > 300
-    case, verdict = report.worst
-    assert verdict.status == "passed"
-    assert case.seed == 3
-
-
 @pytest.mark.parametrize("seed", [9, 14, 24])
 def test_no_right_backend_fails_on_an_unlucky_seed(seed):
     """With plain PyTorch's error of one draw for a measure, each of these seeds failed one."""
@@ -305,12 +293,12 @@ LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
 @pytest.mark.parametrize(
     ("kill", "how"),
     [
-        ("abort()", "it was killed by SIGABRT"),
-        ("_Exit(3)", "it ended the process with exit status 3"),
+        ("__builtin_trap()", "it was killed by SIGILL"),
+        ("std::_Exit(3)", "it ended the process with exit status 3"),
     ],
 )
 def test_a_kernel_that_kills_its_process_leaves_a_verdict(kill, how, tmp_path, capsys):
-    file = broken(tmp_path, LAUNCH, f"{LAUNCH}  if (params.seqlen > 30) std::{kill};\n")
+    file = broken(tmp_path, LAUNCH, f"{LAUNCH}  if (params.seqlen > 30) {kill};\n")
     assert main(["verify", file, "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32" in out

@@ -535,8 +535,8 @@ def test_compute_sanitizer_is_silent_or_read(tool, status, out, fault, monkeypat
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing():
-    """In the last of each ladder that has one; compute-sanitizer runs all of them on a GPU."""
-    assert sanitize([FP32[-1], *STRIDED_HALF, "ABLATION_STEP_8"], "cpu") == []
+    """In one version of two ladders; compute-sanitizer runs all of them on a GPU."""
+    assert sanitize([FP32[-1], "FLASH_ATTENTION_1_TENSOR_CORE"], "cpu") == []
 
 
 def test_what_cannot_be_sanitized_is_told(monkeypatch):

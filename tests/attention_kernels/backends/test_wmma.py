@@ -317,7 +317,7 @@ def one_maximum_for_16_rows(q, k, v, scale: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("spread", "right", "gone"), [(12, True, False), (14, False, False), (18, False, True)]
+    ("spread", "right", "gone"), [(11, True, False), (12, False, False), (18, False, True)]
 )
 def test_what_the_document_s_maximum_costs(spread, right, gone):
     """exp(-17.4) is 0 as a half: the even rows of these inputs are then 0, too."""
@@ -403,14 +403,6 @@ def test_the_tiles_of_version_3_where_blocks_do_not_fill_the_device(arch, keys, 
     for seqlen, head_dim in itertools.product((127, 300), (32, 64, 128)):
         case = Case(seqlen, head_dim, 8.0, num_heads=1, dtype=torch.float16)
         assert run_case(large, case, "cpu").passed, case
-
-
-@pytest.mark.slow
-def test_the_shapes_of_version_3_can_be_tuned(tmp_path):
-    shape = ("Shape<64, 4, 1, 64, 2, 3>", "Shape<64, 2, 2, 96, 3, 2>")
-    spec = variant(tmp_path, V03, tuned=shape)
-    for seqlen in (300, 512):
-        assert run_case(spec, Case(seqlen, 64, dtype=torch.float16), "cpu").passed
 
 
 def test_two_orders_of_threads_give_version_3_the_same_bits(monkeypatch):

@@ -6,7 +6,8 @@ from gpt2_infer.bench import inspection
 
 
 def access(memory: str, is_store: bool, **numbers: int) -> Access:
-    counts = {"requests": 1, "conflicts": 0, "ways": 1, "sectors": 0, "fewest_sectors": 0}
+    counts = {"requests": 1, "wavefronts": 1, "conflicts": 0, "ways": 1}
+    counts |= {"sectors": 0, "fewest_sectors": 0}
     return Access((1,), "x", memory, is_store, 4, **{**counts, **numbers})
 
 
