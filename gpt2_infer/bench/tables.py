@@ -86,6 +86,24 @@ def overview(family: str, kernel: str, generation: str) -> None:
     _print(ladders.overview(family, alone, whole))
 
 
+def row_errors(task: str, *names: str) -> None:
+    """Print the relative error of a row that some backends made at each length, over its budget."""
+    path, results = _newest(task)
+    if not isinstance(results, KernelTiming):
+        raise ResultsError(f"{task} is not a timing of kernels")
+    lengths = sorted({cell.seqlen for cell in results.cells})
+    rows = []
+    for name in names:
+        mine = {s.cell.seqlen: s.check for s in results.series if s.name == name}
+        found = [mine[n] for n in lengths]
+        rows.append(
+            [f"`{name}`", *(f"{c.row_error:.1e} / {c.row_budget:.1e}" if c else "" for c in found)]
+        )
+    link = os.path.relpath(path, Path(_document()).parent)
+    title = f"{where(results.provenance)} ([{path.name}]({link}))"
+    _print(f"{title}:\n\n{markdown(['backend', *(f'N={n}' for n in lengths)], rows)}")
+
+
 def ladder(family: str, *tasks: str) -> None:
     """Print a section for each version of a ladder: its header, and what these tasks measured."""
     from gpt2_infer.bench import ladders
