@@ -73,7 +73,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
     out = tmp_path / "r.json"
-    seqlens = [str(n) for n in range(8, 200)]
+    seqlens = ["8", *map(str, range(1000, 1008))]  # the first cell is done long before the last
     command = [sys.executable, "-m", "gpt2_infer", "compare", *KERNEL, "--seqlens", *seqlens]
     command += ["--backends", "NAIVE_PYTORCH", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
