@@ -42,14 +42,19 @@ TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
 def register_ladder(
-    folder: Path, *, family: str, name: Callable[[Path], str], op_prefix: str | None = None
+    folder: Path,
+    *,
+    name: Callable[[Path], str],
+    family: str | None = None,
+    op_prefix: str | None = None,
 ) -> None:
     """Register each version file of a folder as the backend name(file).
 
-    op_prefix: what its ops' names begin with, the folder's name and "_" by default. A file whose
-    header cannot be read, or whose number another has, is a backend that is unavailable for that
-    reason.
+    family: the folder's name by default. op_prefix: what its ops' names begin with, the folder's
+    name and "_" by default. A file whose header cannot be read, or whose number another file has,
+    becomes a backend that is unavailable for that reason.
     """
+    family = family or folder.name
     prefix = re.sub(r"\W", "_", f"{folder.name}_") if op_prefix is None else op_prefix
     for number, group in itertools.groupby(header.version_files(folder), header.version_number):
         first, *others = group

@@ -50,7 +50,7 @@ def run(
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add the options of a study of a ladder: which one, and in which shape."""
-    parser.add_argument("--family", help="default: custom-cuda")
+    parser.add_argument("--family", help="default: fp32")
     for name in ("--seqlen", "--batch", "--heads", "--head-dim"):
         parser.add_argument(name, type=int)
     parser.add_argument("--full", action="store_true", help="without the causal mask")

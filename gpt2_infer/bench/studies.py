@@ -165,7 +165,7 @@ class TransformersStudy(_Study, kw_only=True, tag="transformers"):
 
 
 class _LadderStudy(_Study, kw_only=True):
-    family: str = "custom-cuda"
+    family: str = "fp32"
     batch: AtLeastOne = 1
     head_dim: AtLeastOne = 64
     full: bool = False

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--family",
-        help="the ladder, as `gpt2-infer backends` names it, or all (default: custom-cuda)",
+        help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import resources
 
-    family = arguments.family or "custom-cuda"
+    family = arguments.family or "fp32"
     if arguments.names:
         if arguments.family:
             raise RequestError("--family is for all of a ladder: name it, or backends")

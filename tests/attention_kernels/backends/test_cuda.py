@@ -28,7 +28,7 @@ from attention_kernels.ladder.header import HeaderError
 from tests.conftest import DEVICES, usable
 
 NAMES = [spec.name for spec in list_backends() if spec.name in ladder.versions()]
-FP32 = [spec.name for spec in list_backends() if spec.family == "custom-cuda"]
+FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
 PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends()}
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
 STRIDED_HALF = ["WMMA_FLASH_ATTENTION_2_VERSION_3", "FLASH_ATTENTION_1_TENSOR_CORE"]

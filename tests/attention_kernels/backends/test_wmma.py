@@ -22,7 +22,7 @@ from tests.attention_kernels.backends.test_cuda import spec_of
 from tests.conftest import DEVICES, usable
 
 FOLDER = header.CSRC / "wmma_fa2"
-NAMES = [spec.name for spec in list_backends() if spec.family == "wmma-fa2"]
+NAMES = [spec.name for spec in list_backends() if spec.family == "wmma_fa2"]
 V01, V02, V03 = header.version_files(FOLDER)[:3]
 PROBE = Path(__file__).parent / "wmma_probe.cpp"
 SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]

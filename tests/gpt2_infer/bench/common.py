@@ -75,7 +75,7 @@ def kernel(name: str, samples: list[float], seqlen: int = 1024, **fields) -> Ker
     error = fields.pop("error", 1e-6)
     defaults = {
         "cell": KernelCell(seqlen),
-        "family": "custom-cuda" if name.startswith("CUSTOM") else "pytorch",
+        "family": "fp32" if name.startswith("CUSTOM") else "pytorch",
         "precision": "ieee-fp32",
         "check": Check(error=error, budget=2e-6, naive_error=9e-7, relative_error=0.01),
         "workspace_bytes": 2048,
@@ -125,7 +125,7 @@ def generation(**changes) -> GenerationTiming:
                 GenerationSeries(
                     name=name,
                     cell=GenerationCell(tokens),
-                    family="custom-cuda" if name.startswith("CUSTOM") else "pytorch",
+                    family="fp32" if name.startswith("CUSTOM") else "pytorch",
                     precision="none" if name == "FREE_ATTENTION" else "ieee-fp32",
                     samples=[scale * middle * f for f in (0.99, 1.0, 1.01)],
                     peak_memory_bytes=int(middle * 2**30),
@@ -176,7 +176,7 @@ def inspection() -> Inspection:
     return Inspection(
         task="inspect-test",
         provenance=provenance(gpu=None),
-        family="custom-cuda",
+        family="fp32",
         shape=SHAPE,
         arch="80",
         nvcc="13.0",

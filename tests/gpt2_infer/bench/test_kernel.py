@@ -209,11 +209,11 @@ def test_only_what_runs_here_is_selected():
 def test_a_family_that_cannot_be_measured_here_is_named(capsys):
     pytorch = select([], "cpu", families=["pytorch"])
     assert capsys.readouterr().err == ""
-    assert select([], "cpu", families=["pytorch", "custom-cuda"]) == pytorch
+    assert select([], "cpu", families=["pytorch", "fp32"]) == pytorch
     err = capsys.readouterr().err
-    assert err.startswith("nothing is measured on cpu of custom-cuda (its source runs in the CPU ")
+    assert err.startswith("nothing is measured on cpu of fp32 (its source runs in the CPU ")
     assert err.count("\n") == 1
-    with pytest.raises(RequestError, match=r"^nothing is measured on cpu of custom-cuda \("):
-        select([], "cpu", families=["custom-cuda"])
+    with pytest.raises(RequestError, match=r"^nothing is measured on cpu of fp32 \("):
+        select([], "cpu", families=["fp32"])
     with pytest.raises(RequestError, match=r"of numpy \(takes float32, float64, not float16\)"):
         select([], "cpu", families=["numpy"], dtypes=["float16"])

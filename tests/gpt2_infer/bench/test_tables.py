@@ -93,7 +93,7 @@ def test_a_build_and_published_figures_have_tables():
 
 
 def test_a_version_is_compared_with_the_one_before_it():
-    text = ladders.sections("custom-cuda", [kernels(), generation(), profile(), inspection()])
+    text = ladders.sections("fp32", [kernels(), generation(), profile(), inspection()])
     sections = dict(re.findall(r"#### `CUSTOM_CUDA_VERSION_(\d+)`(.*?)(?=####|\Z)", text, re.S))
     assert len(sections) >= 12
     told = {
@@ -115,11 +115,11 @@ def test_a_version_is_compared_with_the_one_before_it():
 def test_a_version_that_was_not_timed_says_why():
     refused = {"status": "refused", "reason": "not here", "samples": []}
     results = kernels(series=[kernel("CUSTOM_CUDA_VERSION_1", **refused)])
-    text = ladders.sections("custom-cuda", [results])
+    text = ladders.sections("fp32", [results])
     assert "**Measured:** the kernel alone at N=1024: refused, not here." in text
 
 
-@pytest.mark.parametrize("family", ["custom-cuda", "flash-attention-1"])
+@pytest.mark.parametrize("family", ["fp32", "fa1"])
 def test_the_overview_of_a_ladder_is_its_headers(family):
     text = ladders.versions_table(family)
     assert len(rows(text)) >= 6

@@ -16,7 +16,7 @@ def test_backends_lists_every_backend(capsys):
     assert list(rows) == [spec.name for spec in list_backends()]
     assert all(name in out for name in rows)
     assert out.startswith("pytorch\n  NAIVE_PYTORCH ")
-    assert "\n\ncustom-cuda\n" in out
+    assert "\n\nfp32\n" in out
     assert rows["NAIVE_PYTORCH"]["unavailable"]["cpu"] is None
     assert rows["PYTORCH_SDPA_EFFICIENT_ATTENTION"]["precisions"]["float32"] == "3xtf32"
     assert rows["CUSTOM_CUDA_VERSION_1"]["emulated_on"] == ["cpu"]

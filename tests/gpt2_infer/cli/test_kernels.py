@@ -12,16 +12,16 @@ from gpt2_infer.cli import main
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_one_ladder_is_shown(capsys):
     only = ["--arch", "90", "--head-dim", "64"]
-    assert main(["kernels", *only, "--json", "--family", "flash-attention-1"]) == 0
+    assert main(["kernels", *only, "--json", "--family", "fa1"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["version"] for row in rows} == {
-        v.op for v in ladder.versions("flash-attention-1").values() if not v.is_host
+        v.op for v in ladder.versions("fa1").values() if not v.is_host
     }
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
-    assert main(["kernels", "--family", "fp32"]) == 2
-    assert "there is no ladder fp32: there are custom-cuda, " in capsys.readouterr().err
+    assert main(["kernels", "--family", "fp16"]) == 2
+    assert "there is no ladder fp16: there are fp32, " in capsys.readouterr().err
     assert main(["kernels", "--head-dim", "64", "7"]) == 2
-    assert "no version of custom-cuda takes head_dim 7" in capsys.readouterr().err
+    assert "no version of fp32 takes head_dim 7" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
