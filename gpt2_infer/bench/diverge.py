@@ -41,80 +41,53 @@ from gpt2_infer.generation import CPU_LENGTH_STEP, Generation, Mode, encode_prom
 from gpt2_infer.model import GPT2, check_backend
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one layer's attention output is farthest off, and how far it may be."""
+@dataclass(frozen=True, kw_only=True)
+class Place(Verdict):
+    """A layer's verdict, and where its output is farthest off; all are counted from 0."""
 
     layer: int
     head: int
     row: int
-    """The query's position in the padded sequence; all three are counted from 0."""
-    error: float
-    """Infinite for a NaN or an infinity."""
-    budget: float
-    row_error: float = 0.0
-    """The relative error of a row, of the row nearest to its budget."""
-    row_budget: float = math.inf
-    fault: str = ""
-    """What else is wrong: an input that changed."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """The same without the place."""
-        return Verdict(
-            self.error,
-            self.budget,
-            0.0,
-            row_error=self.row_error,
-            row_budget=self.row_budget,
-            fault=self.fault,
-        )
-
-    @property
-    def passed(self) -> bool:
-        """Whether both errors are within their budgets and nothing else is wrong."""
-        return self.verdict.passed
-
-    @property
-    def nearness(self) -> float:
-        """The larger error over its budget."""
-        return self.verdict.nearness
+    """The query's position in the padded sequence."""
 
     def __str__(self) -> str:
+        return f"{self.position}: {super().__str__()}"
+
+    @property
+    def position(self) -> str:
+        """Where it is, in words."""
         return f"layer {self.layer}, head {self.head}, row {self.row}"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two backends at the step.
-
-    token, text: what it wrote (text: None without a tokenizer). margin: between its two largest
-    logits. logits_error: their largest distance from those of float64 attention, infinite where
-    they are not finite. shortfall: how far float64 attention's logit of the token is below its
-    largest. allowed: the shortfall that rounding explains. place: its first layer over the budget;
-    where none is, the layer nearest to it.
-    """
+    """One of the two backends at the step."""
 
     backend: str
     emulated: bool
     token: int
+    """What it wrote."""
     text: str | None
+    """The token's text; None without a tokenizer."""
     margin: float
+    """Between its two largest logits."""
     logits_error: float
+    """The largest distance of its logits from those of float64 attention; infinite for a NaN."""
     shortfall: float
+    """How far float64 attention's logit of the token is below its largest."""
     allowed: float
+    """The shortfall that rounding explains."""
     place: Place
+    """Its first layer over the budget, or else the layer nearest to it."""
 
     @property
     def faults(self) -> list[str]:
         """A sentence for each reason to call it wrong; empty where rounding explains all."""
         found = []
-        if not self.place.passed:
-            found.append(
-                f"in layer {self.place.layer} {self.place.fault}"
-                if self.place.fault
-                else f"the first layer over its budget: {self.place}, {self.place.verdict}"
-            )
+        if self.place.fault:
+            found.append(f"in layer {self.place.layer} {self.place.fault}")
+        elif not self.place.passed:
+            found.append(f"the first layer over its budget: {self.place}")
         if not math.isfinite(self.logits_error):
             found.append("its logits are not finite")
         if not self.shortfall <= self.allowed:
@@ -131,26 +104,27 @@ class Side:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What diverge() found.
-
-    step: the first new token, from 0, in which the texts differ; None where they are equal, and the
-    last step is looked at. position: that token's place in the sequence, so the number of tokens
-    before it; rows from there on are padding. seqlen: the length that the step ran at, padding
-    included. logits_difference: max|A - B| there, infinite where they are not finite. apart: where
-    the two outputs of one layer differ most for the sum of their budgets.
-    """
+    """What diverge() found."""
 
     device: str
     dtype: str
     prompt_tokens: int
     new_tokens: int
     step: int | None
+    """The first new token, from 0, in which the texts differ; None if they are equal.
+
+    Then the last step is examined.
+    """
     position: int
+    """The number of tokens before that one; rows from there on are padding."""
     seqlen: int
+    """The length that the step ran at, padding included."""
     a: Side
     b: Side
     logits_difference: float
+    """max|A - B|, infinite for a NaN."""
     apart: Place
+    """Where the outputs of a layer differ most for the sum of both budgets."""
 
     @property
     def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
@@ -167,7 +141,7 @@ class Divergence:
         return self.verdict in ("equal", "tie")
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, the verdict and the faults; null for a number that is not finite."""
+        """Return every field, the verdict and the faults; null for a number that is not finite."""
         value = {"verdict": self.verdict, **asdict(self)}
         for name, side in (("a", self.a), ("b", self.b)):
             value[name]["faults"] = side.faults
@@ -175,7 +149,7 @@ class Divergence:
         return finite
 
     def __str__(self) -> str:
-        """For people; the last line is the verdict."""
+        """Lay it out for people; the last line is the verdict."""
         sides = {"A": self.a, "B": self.b}
         examined = self.position - self.prompt_tokens
         lines = [
@@ -192,11 +166,11 @@ class Divergence:
                 f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
                 f"   from float64 attention's: logits up to {side.logits_error:.2e}; its token "
                 f"{side.shortfall:.2e} below the most likely, rounding explains {side.allowed:.2e}",
-                f"   attention {where} in {side.place}: {side.place.verdict}",
+                f"   attention {where} in {side.place}",
             ]
         lines += [
             f"\nA and B  logits differ by up to {self.logits_difference:.2e}",
-            f"   attention at seqlen {self.seqlen} differs most in {self.apart}: "
+            f"   attention at seqlen {self.seqlen} differs most in {self.apart.position}: "
             f"{self.apart.error:.2e}, both budgets {self.apart.budget:.2e}\n",
         ]
         for name, side in sides.items():
@@ -229,11 +203,24 @@ def diverge(
     for spec in specs:
         check_backend(spec, model.config, model.dtype, model.device.type)
     rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
-    return examine(model, specs, _write(model, specs, rows, max_new_tokens, mode, progress))
+    runs = [
+        generate(
+            model.with_attention(spec, spec if mode == "kv-cache" else None),
+            rows,
+            max_new_tokens=max_new_tokens,
+            mode=mode,
+            ignore_eos=True,
+            progress=progress,
+            cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
+            check_finite=False,
+        ).whole()
+        for spec in specs
+    ]
+    return examine(model, specs, runs)
 
 
 def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation]) -> Divergence:
-    """What diverge() says of two backends' texts that are written already, whole.
+    """Do what diverge() does with two backends' texts that are written already, whole.
 
     runs: one of each backend, of the same prompt and mode, in as many rows. What is examined is the
     row whose texts part first, in the batch that it was written in.
@@ -302,30 +289,6 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
     )
 
 
-def _write(
-    model: GPT2,
-    specs: Sequence[BackendSpec],
-    rows: list[list[int]],
-    new_tokens: int,
-    mode: Mode,
-    progress: bool,
-) -> list[Generation]:
-    """Each backend's text."""
-    return [
-        generate(
-            model.with_attention(spec, spec if mode == "kv-cache" else None),
-            rows,
-            max_new_tokens=new_tokens,
-            mode=mode,
-            ignore_eos=True,
-            progress=progress,
-            cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
-            check_finite=False,
-        ).whole()
-        for spec in specs
-    ]
-
-
 class _Layers:
     """An attention kernel that answers in float64 and judges the backends on every call it gets.
 
@@ -349,46 +312,38 @@ class _Layers:
         self.dtype = dtype_name(q.dtype)
         layer = len(self.apart)
         right = truth(q, k, v, softmax_scale, is_causal)
-        outputs, budgets = [], []
+        outputs, budget = [], 0.0
         for spec, places in zip(self.specs, self.places, strict=True):
-            budget = right.budget(self.precision(spec), spec.error_slack)
-            if not 0 < budget < math.inf:
-                raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
             poison_freed_memory(q)  # the right answer may lie there
             # The other backend, and the reference, must not get what this one overwrites.
             inputs = Inputs(q=q, k=k, v=v)
             o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
             verdict = right.judge(o, self.precision(spec), spec.error_slack)
-            found = _place(layer, o, right.reference, budget)
-            places.append(
-                dataclasses.replace(
-                    found,
-                    row_error=verdict.row_error,
-                    row_budget=verdict.row_budget,
-                    fault=inputs.fault(o),
-                )
-            )
+            if not 0 < verdict.budget < math.inf:
+                raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
+            verdict = dataclasses.replace(verdict, fault=verdict.fault or inputs.fault(o))
+            places.append(_place(layer, o, right.reference, verdict))
             outputs.append(o)
-            budgets.append(budget)
-        self.apart.append(_place(layer, outputs[0], outputs[1], sum(budgets)))
+            budget += verdict.budget
+        a, b = outputs
+        apart = Verdict(_distance(a, b), budget, naive_error=0.0)
+        self.apart.append(_place(layer, a, b, apart))
         return right.reference.to(q.dtype)
 
 
-def _place(layer: int, o: Tensor, other: Tensor, budget: float) -> Place:
-    """Where two outputs of a layer, (batch, seqlen, num_heads, head_dim), differ most; NaN-strict.
+def _place(layer: int, o: Tensor, other: Tensor, verdict: Verdict) -> Place:
+    """Find where two outputs of a layer, (batch, seqlen, num_heads, head_dim), differ most.
 
-    In which entry of the batch is not told.
+    A NaN is the most. In which entry of the batch is not told.
     """
-    difference = (o.double() - other.double()).abs().amax((0, 3))
-    difference = difference.where(difference.isfinite(), torch.inf)
-    error = difference.max()
-    row, head = (difference == error).nonzero()[0].tolist()
-    return Place(layer, head, row, error.item(), budget)
+    difference = (o.double() - other.double()).abs().amax((0, 3)).nan_to_num(nan=math.inf)
+    row, head = divmod(int(difference.argmax()), difference.shape[1])
+    return Place(**vars(verdict), layer=layer, head=head, row=row)
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
     """max|x - y|, infinite where it is not finite."""
-    distance = (x - y).abs().max().item()
+    distance = (x.double() - y.double()).abs().max().item()
     return distance if math.isfinite(distance) else math.inf
 
 

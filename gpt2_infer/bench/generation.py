@@ -6,9 +6,8 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +28,24 @@ from gpt2_infer.bench.results import (
 )
 from gpt2_infer.bench.timing import Contender, Progress, RejectedError, time_cells
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import GRAPH_LENGTH_STEP, Generation, Mode, encode_prompts, generate
+from gpt2_infer.generation import (
+    GRAPH_LENGTH_STEP,
+    MODES,
+    Generation,
+    Mode,
+    encode_prompts,
+    generate,
+)
 from gpt2_infer.model import GPT2
 
 TRANSFORMERS = "transformers"
 Timed = Literal["generation", "call"]
 
 
-@dataclass
-class _Text:
-    """What a program wrote, and how it says that its time was spent."""
+class _Text(NamedTuple):
+    """What a program wrote, and what ours says of how."""
 
     tokens: list[list[int]]
-    split: dict[str, float] = field(default_factory=dict)
     generation: Generation | None = None
 
 
@@ -70,15 +74,8 @@ def compare_generation(
     models = _Models(load)
     results = _plan(models, cells, prompt, rounds, name=name, task=task)
     results.baseline, results.backends = first.name, [spec.name for spec in specs]
-    specs = [first, *(spec for spec in specs if spec.name != first.name)]
-    prompt_ids = encode_prompt(models.newest, prompt)
-    ladder.build_all(results.device, specs)
-    return _run(
-        results,
-        lambda cell, sources: _backends(models, specs, cell, prompt_ids, sources),
-        specs,
-        out,
-    )
+    specs = [first, *(spec for spec in specs if spec.name != first.name), _free_attention()]
+    return _run(results, models, dict.fromkeys(MODES, specs), prompt, out)
 
 
 def compare_with_transformers(
@@ -98,21 +95,13 @@ def compare_with_transformers(
     reference: transformers' model. specs: our backends in each mode. A backend whose greedy tokens
     differ from transformers' is recorded as failed. Raises RequestError or ResultsError.
     """
-    results = _plan(_Models(lambda _: model), cells, prompt, rounds, name=name, task=task)
+    models = _Models(lambda _: model)
+    results = _plan(models, cells, prompt, rounds, name=name, task=task)
     results.baseline, results.timed = TRANSFORMERS, "call"
     results.graph_length_step = GRAPH_LENGTH_STEP if results.device == "cuda" else None
-    ours = list({spec.name: spec for of_mode in specs.values() for spec in of_mode}.values())
-    results.backends = [TRANSFORMERS, *(spec.name for spec in ours)]
-
-    def contenders(
-        cell: GenerationCell, sources: Mapping[str, str | None]
-    ) -> Iterator[Contender[GenerationSeries]]:
-        theirs = _transformers(reference, cell, prompt)
-        yield theirs[0]
-        for spec in specs[cell.mode]:
-            yield _beside(model, spec, cell, prompt, theirs[1], sources)
-
-    return _run(results, contenders, ours, out)
+    ours = dict.fromkeys(spec.name for of_mode in specs.values() for spec in of_mode)
+    results.backends = [TRANSFORMERS, *ours]
+    return _run(results, models, specs, prompt, out, reference)
 
 
 def encode_prompt(model: GPT2, prompt: str | Sequence[int]) -> list[int]:
@@ -190,100 +179,47 @@ def _plan(
 
 def _run(
     results: GenerationTiming,
-    contenders: Callable[
-        [GenerationCell, Mapping[str, str | None]], Iterator[Contender[GenerationSeries]]
-    ],
-    specs: Sequence[BackendSpec],
+    models: _Models,
+    specs: Mapping[Mode, Sequence[BackendSpec]],
+    prompt: str | Sequence[int],
     out: Path | None,
+    reference: Any = None,
 ) -> GenerationTiming:
-    """Time the cells, and write the output."""
+    """Time the cells, and write the output.
+
+    The first contender of a cell is the one whose text the others' are compared with: the first
+    backend, or transformers if there is a reference.
+    """
     settings = {
         name: getattr(results, name)
         for name in results.__struct_fields__
         if name not in ("provenance", "series")
     }
-    sources = selection.digests(specs)
+    prompt_ids = encode_prompt(models.newest, prompt)
+    every = list({spec.name: spec for of_mode in specs.values() for spec in of_mode}.values())
+    sources = selection.digests(every)
     progress = Progress(out, GenerationSeries, results.provenance, settings, sources)
-    results.series = time_cells(
-        results.cells,
-        lambda cell: contenders(cell, sources),
-        rounds=results.rounds,
-        progress=progress,
-    )
+    ladder.build_all(results.device, every)
+
+    def contenders(cell: GenerationCell) -> Iterator[Contender[GenerationSeries]]:
+        model, expected = models.get(cell.dtype), None
+        if reference is not None:
+            contender, expected = _transformers(reference, cell, prompt_ids)
+            yield contender
+        first = specs[cell.mode][0]
+        for spec in selection.takers(specs[cell.mode], cell):
+            contender, text = _ours(
+                model, spec, cell, prompt_ids, sources, results.timed, first, expected
+            )
+            if spec is first and reference is None:
+                expected = text
+            yield contender
+
+    results.series = time_cells(results.cells, contenders, rounds=results.rounds, progress=progress)
     if out:
         results.write(out)
     progress.remove()
     return results
-
-
-def _backends(
-    models: _Models,
-    specs: Sequence[BackendSpec],
-    cell: GenerationCell,
-    prompt: Sequence[int],
-    sources: Mapping[str, str | None],
-) -> Iterator[Contender[GenerationSeries]]:
-    """Yield the backends, the baseline first, and FREE_ATTENTION last."""
-    model = models.get(cell.dtype)
-    expected: Generation | None = None
-    for spec in selection.takers([*specs, _free_attention()], cell):
-        is_free = spec.name == FREE_ATTENTION
-        contender = _ours(model, spec, cell, prompt, sources)
-        series = contender.series
-        try:
-            if not is_free:
-                _check(series, model, spec, cell, len(prompt))
-            if series.status == "ok":
-                call = functools.partial(_write, model, spec, cell, prompt)
-                text, series.peak_memory_bytes = _text_and_peak(call, model)
-                assert text.generation is not None
-                series.token_digest = environment.token_digest(text.tokens)
-                expected = text.generation if spec is specs[0] else expected
-                series.text_compared = expected is not None and not is_free
-                if expected and not is_free and text.tokens != expected.tokens:
-                    # The texts as they were written: again, or alone, they might be others.
-                    found = examine(model, [specs[0], spec], [expected, text.generation])
-                    series.diverges = found.verdict
-                    if not found.passed:
-                        fault = "; ".join(found.b.faults or found.a.faults)
-                        series.status, series.reason = "failed", f"{found.verdict}: {fault}"
-            if series.status == "ok":
-                wanted = None if is_free else text.tokens
-                contender.sample = functools.partial(
-                    _sample, series, call, wanted, "generation", model.device.type
-                )
-        except KERNEL_ERRORS as error:
-            selection.record_failure(series, error, model.device.type)
-        yield contender
-
-
-def _beside(
-    model: GPT2,
-    spec: BackendSpec,
-    cell: GenerationCell,
-    prompt: Sequence[int],
-    expected: list[list[int]],
-    sources: Mapping[str, str | None],
-) -> Contender[GenerationSeries]:
-    """Return one of our backends, its tokens compared with transformers'."""
-    contender = _ours(model, spec, cell, prompt, sources)
-    series, device = contender.series, model.device.type
-    call = functools.partial(_write, model, spec, cell, prompt)
-    try:
-        _check(series, model, spec, cell, len(prompt))
-        if series.status == "ok":
-            tokens = call().tokens
-            series.token_digest = environment.token_digest(tokens)
-            if tokens == expected:
-                contender.sample = functools.partial(_sample, series, call, tokens, "call", device)
-            else:
-                pairs = enumerate(zip(tokens[0], expected[0], strict=True))
-                at = next((i for i, (got, wanted) in pairs if got != wanted), 0)
-                series.status = "failed"
-                series.reason = f"its greedy tokens differ from transformers' from token {at} on"
-    except KERNEL_ERRORS as error:
-        selection.record_failure(series, error, device)
-    return contender
 
 
 def _ours(
@@ -292,19 +228,63 @@ def _ours(
     cell: GenerationCell,
     prompt: Sequence[int],
     sources: Mapping[str, str | None],
-) -> Contender[GenerationSeries]:
-    facts = selection.facts(spec, cell.dtype, sources)
-    if spec.name == FREE_ATTENTION:
-        facts["precision"] = "none"
-    decode_attention = spec.name if cell.mode == "kv-cache" else None
-    return Contender(
-        GenerationSeries(cell=cell, attention=spec.name, decode_attention=decode_attention, **facts)
+    timed: Timed,
+    first: BackendSpec,
+    expected: _Text | None,
+) -> tuple[Contender[GenerationSeries], _Text | None]:
+    """Return a backend, checked, with its text, which is compared with what is expected.
+
+    first: the backend that wrote it, unless transformers did.
+    """
+    device, is_free = model.device.type, spec.name == FREE_ATTENTION
+    series = GenerationSeries(
+        cell=cell,
+        attention=spec.name,
+        decode_attention=spec.name if cell.mode == "kv-cache" else None,
+        **selection.facts(spec, cell.dtype, sources) | ({"precision": "none"} if is_free else {}),
     )
+    contender = Contender(series)
+    text = None
+    try:
+        if not is_free:
+            _check(series, model, spec, cell, len(prompt))
+        if series.status == "ok":
+            call = functools.partial(_write, model, spec, cell, prompt)
+            text, series.peak_memory_bytes = _text_and_peak(call, model)
+            series.token_digest = environment.token_digest(text.tokens)
+            series.text_compared = not is_free and (expected is not None or spec is first)
+            if expected and not is_free and text.tokens != expected.tokens:
+                _compare(series, model, [first, spec], [expected, text])
+        if series.status == "ok" and text:
+            tokens = None if is_free else text.tokens
+            contender.sample = functools.partial(_sample, series, call, tokens, timed, device)
+    except KERNEL_ERRORS as error:
+        selection.record_failure(series, error, device)
+    return contender, text
+
+
+def _compare(
+    series: GenerationSeries, model: GPT2, specs: list[BackendSpec], texts: list[_Text]
+) -> None:
+    """Record why a text, the second, is not the first."""
+    expected, ours = (text.generation for text in texts)
+    if expected and ours:
+        # The texts as they were written: again, or alone, they might be others.
+        found = examine(model, specs, [expected, ours])
+        series.diverges = found.verdict
+        if not found.passed:
+            fault = "; ".join(found.b.faults or found.a.faults)
+            series.status, series.reason = "failed", f"{found.verdict}: {fault}"
+    else:
+        pairs = enumerate(zip(*(text.tokens[0] for text in texts), strict=True))
+        at = next((i for i, (wanted, got) in pairs if got != wanted), 0)
+        series.status = "failed"
+        series.reason = f"its greedy tokens differ from transformers' from token {at} on"
 
 
 def _transformers(
     reference: Any, cell: GenerationCell, prompt: Sequence[int]
-) -> tuple[Contender[GenerationSeries], list[list[int]]]:
+) -> tuple[Contender[GenerationSeries], _Text]:
     """Return transformers' generate(), greedy, with the attention that it chooses, and its text."""
     is_cuda = reference.device.type == "cuda"
     ids = torch.tensor([[*prompt]] * cell.batch, device=reference.device)
@@ -322,7 +302,7 @@ def _transformers(
         )
         return _Text(out[:, ids.shape[1] :].tolist())
 
-    tokens = call().tokens
+    text = call()
     series = GenerationSeries(
         name=TRANSFORMERS,
         program="transformers",
@@ -330,10 +310,10 @@ def _transformers(
         # What SDPA chooses for float32: its CPU kernel, or the memory-efficient one on CUDA.
         precision="3xtf32" if is_cuda else "ieee-fp32",
         cell=cell,
-        token_digest=environment.token_digest(tokens),
+        token_digest=environment.token_digest(text.tokens),
     )
-    sample = functools.partial(_sample, series, call, tokens, "call", reference.device.type)
-    return Contender(series, sample), tokens
+    sample = functools.partial(_sample, series, call, text.tokens, "call", reference.device.type)
+    return Contender(series, sample), text
 
 
 def _check(
@@ -359,12 +339,7 @@ def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequenc
         mode=cell.mode,
         ignore_eos=True,
     ).whole()
-    split = {
-        "warm_up_s": done.warm_up_s,
-        "prefill_s": done.prefill_s,
-        "generation_s": done.generation_s,
-    }
-    return _Text(done.tokens, split, done)
+    return _Text(done.tokens, done)
 
 
 def _sample(
@@ -386,9 +361,10 @@ def _sample(
         raise RejectedError(f"while it was timed: {describe_error(error)}") from error
     if expected is not None and text.tokens != expected:
         raise RejectedError("its text is another from run to run")
+    parts = ("warm_up_s", "prefill_s", "generation_s")
+    split = {part: getattr(text.generation, part) for part in parts if text.generation}
     if timed == "call":
-        return {"samples": call_s, **text.split}
-    split = dict(text.split)
+        return {"samples": call_s, **split}
     return {"samples": split.pop("generation_s"), "call_s": call_s, **split}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
 
 from gpt2_infer.errors import GPT2InferError
 
@@ -30,28 +29,6 @@ def show(text: object = "", *, end: str = "\n") -> None:
         raise StandardOutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
-class Status:
-    """A line on standard error, if it is a terminal, that says what is under way until clear()."""
-
-    def __init__(self, text: str) -> None:
-        self._pending = sys.stderr.isatty()
-        if self._pending:
-            # The cursor goes back to the line's start: whatever is printed next writes over it.
-            print(f"{text} ...\r", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erase the line, once."""
-        if self._pending:
-            print("\x1b[K", end="", file=sys.stderr, flush=True)
-        self._pending = False
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-
 def prepare_streams() -> None:
     """Replace closed standard streams, and characters that a terminal cannot show."""
     for name in ("stdout", "stderr"):
@@ -73,9 +50,3 @@ def print_error(program: str, message: str) -> None:
     # A message may quote a file, whose escape sequences must not reach the terminal.
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     print(f"{program}: error: {safe}", file=sys.stderr)
-
-
-def exit_bad_input(program: str, message: str) -> NoReturn:
-    """End the process with a line on standard error."""
-    print_error(program, message)
-    raise SystemExit(EXIT_BAD_INPUT)

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import EXIT_INTERRUPTED, Status, show
+from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
 from gpt2_infer.cli.report import format_report, make_report
-from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -141,55 +141,34 @@ def run(arguments: argparse.Namespace) -> int:
     load_s = time.perf_counter() - started
 
     streams = not arguments.json and len(prompts) == 1
-    status = Status(f"warming up {model.attention.name}")
-
-    begun = False
-
-    def start_text() -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            status.clear()
-            show(prompts[0], end="")
-
-    def on_text(_row: int, piece: str) -> None:
-        start_text()
-        show(piece, end="")
-
+    if streams:
+        show(prompts[0], end="")
     try:
-        with status:
-            result = generation.run(
-                model,
-                request,
-                on_text=on_text if streams else None,
-                progress=not streams and sys.stderr.isatty(),
-            )
-            if streams:
-                start_text()
-    except NotFiniteError:
-        if begun:
-            show()  # the error gets a line of its own
-        raise
+        result = generation.run(
+            model,
+            request,
+            on_text=(lambda _, piece: show(piece, end="")) if streams else None,
+            progress=not streams and sys.stderr.isatty(),
+        )
+    finally:
+        if streams:
+            show()  # an error gets a line of its own
+    status = EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
     name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
     report = make_report(
         model, result, load_s=load_s, name=name, random_weights=arguments.random_weights
     )
+    rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
     if arguments.json:
-        texts = [
-            {"prompt": prompt, "text": text, "finish_reason": reason, "tokens": tokens}
-            for prompt, text, reason, tokens in zip(
-                prompts, result.texts, result.finish_reasons, result.tokens, strict=True
-            )
-        ]
+        keys = ("prompt", "text", "finish_reason", "tokens")
+        texts = [dict(zip(keys, row, strict=True)) for row in rows]
         show(json.dumps({"report": report, "results": texts}, indent=2))
-    else:
-        if streams:
-            show()
-        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
-            if not streams:
-                show(f"--- prompt {i + 1} of {len(prompts)}\n{prompt}{text}\n")
-        print(format_report(report), file=sys.stderr)
-    return EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
+        return status
+    if not streams:
+        for i, (prompt, text, *_) in enumerate(rows, 1):
+            show(f"--- prompt {i} of {len(prompts)}\n{prompt}{text}\n")
+    print(format_report(report), file=sys.stderr)
+    return status
 
 
 def load(
@@ -206,19 +185,18 @@ def load(
     from gpt2_infer.model import GPT2
 
     device = resolve_device(arguments.device)
-    with Status(f"loading {arguments.model}"):
-        checkpoint = open_checkpoint(
-            arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
-        )
-        checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
-        model = GPT2.from_checkpoint(
-            checkpoint,
-            device=device,
-            dtype=resolve_dtype(arguments.dtype),
-            attention=attention,
-            decode_attention=decode_attention,
-            seed=seed,
-        )
+    checkpoint = open_checkpoint(
+        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
+    )
+    checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
+    model = GPT2.from_checkpoint(
+        checkpoint,
+        device=device,
+        dtype=resolve_dtype(arguments.dtype),
+        attention=attention,
+        decode_attention=decode_attention,
+        seed=seed,
+    )
     return model, checked
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from gpt2_infer.cli.console import exit_bad_input
+from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DTYPES = ("float32", "float16", "bfloat16")
@@ -19,7 +19,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with the message and a pointer to --help."""
-        exit_bad_input(self.prog, f"{message} (see {self.prog} --help)")
+        print_error(self.prog, f"{message} (see {self.prog} --help)")
+        raise SystemExit(EXIT_BAD_INPUT)
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:

@@ -148,7 +148,7 @@ def test_nan_is_a_bug_and_the_json_stays_json(add, capsys):
     assert (value["position"], value["seqlen"]) == (17, 32)
     status, out, _ = run(capsys, "diverge", PLAIN, "wrong", *DEMO)
     assert status == 1
-    assert "B: the first layer over its budget: layer 0, head 2, row 17, error inf" in out
+    assert "B: the first layer over its budget: layer 0, head 2, row 17: error inf" in out
     assert out.splitlines()[-1] == "bug in B: WRONG"
 
 
