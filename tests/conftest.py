@@ -21,8 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # workers already use every core
+    torch.set_num_threads(1)  # the workers of xdist use every core already
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,40 +40,41 @@ def installed(tmp_path_factory) -> Path:
     return environment / "bin"
 
 
-def run(installed: Path, folder: Path, *words: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [installed / words[0], *words[1:]],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+PROGRAM = """
+from pathlib import Path
+import gpt2_infer
+from gpt2_infer.bench import plots, read, studies
+from gpt2_infer.cli import main
+for line in Path("commands").read_text().splitlines():
+    assert main(line.split()) == 0
+print(gpt2_infer.__file__, *plots.render(read(Path("r.json"))), len(studies.load()), sep="\\n")
+"""
+COMMANDS = """\
+--model demo --device cpu --max-new-tokens 4
+backends
+compare --out r.json --task kernel --device cpu --seqlens 8 --heads 1 --head-dims 32 --rounds 2 \
+--backends NAIVE_PYTORCH PYTORCH_SDPA_MATH
+"""
 
 
 @pytest.mark.slow
-def test_an_installed_copy_generates_lists_and_measures(installed, tmp_path):
-    where = run(
-        installed, tmp_path, "python", "-c", "import gpt2_infer; print(gpt2_infer.__file__)"
-    )
-    assert where.startswith(str(installed.parent))
-    generate = ("--model", "demo", "--device", "cpu", "--max-new-tokens", "4")
-    assert run(installed, tmp_path, "gpt2-infer", *generate)
-    assert "CUSTOM_CUDA_VERSION_1" in run(installed, tmp_path, "gpt2-infer", "backends")
-    kernel = (
-        "--out r.json --task kernel --device cpu --seqlens 8 --heads 1 --head-dims 32 --rounds 2 "
-        "--backends NAIVE_PYTORCH PYTORCH_SDPA_MATH"
-    )
-    text = run(installed, tmp_path, "gpt2-infer", "compare", *kernel.split())
-    assert "`NAIVE_PYTORCH`" in text
-    read = "from gpt2_infer.bench import read, studies; from pathlib import Path"
-    code = f"{read}; print(type(read(Path('r.json'))).__name__, len(studies.load()))"
-    kind, count = run(installed, tmp_path, "python", "-c", code).split()
-    assert (kind, int(count) > 20) == ("KernelTiming", True)
+def test_an_installed_copy_generates_lists_measures_and_draws(installed, tmp_path):
     pytest.importorskip("matplotlib")
-    shutil.copy(ROOT / "scripts" / "plot_results.py", tmp_path)
-    run(installed, tmp_path, "python", "plot_results.py", "r.json")
-    assert (tmp_path / "r_bars.svg").exists()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"
+
+    def run(*words):
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "commands (gpt2-infer COMMAND --help)" in run(installed / "gpt2-infer", "--help")
+    (tmp_path / "commands").write_text(COMMANDS)
+    text = run(installed / "python", "-c", PROGRAM)
+    assert "  CUSTOM_CUDA_VERSION_1 " in text
+    assert "`NAIVE_PYTORCH`" in text
+    *_, file, bars, error, count = text.splitlines()
+    assert file.startswith(str(installed.parent))
+    assert (bars, error, int(count) > 20) == ("bars", "error", True)

@@ -40,7 +40,7 @@ COLOURS = {
     "PYTORCH_SDPA_CUDNN_ATTENTION": "#E69F00",
     FREE_ATTENTION: "#56B4E9",
 }
-OTHERS = ("#0072B2", "#009E73", "#F0E442", "#56B4E9", "#882255", "#44AA99", "#332288", "#AA4499")
+OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#661100", "#DDCC77")
 MARKERS = "osD^vP*Xhd<>p8"
 Points = dict[str, list[tuple[int, float]]]
 
@@ -174,8 +174,14 @@ def error_and_speed(results: KernelTiming) -> Figure | None:
             label=f"{series.name} ({series.precision})",
         )
     axes.axhline(naive_error, color="#555555", linestyle=":", linewidth=1)
-    place, text = (0.01, naive_error), "plain PyTorch in this dtype"
-    axes.annotate(text, place, xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    axes.annotate(
+        "plain PyTorch in this dtype",
+        (1, naive_error),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
     _title(axes, str(at[0].cell), _how(results))
     axes.set(xlabel="microseconds", xscale="log", yscale="log")
     axes.set_ylabel("largest error against float64")
@@ -350,7 +356,7 @@ def _bar_axes(
             va="center",
             fontsize=7.5,
         )
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max(ends))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.grid(visible=False, axis="y")

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import functools
 import json
 
+import pytest
+
+from attention_kernels.inspection import accesses
 from gpt2_infer.cli import main
 
 
-def test_accesses_shows_what_each_source_line_asks_of_memory(capsys):
+@pytest.mark.slow
+def test_accesses_shows_what_each_source_line_asks_of_memory(capsys, monkeypatch):
+    once = functools.cache(accesses.count_accesses)
+    monkeypatch.setattr(accesses, "count_accesses", once)
     command = ["accesses", "CUSTOM_CUDA_VERSION_1", "--seqlen", "33", "--head-dim", "32", "--full"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gpt2_infer.bench.results import read
 from gpt2_infer.bench.studies import LENGTHS, GenerationStudy, KernelStudy, load
+from gpt2_infer.bench.timing import Progress
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import add, by_name, naive_attention, off_by_one
 
@@ -70,23 +67,22 @@ def test_an_existing_file_is_not_overwritten(tmp_path, capsys):
     assert (tmp_path / "r.json").read_text() == "mine"
 
 
-@pytest.mark.slow
-def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
-    out = tmp_path / "r.json"
-    seqlens = ["8", *map(str, range(1000, 1008))]  # the first cell is done long before the last
-    command = [sys.executable, "-m", "gpt2_infer", "compare", *KERNEL, "--seqlens", *seqlens]
-    command += ["--backends", "NAIVE_PYTORCH", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    partial = tmp_path / "r.json.partial"
-    while process.poll() is None and not partial.exists():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
-    assert f"the same command goes on from {partial}" in err
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
+    out, partial = tmp_path / "r.json", tmp_path / "r.json.partial"
+    words = ["compare", *KERNEL, "--seqlens", "8", "16", "--backends", "NAIVE_PYTORCH"]
+    words += ["--out", str(out)]
+    add_cell = Progress.add
+
+    def interrupted(*arguments):
+        add_cell(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", interrupted)
+        assert main(words) == 130
+    assert f"the same command goes on from {partial}" in capsys.readouterr().err
     done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert main(words) == 0
     assert read(out).series[0].samples == done
     assert not partial.exists()
 
