@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,10 +20,10 @@ from attention_kernels import (
     get_backend,
     list_backends,
     register,
+    registry,
 )
 from attention_kernels.contract import Kernels
 
-ROOT = Path(__file__).parents[2]
 NAMES = [spec.name for spec in list_backends()]
 FIELDS = {
     "family": "test",
@@ -246,31 +244,6 @@ def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry
     assert get_backend("TEST_OLD").unavailable_reason("cuda") == reason
 
 
-def run_python(code: str, path: Path | None = None, **environment: str) -> tuple[str, str]:
-    """stdout and stderr of a new process; `path` is on its sys.path, from the front."""
-    python_path = os.pathsep.join([*([str(path)] if path else []), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": python_path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_importing_is_free():
-    out, _ = run_python(
-        "import sys, attention_kernels, gpt2_infer, torch\n"
-        "from attention_kernels import list_backends\n"
-        "names = [spec.name for spec in list_backends()]\n"
-        "print(torch.cuda.is_initialized(), 'triton' in sys.modules, 'transformers' in sys.modules,"
-        " 'torch.utils.cpp_extension' in sys.modules)"
-    )
-    assert out.split() == ["False"] * 4
-
-
 def install_plugin(folder: Path, package: str, code: str) -> None:
     (folder / f"{package}.py").write_text(code)
     info = folder / f"{package}-1.0.dist-info"
@@ -293,45 +266,56 @@ BAD_PLUGINS = {
     "leaves": ("import os; os._exit(0)", "failed to load: SystemExit: os._exit(0) ("),
     "empty": ("", "registers no backend: empty"),
 }
-LIST = """
-import attention_kernels
-for spec in attention_kernels.list_backends():
-    if spec.family == "plug-in":
-        print(spec.name, spec.unavailable_reason("cpu"))
-"""
 
 
-def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(tmp_path):
+@pytest.fixture
+def discover(tmp_path, monkeypatch):
+    """discover(): {name: reason} of the plug-ins in tmp_path, as a new process would find them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules = {*sys.modules}
+
+    def discover() -> dict[str, str | None]:
+        monkeypatch.setattr(registry, "_specs", {})
+        monkeypatch.setattr(registry, "_discovered", False)
+        return {spec.name: spec.unavailable_reason("cpu") for spec in list_backends()}
+
+    yield discover
+    for name in {*sys.modules} - modules:
+        del sys.modules[name]
+
+
+def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
+    tmp_path, discover, monkeypatch
+):
     install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
     for name, (code, _) in BAD_PLUGINS.items():
         install_plugin(tmp_path, name, code)
     install_plugin(tmp_path, "hidden", "")
     (tmp_path / "hidden.py").unlink()
     (tmp_path / "hidden").mkdir()
-    # What was imported before discovery registers nothing then, and is no fault.
-    out, _ = run_python("import good_plugin\n" + LIST, tmp_path)
-    reasons = dict(line.split(" ", 1) for line in out.splitlines())
-    assert reasons.pop("PLUGGED_IN") == "None"
+    reasons = discover()
+    assert reasons.pop("PLUGGED_IN") is None
     hidden = f"its plug-in is hidden by a folder of its name without __init__.py: {tmp_path}/hidden"
     assert reasons.pop("HIDDEN") == hidden
     assert reasons.keys() == {name.upper() for name in BAD_PLUGINS}
     for name, (_, words) in BAD_PLUGINS.items():
         assert words in reasons[name.upper()]
-    out, _ = run_python(LIST, tmp_path, ATTENTION_KERNELS_PLUGINS="off")
-    assert out == ""
+    # What is imported before discovery registers nothing then, and is no fault.
+    assert "GOOD_PLUGIN" not in discover()
+    monkeypatch.setenv("ATTENTION_KERNELS_PLUGINS", "off")
+    assert discover() == {}
 
 
-def test_a_slow_plugin_is_named_while_it_loads(tmp_path):
-    install_plugin(tmp_path, "slow", "import time; time.sleep(3)\n" + GOOD_PLUGIN)
-    speed_up = "from attention_kernels import registry; registry.SLOW_PLUGIN_S = 0.1\n"
-    out, errors = run_python(speed_up + LIST, tmp_path)
-    assert out == "PLUGGED_IN None\n"
-    assert errors.startswith("still loading the attention plug-in slow (ATTENTION_KERNELS_PLUGINS=")
+def test_a_slow_plugin_is_named_while_it_loads(tmp_path, discover, monkeypatch, capsys):
+    install_plugin(tmp_path, "slow", "import time; time.sleep(1)\n" + GOOD_PLUGIN)
+    monkeypatch.setattr(registry, "SLOW_PLUGIN_S", 0.1)
+    assert discover() == {"PLUGGED_IN": None}
+    err = capsys.readouterr().err
+    assert err.startswith("still loading the attention plug-in slow (ATTENTION_KERNELS_PLUGINS=")
 
 
 def test_half_a_registry_is_never_gone_on_with(monkeypatch):
     """A module of our own that cannot be imported fails every call, not only the first."""
-    from attention_kernels import registry
 
     def fail(name):
         raise ImportError(name)
