@@ -19,30 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attention_kernels.errors import ArgumentError
 
-
-class AttentionFunction(Protocol):
-    """A backend's attention kernel: checked arguments in, o in the shape of q out."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
-    ) -> Tensor:
-        """Shapes as in the module's docstring."""
-
-
-class DecodeFunction(Protocol):
-    """A backend's decode kernel: checked arguments in, (batch, 1, num_heads, head_dim) out."""
-
-    def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
-    ) -> Tensor:
-        """Shapes as in the module's docstring."""
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""A backend's attention kernel: (q, k, v, softmax_scale, is_causal), checked, to a new o."""
+DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""A backend's decode kernel: (q, k_cache, v_cache, seqlens, softmax_scale), checked, to a new o."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ PLAIN_PRECISIONS = {
     "bfloat16": "bf16",
     "float64": "fp64",
 }
+DECODES_ONLY = "it has a decode kernel only"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -162,7 +163,7 @@ class BackendSpec:
         if reasons:
             return reasons
         if not self.has_attention():
-            return ["it has a decode kernel only"]
+            return [DECODES_ONLY]
         explain = self.load().explain
         return explain(q, k, v, is_causal) if explain else []
 
@@ -231,21 +232,14 @@ class BackendSpec:
         KernelError or OutputError.
         """
         scale = contract.check_attention(q, k, v, softmax_scale)
-        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        if reasons:
+        if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
-        kernel = self._forward_only(self.load(), q, k, v).attention
+        kernel = self.load().attention
         if kernel is None:
-            raise UnsupportedError(self.name, ["it has a decode kernel only"])
-        try:
-            o = kernel(q, k, v, scale, is_causal)
-        except (AttentionError, torch.OutOfMemoryError):
-            raise
-        except (Exception, SystemExit) as error:
-            raise KernelError(self.name, f"raised {describe(error)}") from error
-        return self._checked(o, q, k, v)
+            raise UnsupportedError(self.name, [DECODES_ONLY])
+        return self._run(kernel, q, k, v, scale, is_causal)
 
     def has_attention(self) -> bool:
         """Return whether it has an attention kernel, not only one for decoding (loads it)."""
@@ -270,31 +264,27 @@ class BackendSpec:
         Raises what attention() does; UnsupportedError also where there is no decode kernel.
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
-        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        kernel = None if reasons else self._forward_only(self.load(), q, k_cache, v_cache).decode
+        if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
+            raise UnsupportedError(self.name, reasons)
+        kernel = self.load().decode
         if kernel is None or not self.has_decode(q.device.type):
-            raise UnsupportedError(
-                self.name, reasons or [f"it has no decode kernel on {q.device.type}"]
-            )
+            raise UnsupportedError(self.name, [f"it has no decode kernel on {q.device.type}"])
+        return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
+
+    def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
+        """Call a kernel with tensors, q first, and hold its output to the contract."""
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        wants_gradient = any(x.requires_grad for x in tensors) and torch.is_grad_enabled()
+        if wants_gradient and not self.load().backward:
+            reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
+            raise UnsupportedError(self.name, [reason])
         try:
-            o = kernel(q, k_cache, v_cache, seqlens, scale)
+            o = kernel(*arguments)
         except (AttentionError, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit) as error:
             raise KernelError(self.name, f"raised {describe(error)}") from error
-        return self._checked(o, q, k_cache, v_cache)
-
-    def _forward_only(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Kernels:
-        """Return the kernels, or raise UnsupportedError if autograd wants a gradient they lack."""
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad
-        if wanted and torch.is_grad_enabled() and not kernels.backward:
-            reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
-            raise UnsupportedError(self.name, [reason])
-        return kernels
-
-    def _checked(self, o: object, *inputs: Tensor) -> Tensor:
-        """Return a kernel's output, or raise OutputError if it breaks the contract."""
-        q = inputs[0]
+        q = tensors[0]
         wanted = f"{tuple(q.shape)} {q.dtype} on {q.device}"
         if not isinstance(o, Tensor):
             raise OutputError(self.name, type(o).__name__, wanted)
@@ -303,7 +293,7 @@ class BackendSpec:
         if not o.is_contiguous():
             raise OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
         # A tensor that is being traced has no address.
-        if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in inputs]:
+        if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in tensors]:
             raise OutputError(self.name, "the memory of an input", "a new tensor")
         return o
 
@@ -452,22 +442,17 @@ def _plugin_fault(entry_point: importlib.metadata.EntryPoint) -> str | None:
 @contextmanager
 def _watched(plugin: str) -> Iterator[None]:
     """Name a plug-in on stderr if its import is slow, and let none end the process in silence."""
-    process, thread, exit_at_once = os.getpid(), threading.get_ident(), os._exit
-
-    def tell() -> None:
-        print(
-            f"still loading the attention plug-in {plugin} "
-            "(ATTENTION_KERNELS_PLUGINS=off loads none)",
-            file=sys.stderr,
-            flush=True,
-        )
+    process, exit_at_once = os.getpid(), os._exit
+    told = (
+        f"still loading the attention plug-in {plugin} (ATTENTION_KERNELS_PLUGINS=off loads none)"
+    )
 
     def refuse(status: int) -> None:
-        if (os.getpid(), threading.get_ident()) != (process, thread):  # a fork's or a thread's own
+        if os.getpid() != process:  # a fork's own
             exit_at_once(status)
         raise SystemExit(f"os._exit({status})")
 
-    timer = threading.Timer(SLOW_PLUGIN_S, tell)
+    timer = threading.Timer(SLOW_PLUGIN_S, print, [told], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     os._exit = refuse  # type: ignore[assignment] # else it leaves status 0 and no word

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,12 +133,6 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
     build.build_many(wanted, TARGETS[device_type], _arch(device_type))
 
 
-def load_op(backend: str | BackendSpec, device_type: str) -> None:
-    """Build and load a backend's op for a device type; see BackendSpec.prepare()."""
-    spec = get_backend(backend) if isinstance(backend, str) else backend
-    spec.prepare(device_type)
-
-
 def _arch(device_type: str) -> str:
     return architectures() if device_type == "cuda" else ""
 
@@ -201,23 +196,11 @@ class _Op:
         self.loaded.clear()
         op = getattr(torch.ops.attention_kernels, self.version.op).default
 
-        def attention(
-            q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
-        ) -> Tensor:
+        def kernel(q: Tensor, *others: Any) -> Tensor:
             if torch.compiler.is_compiling() or q.device.type not in self.loaded:
                 self._prepare(q.device.type)
             try:
-                return op(q, k, v, softmax_scale, is_causal)  # type: ignore[no-any-return]
-            except RuntimeError as error:
-                raise self.fault(error) from error
-
-        def decode(
-            q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
-        ) -> Tensor:
-            if torch.compiler.is_compiling() or q.device.type not in self.loaded:
-                self._prepare(q.device.type)
-            try:
-                return op(q, k_cache, v_cache, seqlens, softmax_scale)  # type: ignore[no-any-return]
+                return op(q, *others)  # type: ignore[no-any-return]
             except RuntimeError as error:
                 raise self.fault(error) from error
 
@@ -239,8 +222,8 @@ class _Op:
             return list(dict.fromkeys(reasons))
 
         if is_decode:
-            return Kernels(decode=decode, prepare=self.prepare)
-        return Kernels(attention, explain=explain, prepare=self.prepare)
+            return Kernels(decode=kernel, prepare=self.prepare)
+        return Kernels(kernel, explain=explain, prepare=self.prepare)
 
     def fault(self, error: RuntimeError) -> Exception:
         """Return the error to raise for an error of binding.cpp's: a refusal or a failed kernel."""

@@ -47,7 +47,7 @@ for_every_version = pytest.mark.parametrize(
 
 def ready_op(name: str, device: str):
     usable(name, device)
-    ladder.load_op(name, device)
+    get_backend(name).prepare(device)
     return getattr(torch.ops.attention_kernels, ladder.versions()[name].op).default
 
 

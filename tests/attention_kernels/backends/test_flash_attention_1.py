@@ -131,10 +131,10 @@ def test_keys_that_nobody_sees_may_be_anything(name, device):
 
 OPENMP = """
 import hashlib, time
-from attention_kernels import get_backend, ladder
+from attention_kernels import get_backend
 from attention_kernels.conformance import Case
 spec = get_backend("FLASH_ATTENTION_1_CPU")
-ladder.load_op(spec.name, "cpu")
+spec.prepare("cpu")
 digest = hashlib.sha256()
 inputs = [(Case(500, 64, is_causal=is_causal).inputs("cpu"), is_causal) for is_causal in (0, 1)]
 process, main = time.process_time(), time.thread_time()
