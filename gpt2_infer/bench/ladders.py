@@ -9,13 +9,12 @@ from typing import Any
 
 from attention_kernels import ladder
 from gpt2_infer.bench.results import (
-    GenerationSeries,
     GenerationTiming,
     Inspection,
-    KernelSeries,
     KernelTiming,
     Profile,
     Results,
+    Series,
 )
 from gpt2_infer.bench.tables import (
     AnySeries,
@@ -67,7 +66,10 @@ def overview(family: str, kernel: KernelTiming, generation: GenerationTiming) ->
     """Return a table of a ladder's timed versions: the change, the time alone and end to end."""
     rows, lengths = [], (0, 0)
     for name, version in ladder.versions(family).items():
-        alone, whole = _kernel_group(kernel, name), _generation_group(generation, name)
+        alone, whole = (
+            _chosen(kernel.series, name, detail_seqlen),
+            _chosen(generation.series, name, max),
+        )
         if alone and whole and alone[0].samples and whole[0].samples:
             lengths = alone[0].cell.seqlen, whole[0].cell.max_tokens
             times = f"{alone[0].median:.1f}", f"{whole[0].median:.3f}"
@@ -115,25 +117,21 @@ def _capital(text: str) -> str:
 
 
 def _chosen(
-    series: Sequence[AnySeries],
-    name: str,
-    shape: Callable[[AnySeries], object],
-    length: Callable[[AnySeries], int],
-    choose: Callable[[Collection[int]], int],
+    series: Sequence[AnySeries], name: str, choose: Callable[[Collection[int]], int]
 ) -> list[AnySeries]:
     """Return the series of the cell that stands for a backend, the backend's own first.
 
     It is in the first shape that the backend was tried in, at the chosen length.
     """
-    for group in group_by(series, lambda one: str(shape(one))).values():
-        lengths = {length(one) for one in group if one.name == name}
+    for group in group_by(series, lambda one: one.cell.shape).values():
+        lengths = {one.cell.length for one in group if one.name == name}
         if lengths:
-            at = [one for one in group if length(one) == choose(lengths)]
+            at = [one for one in group if one.cell.length == choose(lengths)]
             return sorted(at, key=lambda one: one.name != name)
     return []
 
 
-def _compared(group: Sequence[AnySeries], before: str | None, what: str, form: str) -> str:
+def _compared(group: Sequence[Series], before: str | None, what: str, form: str) -> str:
     """Return a median with its spread, and how many times as fast as another version that is."""
     series = group[0]
     if not series.samples:
@@ -148,24 +146,8 @@ def _compared(group: Sequence[AnySeries], before: str | None, what: str, form: s
     return f"{text}, {times:.2f} times as fast as `{before}`"
 
 
-def _kernel_group(results: KernelTiming, name: str) -> list[KernelSeries]:
-    return _chosen(
-        results.series, name, lambda s: s.cell.shape, lambda s: s.cell.seqlen, detail_seqlen
-    )
-
-
-def _generation_group(results: GenerationTiming, name: str) -> list[GenerationSeries]:
-    return _chosen(
-        results.series,
-        name,
-        lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode),
-        lambda s: s.cell.max_tokens,
-        max,
-    )
-
-
 def _kernel_facts(results: KernelTiming, name: str, before: str | None) -> list[str]:
-    group = _kernel_group(results, name)
+    group = _chosen(results.series, name, detail_seqlen)
     if not group:
         return []
     what = f"the kernel alone at N={group[0].cell.seqlen} takes"
@@ -173,7 +155,7 @@ def _kernel_facts(results: KernelTiming, name: str, before: str | None) -> list[
 
 
 def _generation_facts(results: GenerationTiming, name: str, before: str | None) -> list[str]:
-    group = _generation_group(results, name)
+    group = _chosen(results.series, name, max)
     if not group:
         return []
     what = f"{group[0].cell.max_tokens} tokens take"

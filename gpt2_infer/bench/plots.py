@@ -19,7 +19,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.bench.results import (
     FREE_ATTENTION,
-    GenerationSeries,
     GenerationTiming,
     Inspection,
     KernelSeries,
@@ -81,13 +80,13 @@ def is_same(one: str, other: str) -> bool:
 
 def generation_time(results: GenerationTiming) -> Figure | None:
     """Draw seconds to generate, by the number of tokens: the case study's plot."""
-    group = _first_generation(results)
-    lines = _lines(group, lambda s: s.cell.max_tokens, lambda s: s.median)
+    group = _first_shape(results.series)
+    lines = _lines(group, lambda s: s.median)
     if not _has_lengths(lines):
         return None
     figure, axes = _figure(5)
     _draw_lines(axes, lines, group)
-    _title(axes, f"Generation, {_what(group[0])}", _how(results))
+    _title(axes, f"Generation, {group[0].cell.shape}", _how(results))
     axes.set(xlabel="tokens, prompt included", ylabel="seconds", xscale="log", yscale="log")
     _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
     return figure
@@ -95,10 +94,10 @@ def generation_time(results: GenerationTiming) -> Figure | None:
 
 def generation_bars(results: GenerationTiming) -> Figure | None:
     """Draw the longest generation of each backend."""
-    group = _first_generation(results)
+    group = _first_shape(results.series)
     longest = max(series.cell.max_tokens for series in group)
     at = [s for s in group if s.samples and s.cell.max_tokens == longest]
-    title = f"Generation, {_what(group[0])}: {longest} tokens"
+    title = f"Generation, {group[0].cell.shape}: {longest} tokens"
     return _bars(at, title, _how(results), "seconds", "{:.3f}")
 
 
@@ -106,10 +105,10 @@ def peak_memory(results: GenerationTiming) -> Figure | None:
     """Draw memory at its peak, by the number of tokens: the case study's open question."""
     group = [
         series
-        for series in _first_generation(results)
+        for series in _first_shape(results.series)
         if series.peak_memory_bytes and series.name != FREE_ATTENTION
     ]
-    lines = _lines(group, lambda s: s.cell.max_tokens, lambda s: (s.peak_memory_bytes or 0) / 2**20)
+    lines = _lines(group, lambda s: (s.peak_memory_bytes or 0) / 2**20)
     if not _has_lengths(lines):
         return None
     figure, axes = _figure(5)
@@ -123,14 +122,14 @@ def peak_memory(results: GenerationTiming) -> Figure | None:
 
 def kernel_time(results: KernelTiming) -> Figure | None:
     """Draw the kernel alone: microseconds, and TFLOP/s below the card's limit, by seqlen."""
-    group = _first_kernels(results)
-    lines = _lines(group, lambda s: s.cell.seqlen, lambda s: s.median)
+    group = _first_shape(results.series)
+    lines = _lines(group, lambda s: s.median)
     if not _has_lengths(lines):
         return None
     figure: Figure
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     _draw_lines(left, lines, group, legend=False)
-    tflops = _lines(group, lambda s: s.cell.seqlen, lambda s: s.cell.flops / s.median / 1e6)
+    tflops = _lines(group, lambda s: s.cell.flops / s.median / 1e6)
     _draw_lines(right, tflops, group)
     seqlens = sorted({series.cell.seqlen for series in group})
     dtype = group[0].cell.dtype
@@ -225,39 +224,24 @@ PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
 # ---- What is drawn -------------------------------------------------------------------------------
 
 
-def _first_generation(results: GenerationTiming) -> list[GenerationSeries]:
-    """Return the series of the first batch, dtype and mode."""
-    groups = group_by(results.series, lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode))
-    return next(iter(groups.values()))
-
-
-def _first_kernels(results: KernelTiming) -> list[KernelSeries]:
+def _first_shape(series: Sequence[AnySeries]) -> list[AnySeries]:
     """Return the series of the first shape."""
-    return next(iter(group_by(results.series, lambda s: s.cell.shape).values()))
+    return next(iter(group_by(series, lambda s: s.cell.shape).values()))
 
 
 def _at_one_seqlen(results: KernelTiming) -> list[KernelSeries]:
-    group = _first_kernels(results)
+    group = _first_shape(results.series)
     chosen = detail_seqlen({series.cell.seqlen for series in group})
     return [s for s in group if s.samples and s.cell.seqlen == chosen]
 
 
-def _lines(
-    group: Sequence[AnySeries],
-    x: Callable[[AnySeries], int],
-    y: Callable[[AnySeries], float],
-) -> Points:
+def _lines(group: Sequence[AnySeries], y: Callable[[AnySeries], float]) -> Points:
     groups = group_by([series for series in group if series.samples], lambda s: s.name)
-    return {name: sorted((x(s), y(s)) for s in mine) for name, mine in groups.items()}
+    return {name: sorted((s.cell.length, y(s)) for s in mine) for name, mine in groups.items()}
 
 
 def _has_lengths(lines: Points) -> bool:
     return len({x for points in lines.values() for x, _ in points}) > 1
-
-
-def _what(series: GenerationSeries) -> str:
-    cell = series.cell
-    return f"{cell.mode}, {cell.dtype}, batch {cell.batch}"
 
 
 def _how(results: GenerationTiming | KernelTiming) -> str:

@@ -20,11 +20,9 @@ from gpt2_infer.errors import GPT2InferError
 BASELINE = "NAIVE_PYTORCH"
 FREE_ATTENTION = "FREE_ATTENTION"
 """Not a real backend: it skips attention, which shows the most that any kernel could save."""
-KERNEL_SHAPE = ("batch", "num_heads", "head_dim", "dtype", "is_causal")
-TASK_PATTERN = "^[a-z0-9_-]+$"
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
-TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern=TASK_PATTERN)]
+TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
 """failed: its check failed; refused: it does not take this; emulated: checked, but not timed."""
@@ -105,6 +103,11 @@ class KernelCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.shape}, N={self.seqlen}"
 
     @property
+    def length(self) -> int:
+        """What varies within a table or a picture."""
+        return self.seqlen
+
+    @property
     def shape(self) -> str:
         """Everything but the length."""
         kind = "causal" if self.is_causal else "full"
@@ -132,7 +135,17 @@ class GenerationCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["recompute", "kv-cache"] = "recompute"
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.dtype}, batch {self.batch}, {self.max_tokens} tokens"
+        return f"{self.shape}, {self.max_tokens} tokens"
+
+    @property
+    def length(self) -> int:
+        """What varies within a table or a picture."""
+        return self.max_tokens
+
+    @property
+    def shape(self) -> str:
+        """Everything but the length."""
+        return f"{self.mode}, {self.dtype}, batch {self.batch}"
 
 
 class Check(_Record, kw_only=True):

@@ -14,10 +14,12 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import statistics
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tabulate import tabulate
@@ -25,19 +27,24 @@ from tabulate import tabulate
 from gpt2_infer.bench.results import (
     BASELINE,
     FREE_ATTENTION,
+    BuildSeries,
     BuildTiming,
     GenerationSeries,
     GenerationTiming,
+    Inspected,
     Inspection,
     KernelCell,
     KernelSeries,
     KernelTiming,
     Profile,
+    Profiled,
     Provenance,
     Published,
     Results,
     ResultsError,
+    Sampled,
     Series,
+    Timing,
     newest,
 )
 
@@ -51,12 +58,13 @@ THROUGHPUTS = {
     "global stores, GB/s": ("global_store_bytes", 1),
 }
 KINDS = ("load", "store")
+_NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
 Row = TypeVar("Row")
 Key = TypeVar("Key", bound=Hashable)
-AnySeries = TypeVar("AnySeries", bound=Series)
-Columns = Sequence[tuple[str, Callable[[Row], str]]]
-"""A table's columns: the heading, and the cell of a row."""
+AnySeries = TypeVar("AnySeries", KernelSeries, GenerationSeries)
+Columns = dict[str, Callable[[Row], str]]
+"""A table's columns: how to write the cell of a row, by heading."""
 
 
 # ---- In documents --------------------------------------------------------------------------------
@@ -65,8 +73,7 @@ Columns = Sequence[tuple[str, Callable[[Row], str]]]
 def show(task: str) -> None:
     """Print the table of a task's newest results, for the document that cog is filling."""
     path, results = _newest(task)
-    link = os.path.relpath(path, Path(_document()).parent)
-    _print(render(f"[{path.name}]({link})", results))
+    _print(render(_link(path), results))
 
 
 def versions(family: str) -> None:
@@ -99,8 +106,7 @@ def row_errors(task: str, *names: str) -> None:
         rows.append(
             [f"`{name}`", *(f"{c.row_error:.1e} / {c.row_budget:.1e}" if c else "" for c in found)]
         )
-    link = os.path.relpath(path, Path(_document()).parent)
-    title = f"{where(results.provenance)} ([{path.name}]({link}))"
+    title = f"{where(results.provenance)} ({_link(path)})"
     _print(f"{title}:\n\n{markdown(['backend', *(f'N={n}' for n in lengths)], rows)}")
 
 
@@ -113,8 +119,7 @@ def ladder(family: str, *tasks: str) -> None:
 
 def picture(task: str, plot: str) -> None:
     """Print the link to a picture, which `python scripts/plot_results.py` draws."""
-    file = Path("results", "plots", f"{task}_{plot}.svg")
-    _print(f"![{task}, {plot}]({os.path.relpath(file, Path(_document()).parent)})\n")
+    _print(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")
 
 
 @functools.cache
@@ -128,10 +133,11 @@ def _newest(task: str) -> tuple[Path, Results]:
     return _files()[task]
 
 
-def _document() -> str:
-    """Return the file that cog is filling."""
+def _link(path: Path, text: str = "") -> str:
+    """Return a link to a file from the document that cog is filling."""
     cog = sys.modules.get("cog")
-    return str(cog.inFile) if cog else "README.md"
+    document = Path(str(cog.inFile) if cog else "README.md")
+    return f"[{text or path.name}]({os.path.relpath(path, document.parent)})"
 
 
 def _print(text: str) -> None:
@@ -141,7 +147,7 @@ def _print(text: str) -> None:
 # ---- What a figure means -------------------------------------------------------------------------
 
 
-def ratio(series: AnySeries, others: Iterable[AnySeries], baseline: str) -> float | None:
+def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
     """Return how many times as fast as the baseline; None for another precision class.
 
     NaN if the ranges of their samples meet: then neither is faster.
@@ -190,208 +196,168 @@ def where(provenance: Provenance) -> str:
 
 def render(file: str, results: Results) -> str:
     """Return the table of a results file; `file` is what names it."""
-    render_kind = _RENDERERS[type(results)]
-    return render_kind(file, results)
+    return _RENDERERS[type(results)](file, results)
 
 
 def _generation(file: str, results: GenerationTiming) -> str:
     """Generation end to end: a block per batch, dtype and mode; a column per number of tokens."""
-    blocks = []
-    for (batch, dtype, mode), group in group_by(
-        results.series, lambda s: (s.cell.batch, s.cell.dtype, s.cell.mode)
-    ).items():
-        lengths = sorted({series.cell.max_tokens for series in group})
-        last = [series for series in group if series.cell.max_tokens == lengths[-1]]
-        new_tokens = batch * (lengths[-1] - results.prompt_tokens)
-
-        columns = _generation_columns(results, group, last, lengths, new_tokens)
-        what = f"{results.model}, {dtype}, batch {batch}, {mode}"
-        title = f"{what}, {where(results.provenance)}; {_how(file, results.rounds)}"
-        blocks.append(f"{title}:\n\n{_table(last, columns)}{_untimed(group)}")
-    return "\n".join(blocks)
+    if results.timed == "call":
+        return _beside_transformers(file, results)
+    groups = group_by(results.series, lambda s: s.cell.shape)
+    return "\n".join(_generation_block(file, results, group) for group in groups.values())
 
 
-def _generation_columns(
-    results: GenerationTiming,
-    group: list[GenerationSeries],
-    last: list[GenerationSeries],
-    lengths: list[int],
-    new_tokens: int,
-) -> Columns[GenerationSeries]:
-    cells = {(series.name, series.cell.max_tokens): series for series in group}
+def _generation_block(file: str, results: GenerationTiming, group: list[GenerationSeries]) -> str:
+    lengths = sorted({series.cell.length for series in group})
+    cell = group[0].cell
+    new_tokens = cell.batch * (lengths[-1] - results.prompt_tokens)
     by_name = group_by(group, lambda series: series.name)
+    last = [series for series in group if series.cell.length == lengths[-1]]
 
-    def share(one: GenerationSeries) -> str:
-        is_free = one.name == FREE_ATTENTION
-        return "" if is_free else _figure(attention_share(one, last), "{:.1%}")
+    def seconds(tokens: int) -> Callable[[GenerationSeries], str]:
+        return lambda one: _median(by_name[one.name], tokens, "{:.3f}")
 
-    return [
-        ("backend", lambda one: f"`{one.name}`"),
-        ("precision", lambda one: one.precision),
-        *(
-            (f"{n} tokens, s", lambda one, n=n: _median(cells.get((one.name, n)), "{:.3f}"))
-            for n in lengths
-        ),
-        ("spread", lambda one: _timed(one, lambda one: _spread(by_name[one.name]))),
-        (f"x {results.baseline}", lambda one: _times(ratio(one, last, results.baseline))),
-        ("tokens/s", lambda one: _timed(one, lambda one: f"{new_tokens / one.median:.0f}")),
-        ("attention's share", share),
-        ("peak memory, MiB", lambda one: _mebibytes(one.peak_memory_bytes)),
-    ]
+    def share(one: GenerationSeries) -> float | None:
+        return None if one.name == FREE_ATTENTION else attention_share(one, last)
+
+    columns: Columns[GenerationSeries] = {
+        "backend": lambda one: f"`{one.name}`",
+        "precision": lambda one: one.precision,
+        **{f"{n} tokens, s": seconds(n) for n in lengths},
+        "spread": lambda one: _spread(by_name[one.name]) if one.samples else "",
+        f"x {results.baseline}": lambda one: _times(ratio(one, last, results.baseline)),
+        "tokens/s": lambda one: f"{new_tokens / one.median:.0f}" if one.samples else "",
+        "attention's share": lambda one: _figure(share(one), "{:.1%}"),
+        "peak memory, MiB": lambda one: _divided(one.peak_memory_bytes, 2**20),
+    }
+    title = f"{results.model}, {cell.shape}, {_how(file, results)}"
+    return _table(title, last, columns, _untimed(group))
 
 
 def _beside_transformers(file: str, results: GenerationTiming) -> str:
     """Generation beside transformers; a ratio is of whole calls, warm-up included."""
-    new_tokens = results.cells[0].max_tokens - results.prompt_tokens
-    transformers = [s for s in results.series if s.program == "transformers"]
+    cell = results.cells[0]
+    new_tokens = cell.max_tokens - results.prompt_tokens
 
-    def seconds(one: GenerationSeries) -> float:
-        """Without the warm-up, which transformers has none of."""
-        return statistics.median(one.generation_s or one.samples)
+    def times(one: GenerationSeries) -> float | None:
+        return ratio(one, [s for s in results.series if s.cell == one.cell], results.baseline)
 
-    def times(one: GenerationSeries) -> str:
-        of_mode = [other for other in transformers if other.cell == one.cell]
-        return _times(ratio(one, of_mode, results.baseline))
+    def after_warm_up(one: GenerationSeries) -> float | None:
+        """Seconds without the warm-up, which transformers has none of."""
+        return statistics.median(one.generation_s or one.samples) if one.samples else None
 
-    def call(one: GenerationSeries) -> str:
-        if not one.samples:
-            return f"{one.status}: {one.reason}"
-        low, high = one.spread
-        return f"{one.median:.3f} ({low:.3f} .. {high:.3f})"
+    def rate(one: GenerationSeries) -> float | None:
+        seconds = after_warm_up(one)
+        return new_tokens / seconds if seconds else None
 
-    columns: Columns[GenerationSeries] = [
-        ("program, mode", lambda one: f"{one.program}, {one.cell.mode}"),
-        ("attention", lambda one: f"`{one.decode_attention or one.attention}`"),
-        ("precision", lambda one: one.precision),
-        ("call, s (min .. max)", call),
-        ("vs transformers", times),
-        ("after warm-up, s", lambda one: _timed(one, lambda one: f"{seconds(one):.3f}")),
-        ("tokens/s", lambda one: _timed(one, lambda one: f"{new_tokens / seconds(one):.0f}")),
-    ]
+    columns: Columns[GenerationSeries] = {
+        "program, mode": lambda one: f"{one.program}, {one.cell.mode}",
+        "attention": lambda one: f"`{one.decode_attention or one.attention}`",
+        "precision": lambda one: one.precision,
+        "call, s (min .. max)": lambda one: with_spread(one, "{:.3f}"),
+        "vs transformers": lambda one: _times(times(one)),
+        "after warm-up, s": lambda one: _figure(after_warm_up(one), "{:.3f}"),
+        "tokens/s": lambda one: _figure(rate(one), "{:.0f}"),
+    }
     title = (
-        f"{results.model}, {results.cells[0].dtype}, {results.prompt_tokens} + {new_tokens} "
-        f"tokens, {where(results.provenance)}, transformers "
-        f"{results.provenance.packages['transformers']}; {_how(file, results.rounds)}"
+        f"{results.model}, {cell.dtype}, {results.prompt_tokens} + {new_tokens} tokens, "
+        f"{_how(file, results, 'transformers')}"
     )
-    return f"{title}:\n\n{_table(results.series, columns)}"
+    return _table(title, results.series, columns)
 
 
 def _kernel(file: str, results: KernelTiming) -> str:
     """The kernel alone: a block per shape; times by seqlen, then more about one of them."""
-    blocks = []
-    for group in group_by(results.series, lambda s: s.cell.shape).values():
-        lengths = sorted({series.cell.seqlen for series in group})
-        one_length = len(lengths) == 1
-        chosen = detail_seqlen(lengths)
-        at_chosen = [series for series in group if series.cell.seqlen == chosen]
-        by_name = group_by(group, lambda series: series.name)
-        # The series at the chosen length stands for the row; a backend without times has no row.
-        rows = [
-            next((s for s in mine if s.cell.seqlen == chosen), mine[0])
-            for mine in by_name.values()
-            if any(series.samples for series in mine)
-        ]
-        columns = _kernel_columns(results, by_name, at_chosen, lengths, chosen)
-        cell = group[0].cell
-        kind = "causal" if cell.is_causal else "full"
-        title = (
-            f"B={cell.batch} H={cell.num_heads} head_dim={cell.head_dim}, {kind}, {cell.dtype}, "
-            f"{where(results.provenance)}; {_how(file, results.rounds)}. TFLOP/s, GB/s (q, k, v "
-            f"and o once) and the largest error against float64 are at N={chosen}"
+    groups = group_by(results.series, lambda s: s.cell.shape)
+    return "\n".join(_kernel_block(file, results, group) for group in groups.values())
+
+
+def _kernel_block(file: str, results: KernelTiming, group: list[KernelSeries]) -> str:
+    lengths = sorted({series.cell.seqlen for series in group})
+    chosen = detail_seqlen(lengths)
+    by_name = group_by(group, lambda series: series.name)
+    at_chosen = {series.name: series for series in group if series.cell.seqlen == chosen}
+    # A backend without times has no row.
+    rows = [name for name, mine in by_name.items() if any(one.samples for one in mine)]
+
+    def microseconds(seqlen: int) -> Callable[[str], str]:
+        return lambda name: _median(by_name[name], seqlen, "{:.1f}")
+
+    def at(text: Callable[[KernelSeries], str]) -> Callable[[str], str]:
+        """Leave blank what is about the chosen length for a backend that has no time there."""
+        timed = {name: one for name, one in at_chosen.items() if one.samples}
+        return lambda name: text(timed[name]) if name in timed else ""
+
+    def rate(work: Callable[[KernelCell], int], unit: float) -> Callable[[str], str]:
+        return at(lambda one: f"{work(one.cell) / (one.median * 1e-6) / unit:.3g}")
+
+    columns: Columns[str] = {
+        "backend": lambda name: f"`{name}`",
+        "precision": lambda name: by_name[name][0].precision,
+        **{f"N={n}, us": microseconds(n) for n in lengths},
+        **(
+            {"20 % .. 80 %": at(lambda one: _quantiles(one.samples))}
+            if len(lengths) == 1
+            else {"spread": lambda name: _spread(by_name[name])}
+        ),
+        f"x {results.baseline}, N={chosen}": at(
+            lambda one: _times(ratio(one, at_chosen.values(), results.baseline))
+        ),
+        "TFLOP/s": rate(lambda cell: cell.flops, 1e12),
+        "GB/s": rate(lambda cell: cell.min_bytes, 1e9),
+        "error": at(lambda one: f"{one.check.error:.1e}" if one.check else ""),
+    }
+    if len(lengths) == 1:
+        columns["relative error"] = at(
+            lambda one: f"{one.check.relative_error:.1%}" if one.check else ""
         )
-        # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
-        naive = [s.check.naive_error for s in at_chosen if s.check and s.check.naive_error]
-        if naive and BASELINE not in {row.name for row in rows} and cell.dtype != "float64":
-            title += f", where plain PyTorch's own error is {naive[0]:.1e}"
-        if not one_length and all(_within_budget(s) for s in group if s.samples):
-            title += "; at every N what was timed was within its budget"
-        limits = results.provenance.limits
-        if f"matmul_{cell.dtype}_tflops" in limits:
-            tflops, gbps = limits[f"matmul_{cell.dtype}_tflops"], limits["copy_gbps"]
-            title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
-            title += f"{gbps:.0f} GB/s"
-        blocks.append(f"{title}:\n\n{_table(rows, columns)}{_untimed(group)}")
-    return "\n".join(blocks)
+    columns["workspace, KiB"] = at(lambda one: _divided(one.workspace_bytes, 1024))
+    title = _kernel_title(file, results, group, chosen)
+    return _table(title, rows, columns, _untimed(group))
 
 
-def _kernel_columns(
-    results: KernelTiming,
-    by_name: dict[str, list[KernelSeries]],
-    at_chosen: list[KernelSeries],
-    lengths: list[int],
-    chosen: int,
-) -> Columns[KernelSeries]:
-    cells = {(s.name, s.cell.seqlen): s for mine in by_name.values() for s in mine}
-    one_length = len(lengths) == 1
-
-    def at(one: KernelSeries, text: Callable[[KernelSeries], str]) -> str:
-        """Leave blank what is about the chosen length for a row that has no time there."""
-        return _timed(one, text) if one.cell.seqlen == chosen else ""
-
-    def rate(work: Callable[[KernelCell], int], unit: float) -> Callable[[KernelSeries], str]:
-        def of(one: KernelSeries) -> str:
-            return f"{work(one.cell) / (one.median * 1e-6) / unit:.3g}"
-
-        return lambda one: at(one, of)
-
-    def error(one: KernelSeries) -> str:
-        return at(one, lambda one: f"{one.check.error:.1e}" if one.check else "")
-
-    def relative_error(one: KernelSeries) -> str:
-        return at(one, lambda one: f"{one.check.relative_error:.1%}" if one.check else "")
-
-    spread: tuple[str, Callable[[KernelSeries], str]] = (
-        "spread",
-        lambda one: _spread(by_name[one.name]),
+def _kernel_title(file: str, results: KernelTiming, group: list[KernelSeries], chosen: int) -> str:
+    cell, timed = group[0].cell, [series for series in group if series.samples]
+    title = (
+        f"{cell.shape}, {_how(file, results)}. TFLOP/s, GB/s (q, k, v and o once) and the largest "
+        f"error against float64 are at N={chosen}"
     )
-    if one_length:
-        spread = ("20 % .. 80 %", lambda one: _quantiles(one.samples))
-    return [
-        ("backend", lambda one: f"`{one.name}`"),
-        ("precision", lambda one: one.precision),
-        *(
-            (f"N={n}, us", lambda one, n=n: _median(cells.get((one.name, n)), "{:.1f}"))
-            for n in lengths
-        ),
-        spread,
-        (
-            f"x {results.baseline}, N={chosen}",
-            lambda one: at(one, lambda one: _times(ratio(one, at_chosen, results.baseline))),
-        ),
-        ("TFLOP/s", rate(lambda cell: cell.flops, 1e12)),
-        ("GB/s", rate(lambda cell: cell.min_bytes, 1e9)),
-        ("error", error),
-        *([("relative error", relative_error)] if one_length else []),
-        ("workspace, KiB", lambda one: at(one, lambda one: _kibibytes(one.workspace_bytes))),
-    ]
+    checks = [series.check for series in group if series.check and series.cell.seqlen == chosen]
+    # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
+    if BASELINE not in {series.name for series in timed} and cell.dtype != "float64":
+        naive = [check.naive_error for check in checks if check.naive_error]
+        title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
+    if len({series.cell.seqlen for series in group}) > 1 and all(map(_within_budget, timed)):
+        title += "; at every N what was timed was within its budget"
+    limits = results.provenance.limits
+    if tflops := limits.get(f"matmul_{cell.dtype}_tflops"):
+        title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
+        title += f"{limits['copy_gbps']:.0f} GB/s"
+    return title
 
 
 def _profile(file: str, results: Profile) -> str:
     """What the profiler counted: a row per version, a column per metric."""
-    metrics = list(dict.fromkeys(name for one in results.versions for name in one.metrics))
+    metrics = dict.fromkeys(name for one in results.versions for name in one.metrics)
 
-    def count(found: dict[str, float], metric: str) -> str:
-        return f"{found[metric]:,.4g}" if metric in found else ""
+    def count(metric: str) -> Callable[[Profiled], str]:
+        return lambda one: _figure(one.metrics.get(metric), "{:,.4g}")
 
-    def throughput(found: dict[str, float], metric: str, size: int) -> str:
-        if metric not in found or "duration_us" not in found:
-            return ""
-        return f"{found[metric] * size / found['duration_us'] / 1e3:,.3g}"
+    def throughput(metric: str, size: int) -> Callable[[Profiled], str]:
+        def of(one: Profiled) -> str:
+            if metric not in one.metrics or "duration_us" not in one.metrics:
+                return ""
+            return f"{one.metrics[metric] * size / one.metrics['duration_us'] / 1e3:,.3g}"
 
-    columns: list[tuple[str, Callable[[Any], str]]] = [
-        ("backend", lambda one: f"`{one.name}`"),
-        *(
-            (metric.replace("_", " "), lambda one, metric=metric: count(one.metrics, metric))
-            for metric in metrics
-        ),
-        *(
-            (what, lambda one, of=of: throughput(one.metrics, *of))
-            for what, of in THROUGHPUTS.items()
-            if of[0] in metrics
-        ),
-    ]
+        return of
+
+    columns: Columns[Profiled] = {
+        "backend": lambda one: f"`{one.name}`",
+        **{metric.replace("_", " "): count(metric) for metric in metrics},
+        **{what: throughput(*of) for what, of in THROUGHPUTS.items()},
+    }
     title = f"{results.shape}, {where(results.provenance)}; one profiled call each ({file})"
-    return f"{title}:\n\n{_table(results.versions, columns)}"
+    return _table(title, results.versions, columns)
 
 
 def _inspection(file: str, results: Inspection) -> str:
@@ -411,62 +377,56 @@ def _inspection(file: str, results: Inspection) -> str:
         count, fewest = found[f"global_{kind}_sectors"], found[f"global_{kind}_fewest_sectors"]
         return f"{count:,.0f}" + (f" ({fewest:,.0f} would do)" if fewest < count else "")
 
-    columns: Columns[dict[str, float]] = [
-        ("registers", lambda found: f"{found['registers']:.0f}"),
-        ("spills, bytes", lambda found: f"{found['spill_bytes']:.0f}"),
-        ("shared memory, KiB", lambda found: f"{found['shared_bytes'] / 1024:.3g}"),
-        (
-            "warps/SM, occupancy",
-            lambda found: f"{found['warps']:.0f}, {found['occupancy_percent']:.0f} %",
-        ),
-        ("shared loads", lambda found: shared(found, "load")),
-        ("shared stores", lambda found: shared(found, "store")),
-        ("sectors loaded", lambda found: sectors(found, "load")),
-        ("sectors stored", lambda found: sectors(found, "store")),
-    ]
-    counted = [one for one in results.versions if one.metrics]
-    named: list[tuple[str, Callable[[Any], str]]] = [
-        ("backend", lambda one: f"`{one.name}`"),
-        *((head, lambda one, cell=cell: cell(one.metrics)) for head, cell in columns),
-    ]
+    def occupancy(found: dict[str, float]) -> str:
+        return f"{found['warps']:.0f}, {found['occupancy_percent']:.0f} %"
+
+    columns: Columns[Inspected] = {
+        "backend": lambda one: f"`{one.name}`",
+        "registers": lambda one: f"{one.metrics['registers']:.0f}",
+        "spills, bytes": lambda one: f"{one.metrics['spill_bytes']:.0f}",
+        "shared memory, KiB": lambda one: f"{one.metrics['shared_bytes'] / 1024:.3g}",
+        "warps/SM, occupancy": lambda one: occupancy(one.metrics),
+        "shared loads": lambda one: shared(one.metrics, "load"),
+        "shared stores": lambda one: shared(one.metrics, "store"),
+        "sectors loaded": lambda one: sectors(one.metrics, "load"),
+        "sectors stored": lambda one: sectors(one.metrics, "store"),
+    }
     title = (
         f"{results.shape}; nvcc {results.nvcc} for sm_{results.arch}, accesses counted in the "
         f"source ({file}). After a + are bank conflicts"
     )
+    counted = [one for one in results.versions if one.metrics]
     notes = {one.name: f"refused: {one.refused}" for one in results.versions if one.refused}
-    return f"{title}:\n\n{_table(counted, named)}{_notes(notes)}"
+    return _table(title, counted, columns, notes)
 
 
 def _build(file: str, results: BuildTiming) -> str:
     """The seconds of a cold build: a row per compiler."""
-    columns: Columns[Any] = [
-        ("compiler", lambda one: one.name),
-        ("seconds", lambda one: f"{one.median:.1f}"),
-        ("min .. max", lambda one: f"{one.spread[0]:.1f} .. {one.spread[1]:.1f}"),
-    ]
+    columns: Columns[BuildSeries] = {
+        "compiler": lambda one: one.name,
+        "seconds": lambda one: f"{one.median:.1f}",
+        "min .. max": lambda one: f"{one.spread[0]:.1f} .. {one.spread[1]:.1f}",
+    }
     title = f"{results.series[0].versions} versions on {results.jobs} cores ({file})"
-    return f"{title}:\n\n{_table(results.series, columns)}"
+    return _table(title, results.series, columns)
 
 
 def _published(file: str, results: Published) -> str:
     """Somebody else's published seconds: a row per implementation, a column per card."""
-    cards = list(dict.fromkeys(card for row in results.seconds.values() for card in row))
-    columns: list[tuple[str, Callable[[Any], str]]] = [
-        ("backend", lambda row: f"`{row[0]}`"),
-        *(
-            (card, lambda row, card=card: f"{row[1][card]:.1f} s" if card in row[1] else "")
-            for card in cards
-        ),
-    ]
-    return f"{results.note} ({file}):\n\n{_table(list(results.seconds.items()), columns)}"
+    cards = dict.fromkeys(card for row in results.seconds.values() for card in row)
 
+    def seconds(card: str) -> Callable[[str], str]:
+        return lambda name: _figure(results.seconds[name].get(card), "{:.1f} s")
 
-def _generation_of_either_kind(file: str, results: GenerationTiming) -> str:
-    return (_beside_transformers if results.timed == "call" else _generation)(file, results)
+    columns: Columns[str] = {
+        "backend": lambda name: f"`{name}`",
+        **{card: seconds(card) for card in cards},
+    }
+    return _table(f"{results.note} ({file})", list(results.seconds), columns)
 
 
 _RENDERERS: dict[type, Callable[[str, Any], str]] = {
-    GenerationTiming: _generation_of_either_kind,
+    GenerationTiming: _generation,
     KernelTiming: _kernel,
     Profile: _profile,
     Inspection: _inspection,
@@ -487,32 +447,48 @@ def group_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[R
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of texts."""
-    return tabulate(rows, head, tablefmt="github", disable_numparse=True) + "\n"
+    """Return a Markdown table of texts; a column of numbers is aligned to the right."""
+    columns = [[cell for cell in column if cell] for column in zip(*rows, strict=True)]
+    align = ["right" if all(map(_NUMBER.match, column)) else "left" for column in columns]
+    return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
 
 
-def _table(rows: Sequence[Row], columns: Columns[Row]) -> str:
-    """Return a Markdown table without the columns that are blank in every row."""
-    columns = [(head, cell) for head, cell in columns if any(cell(row) for row in rows)]
-    body = [[cell(row) for _, cell in columns] for row in rows]
-    text = markdown([head for head, _ in columns], body)
-    if any(WITHIN_SPREAD in row for row in body):
+def _table(
+    title: str,
+    rows: Sequence[Row],
+    columns: Columns[Row],
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return a title, a table without the columns that are blank throughout, and notes by name."""
+    cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
+    cells = {head: column for head, column in cells.items() if any(column)}
+    text = f"{title}:\n\n{markdown([*cells], [*zip(*cells.values(), strict=True)])}"
+    if any(WITHIN_SPREAD in column for column in cells.values()):
         text += f"\n`{WITHIN_SPREAD}`: no difference beyond the spread of the samples.\n"
-    return text
+    return text + "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
 
 
-def _how(file: str, rounds: int) -> str:
-    return f"medians of {rounds} interleaved rounds ({file})"
+def _how(file: str, results: Timing, *packages: str) -> str:
+    """Say where, with which versions and how often something was timed."""
+    versions = (f", {name} {results.provenance.packages[name]}" for name in packages)
+    place = where(results.provenance) + "".join(versions)
+    return f"{place}; medians of {results.rounds} interleaved rounds ({file})"
 
 
-def _timed(series: AnySeries, text: Callable[[AnySeries], str]) -> str:
-    return text(series) if series.samples else ""
+def with_spread(series: Sampled, form: str) -> str:
+    """Return the median with the smallest and the largest sample, or why there is none."""
+    if not series.samples:
+        return f"{series.status}: {series.reason}"
+    middle, low, high = (form.format(value) for value in (series.median, *series.spread))
+    return f"{middle} ({low} .. {high})"
 
 
-def _median(series: Series | None, form: str) -> str:
-    if series is None:
-        return ""
-    return form.format(series.median) if series.samples else series.status
+def _median(series: Sequence[AnySeries], length: int, form: str) -> str:
+    """Return the median of the one series at a length, or its status."""
+    for one in series:
+        if one.cell.length == length:
+            return form.format(one.median) if one.samples else one.status
+    return ""
 
 
 def _spread(series: Iterable[Series]) -> str:
@@ -536,12 +512,8 @@ def _figure(value: float | None, form: str) -> str:
     return WITHIN_SPREAD if math.isnan(value) else form.format(value)
 
 
-def _mebibytes(count: int | None) -> str:
-    return f"{count / 2**20:.0f}" if count else ""
-
-
-def _kibibytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 1024:.0f}"
+def _divided(count: int | None, unit: int) -> str:
+    return "" if count is None else f"{count / unit:.0f}"
 
 
 def _within_budget(series: Series) -> bool:
@@ -551,15 +523,11 @@ def _within_budget(series: Series) -> bool:
     return check.error <= check.budget
 
 
-def _untimed(group: Iterable[Series]) -> str:
-    """Return a line for each backend without a time, with the reason, or with an unchecked text."""
+def _untimed(group: Iterable[Series]) -> dict[str, str]:
+    """Say of each backend why it has no time, or that its text was compared with none."""
     notes = {s.name: f"{s.status}: {s.reason}" for s in group if not s.samples}
     for series in group:
         unchecked = isinstance(series, GenerationSeries) and series.text_compared is False
         if unchecked and series.name != FREE_ATTENTION:
             notes[series.name] = "its text was compared with nothing: the baseline wrote none"
-    return _notes(notes)
-
-
-def _notes(notes: dict[str, str]) -> str:
-    return "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
+    return notes
