@@ -109,6 +109,11 @@ class DecodeCase:
     layout: Layout = "transposed"
     """Of the cache."""
 
+    @property
+    def seqlen(self) -> int:
+        """The length of the cache."""
+        return self.max_seqlen
+
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw q, k_cache, v_cache and seqlens. What lies past a row's length is large."""
         shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
@@ -253,24 +258,12 @@ def random_cases(
         return bool(work * (chosen["band"][0] + 1) ** 2 <= largest)
 
     for chosen in all_pairs(conditions, draw, fits):
-        (low, high), (kind, scale) = chosen["band"], chosen["numbers"]
+        (low, high), (kind, scale) = chosen.pop("band"), chosen.pop("numbers")
         work = chosen["batch"] * chosen["num_heads"] * chosen["head_dim"]
         seqlen = draw.randint(low + 1, min(high, int((largest / work) ** 0.5)))
         if draw.random() < 0.5 and seqlen // 64 * 64 > low:
             seqlen = seqlen // 64 * 64 + draw.choice((0, 0, 1))  # a tile's edge
-        yield Case(
-            seqlen,
-            chosen["head_dim"],
-            scale,
-            chosen["batch"],
-            chosen["num_heads"],
-            chosen["is_causal"],
-            chosen["softmax_scale"],
-            chosen["dtype"],
-            seed,
-            kind,
-            chosen["layout"],
-        )
+        yield Case(seqlen, scale=scale, kind=kind, seed=seed, **chosen)
 
 
 def decode_cases(
@@ -292,21 +285,12 @@ def decode_cases(
         "dtype": dtypes,
     }
     for chosen in all_pairs(conditions, draw):
-        low, high = chosen["band"]
+        (low, high), batch = chosen.pop("band"), chosen.pop("batch")
         longest = draw.randint(low + 1, high)
-        others = [draw.randint(1, longest) for _ in range(chosen["batch"] - 1)]
-        lengths = draw.sample([longest, *others], chosen["batch"])
-        yield DecodeCase(
-            chosen["head_dim"],
-            chosen["dtype"],
-            seed,
-            tuple(lengths),
-            longest + draw.choice((0, 1, 31)),
-            chosen["num_heads"],
-            chosen["scale"],
-            chosen["softmax_scale"],
-            chosen["layout"],
-        )
+        others = [draw.randint(1, longest) for _ in range(batch - 1)]
+        lengths = tuple(draw.sample([longest, *others], batch))
+        max_seqlen = longest + draw.choice((0, 1, 31))
+        yield DecodeCase(seed=seed, lengths=lengths, max_seqlen=max_seqlen, **chosen)
 
 
 def all_pairs(

@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +55,6 @@ __all__ = [
     "Failure",
     "Report",
     "cases",
-    "decode_verdict",
     "describe_error",
     "future_leaks",
     "poison_freed_memory",
@@ -63,8 +63,8 @@ __all__ = [
     "verify",
 ]
 
-# What a kernel that fails may raise: a failure of its own, and of nothing else.
-KERNEL_ERRORS = (AttentionError, RuntimeError, ValueError, TypeError)
+# How a kernel's failure shows: CUDA reports one of a launch at a later, unrelated call of torch's.
+KERNEL_ERRORS = (AttentionError, RuntimeError)
 # After so many cases that fail the suite ends: more would say nothing new.
 MOST_FAILURES = 20
 # How often one small case is run. A fault in one call of a thousand, at random, is missed with
@@ -74,8 +74,8 @@ REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 # How many of the cases come before the other checks. The cases are sorted by their work.
 CHEAP = 200
-# A case, or the name of what else is checked; how; a string says what is wrong.
-_Check = tuple["Case | DecodeCase | str", Callable[[], "Verdict | str | None"]]
+# A case, or the name of what else is checked, and how. A string says what is wrong.
+_Check = tuple[Case | DecodeCase | str, Callable[[], Verdict | str | None]]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -120,13 +120,6 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
     if fault := inputs.fault(o):
         return Verdict(math.inf, math.inf, math.inf, fault=fault)
     return _judge(spec, case, inputs, o)
-
-
-def decode_verdict(
-    spec: BackendSpec, device: torch.device | str, head_dim: int, dtype: torch.dtype, seed: int = 0
-) -> Verdict:
-    """Run the fixed decode case of a head_dim and dtype."""
-    return run_case(spec, DecodeCase(head_dim, dtype, seed), device)
 
 
 def poison_freed_memory(like: Tensor) -> None:
@@ -232,7 +225,7 @@ class Report:
     killed: bool = False
     """Whether a signal ended the process that the kernel ran in."""
     failures: list[Failure] = field(default_factory=list)
-    """Of the cases and, before them, of the other checks."""
+    """Of the cases and of the other checks, in the order in which they ran."""
     refusals: list[str] = field(default_factory=list)
     """What the backend does not take here."""
     worst: tuple[Case | DecodeCase, Verdict] | None = None
@@ -242,6 +235,21 @@ class Report:
     def passed(self) -> bool:
         """Whether something ran and nothing failed."""
         return self.cases > 0 and not self.failures
+
+    def note(self, what: Case | DecodeCase | str, found: Verdict | str | None) -> None:
+        """Add the outcome of a check: a verdict, or what is wrong, if anything is."""
+        why = found
+        if isinstance(found, Verdict):
+            why = "" if found.passed else str(found)
+        if why:
+            self.failures.append(Failure(str(what), str(why)))
+        if isinstance(what, str):
+            return
+        self.cases += 1
+        self.failed += bool(why)
+        nearest = self.worst[1].nearness if self.worst else -1.0
+        if isinstance(found, Verdict) and found.nearness > nearest:
+            self.worst = what, found
 
 
 def suite(
@@ -297,51 +305,53 @@ def verify(
         checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted[0], seed)
         checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
     report = Report(seed=seed, total=len(todo))
-    # Lengths that are refused. One may be the length's own; after two of them it is the head_dim's.
-    refused: dict[object, set[int]] = {}
-    more: list[Failure] = []
+    refused = _Refused()
     for what, check in tqdm(checks, spec.name, unit="check", disable=None if progress else True):
-        length, key = 0, None
-        if not isinstance(what, str):
-            length = what.seqlen if isinstance(what, Case) else what.max_seqlen
-            key = type(what), what.dtype, what.head_dim
-        lengths = refused.setdefault(key, set())
-        if len(lengths) > 1 or length in lengths:
+        if what in refused:
             continue
-        if len(report.failures) + len(more) >= max_failures:
+        if len(report.failures) >= max_failures:
             report.stopped = True
             break
         on_check(str(what))
+        found: Verdict | str | None
         try:
             found = check()
         except UnavailableBackendError:
             raise
         except UnsupportedError as error:
-            if not isinstance(what, str):
-                lengths.add(length)
-                refusal = f"seqlen {length}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
-                report.refusals.append(f"{refusal}: {_OP.sub('', '; '.join(error.reasons))}")
+            report.refusals += refused.add(what, error)
             continue
         except KERNEL_ERRORS as error:
-            why = describe_error(error)
-        else:
-            if isinstance(found, Verdict):
-                why = "" if found.passed else str(found)
-            else:
-                why = found or ""
-            if isinstance(found, Verdict) and not isinstance(what, str):
-                nearest = report.worst[1].nearness if report.worst else -1.0
-                report.worst = (what, found) if found.nearness > nearest else report.worst
-        failures = more if isinstance(what, str) else report.failures
-        report.cases += failures is report.failures
-        if why:
-            failures.append(Failure(str(what), why))
-            report.failed += failures is report.failures
-        if "cudaErrorLaunchTimeout" in why:  # as would all others, each after as long
-            report.stopped = True
+            found = describe_error(error)
+        report.note(what, found)
+        if isinstance(found, str) and "cudaErrorLaunchTimeout" in found:
+            report.stopped = True  # all others would end so, each after as long
             break
-    report.failures = more + report.failures
     return report
+
+
+class _Refused:
+    """Which cases a backend refuses, so that it is not asked the same again.
+
+    One length may be refused for itself; after two it is the head_dim, or the dtype.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[object, set[int]] = defaultdict(set)
+
+    def __contains__(self, what: Case | DecodeCase | str) -> bool:
+        if isinstance(what, str):
+            return False
+        lengths = self._lengths[type(what), what.dtype, what.head_dim]
+        return len(lengths) > 1 or what.seqlen in lengths
+
+    def add(self, what: Case | DecodeCase | str, error: UnsupportedError) -> list[str]:
+        """Note a refusal; return how to report it, if it is one of a case."""
+        if isinstance(what, str):
+            return []
+        self._lengths[type(what), what.dtype, what.head_dim].add(what.seqlen)
+        case = f"seqlen {what.seqlen}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
+        return [f"{case}: {'; '.join(error.reasons)}"]
 
 
 def _future_checks(

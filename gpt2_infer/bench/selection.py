@@ -15,7 +15,7 @@ from attention_kernels import BackendSpec, UnsupportedError, get_backend, ladder
 from attention_kernels.conformance import (
     KERNEL_ERRORS,
     Case,
-    decode_verdict,
+    DecodeCase,
     describe_error,
     run_case,
 )
@@ -166,7 +166,7 @@ def check(
         if not spec.has_decode(device):
             series.status, series.reason = "refused", f"it has no decode kernel on {device}"
             return
-        verdict = decode_verdict(spec, device, cases[0].head_dim, cases[0].dtype)
+        verdict = run_case(spec, DecodeCase(cases[0].head_dim, cases[0].dtype), device)
         if not verdict.passed:
             series.status, series.reason = "failed", f"decode: {verdict}"
     if worst:

@@ -20,9 +20,9 @@ from attention_kernels import (
 )
 from attention_kernels.conformance import (
     Case,
+    DecodeCase,
     Report,
     cases,
-    decode_verdict,
     describe_error,
     future_leaks,
     run_case,
@@ -115,7 +115,7 @@ def test_a_decode_that_is_wrong_says_where():
     spec = dataclasses.replace(
         spec_of(naive_attention), loader=lambda: Kernels(naive_attention, decode)
     )
-    verdict = decode_verdict(spec, "cpu", 32, torch.float32)
+    verdict = run_case(spec, DecodeCase(32), "cpu")
     assert not verdict.passed
     assert verdict.where.startswith("sequence 1, of 37 tokens: ")
     assert "at batch 0, row 0, head 1, column 3; over the budget are 1 of 64" in verdict.where

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
-from attention_kernels.conformance import Case, cases, decode_verdict, future_leaks, run_case
+from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
 from tests.conftest import DEVICES
 
 NAMES = [spec.name for spec in list_backends() if spec.family == "pytorch"]
@@ -54,7 +54,7 @@ def test_decode_equals_the_last_row_of_attention(name, dtype, device):
     spec = usable(name, device, dtype)
     if not spec.has_decode(device):
         pytest.skip("no decode kernel")
-    assert decode_verdict(spec, device, 64, dtype).passed
+    assert run_case(spec, DecodeCase(64, dtype), device).passed
 
 
 @pytest.mark.parametrize(
