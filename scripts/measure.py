@@ -19,7 +19,7 @@ import msgspec
 
 from attention_kernels import AttentionError
 from gpt2_infer import GPT2InferError
-from gpt2_infer.bench import results, studies, tables
+from gpt2_infer.bench import studies
 from gpt2_infer.cli import Parser
 
 
@@ -47,10 +47,9 @@ def main() -> int:
         else:
             wanted.append(name)
     if len(wanted) == 1:
-        out = Path(f"{arguments.prefix}{wanted[0]}.json")
+        (name,) = wanted
         try:
-            results.check_output(out)
-            print(tables.render(str(out), known[wanted[0]].run(wanted[0], out)))
+            print(studies.run(known[name], name, Path(f"{arguments.prefix}{name}.json")))
         except (GPT2InferError, AttentionError) as error:
             parser.error(str(error))
         return 0

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from attention_kernels import AttentionError
 from gpt2_infer import GPT2InferError
-from gpt2_infer.bench import results, tables
-from gpt2_infer.bench.studies import Study
+from gpt2_infer.bench import studies
 from gpt2_infer.cli import Parser
 
 
 def run(
     description: str | None,
-    kind: type[Study],
+    kind: type[studies.Study],
     task: str,
     add_options: Callable[[argparse.ArgumentParser], None],
 ) -> None:
@@ -39,13 +36,9 @@ def run(
     options: dict[str, Any] = vars(parser.parse_args())
     out, name = options.pop("out"), options.pop("name")
     try:
-        msgspec.convert(name, results.TaskName)
-        study = msgspec.convert(options, kind)
-        results.check_output(out)
-        found = study.run(name, out)
-    except (GPT2InferError, AttentionError, msgspec.ValidationError) as error:
+        print(studies.run(studies.make(kind, options), name, out))
+    except (GPT2InferError, AttentionError) as error:
         parser.error(str(error))
-    print(tables.render(str(out), found))
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -258,19 +258,6 @@ class _File(_Record, kw_only=True, tag_field="kind"):
             temporary.unlink(missing_ok=True)
             raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
 
-    def lack(self) -> str | None:
-        """Say what an unfinished run left out; None for a finished one."""
-        return None
-
-
-def _lack(series: list[Any], rounds: int) -> str | None:
-    short = sum(one.status == "ok" and len(one.samples) < rounds for one in series)
-    if not series:
-        return "it has no series"
-    if short:
-        return f"{short} of its {len(series)} series have fewer samples than its {rounds} rounds"
-    return None
-
 
 class KernelTiming(_File, kw_only=True, tag="kernel"):
     """Kernels alone."""
@@ -281,13 +268,6 @@ class KernelTiming(_File, kw_only=True, tag="kernel"):
     backends: list[str]
     cells: list[KernelCell]
     series: list[KernelSeries]
-
-    def lack(self) -> str | None:
-        """See _File; a kernel with samples has its check."""
-        unchecked = sum(bool(one.samples) and one.check is None for one in self.series)
-        if unchecked:
-            return f"{unchecked} of its {len(self.series)} series were not checked"
-        return _lack(self.series, self.rounds)
 
 
 class GenerationTiming(_File, kw_only=True, tag="generation"):
@@ -309,10 +289,6 @@ class GenerationTiming(_File, kw_only=True, tag="generation"):
     graph_length_step: int | None = None
     series: list[GenerationSeries]
 
-    def lack(self) -> str | None:
-        """See _File."""
-        return _lack(self.series, self.rounds)
-
 
 class BuildTiming(_File, kw_only=True, tag="build"):
     """A cold build of the float32 ladder, by compiler."""
@@ -320,10 +296,6 @@ class BuildTiming(_File, kw_only=True, tag="build"):
     rounds: AtLeastOne
     jobs: int
     series: list[BuildSeries]
-
-    def lack(self) -> str | None:
-        """See _File."""
-        return _lack(self.series, self.rounds)
 
 
 class Shape(_Record, kw_only=True):
@@ -359,10 +331,6 @@ class Profile(_File, kw_only=True, tag="profile"):
     """Metrics that the GPU has no counter for."""
     versions: list[Profiled]
 
-    def lack(self) -> str | None:
-        """See _File."""
-        return None if self.versions else "it has no versions"
-
 
 class Inspected(_Record, kw_only=True):
     """What the compiler and the emulator say of one version."""
@@ -384,10 +352,6 @@ class Inspection(_File, kw_only=True, tag="inspection"):
     nvcc: str
     versions: list[Inspected]
 
-    def lack(self) -> str | None:
-        """See _File."""
-        return None if self.versions else "it has no versions"
-
 
 class Published(_File, kw_only=True, tag="published"):
     """Somebody else's published seconds, which were not measured here."""
@@ -401,6 +365,24 @@ Timing: TypeAlias = KernelTiming | GenerationTiming
 Results: TypeAlias = Timing | BuildTiming | Profile | Inspection | Published
 
 _decoder = msgspec.json.Decoder(Results)
+
+
+def _lack(results: Results) -> str | None:
+    """Say what an unfinished run left out; None for a finished one. Samples have their check."""
+    if isinstance(results, Published):
+        return None
+    if isinstance(results, (Profile, Inspection)):
+        return None if results.versions else "it has no versions"
+    series, rounds = results.series, results.rounds
+    if not series:
+        return "it has no series"
+    short = sum(one.status == "ok" and len(one.samples) < rounds for one in series)
+    if short:
+        return f"{short} of its {len(series)} series have fewer samples than its {rounds} rounds"
+    unchecked = sum(
+        isinstance(one, KernelSeries) and bool(one.samples) and one.check is None for one in series
+    )
+    return f"{unchecked} of its {len(series)} series were not checked" if unchecked else None
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -423,7 +405,7 @@ def read(path: Path) -> Results:
         raise ResultsError(f"{path} is not a results file: {error}") from error
     except msgspec.DecodeError as error:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
-    if lack := results.lack():
+    if lack := _lack(results):
         raise ResultsError(f"{path} is of a run that is not finished: {lack}")
     return results
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from gpt2_infer.bench import tables
 from gpt2_infer.bench.results import (
     BASELINE,
     AtLeastOne,
@@ -15,6 +16,8 @@ from gpt2_infer.bench.results import (
     KernelCell,
     Results,
     Shape,
+    TaskName,
+    check_output,
 )
 from gpt2_infer.errors import RequestError
 
@@ -152,15 +155,17 @@ class TransformersStudy(_Study, kw_only=True, tag="transformers"):
 
     device: Literal["cpu", "cuda"]
     """cpu: the demo model. cuda: GPT-2 small with random weights."""
-    new_tokens: AtLeastOne
+    new_tokens: AtLeastOne | None = None
+    """None: 256 on a CPU, 504 on a GPU."""
     rounds: Rounds = 5
 
     def run(self, task: str, out: Path) -> Results:
         """See _Study."""
         from gpt2_infer.bench import transformers
 
+        new_tokens = self.new_tokens or {"cpu": 256, "cuda": 504}[self.device]
         return transformers.compare(
-            self.device, new_tokens=self.new_tokens, rounds=self.rounds, task=task, out=out
+            self.device, new_tokens=new_tokens, rounds=self.rounds, task=task, out=out
         )
 
 
@@ -226,3 +231,24 @@ Study: TypeAlias = (
 def load() -> dict[str, Study]:
     """Read studies.toml: the study behind each table and picture, in the order of importance."""
     return msgspec.toml.decode(STUDIES.read_bytes(), type=dict[str, Study])
+
+
+def make(kind: type[Study], options: dict[str, Any]) -> Study:
+    """Return a study of one's own; raises RequestError for a value that it cannot have."""
+    try:
+        return msgspec.convert(options, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from error
+
+
+def run(study: Study, task: str, out: Path) -> str:
+    """Measure, write `out`, and return its table.
+
+    Raises RequestError, ResultsError or an AttentionError.
+    """
+    try:
+        msgspec.convert(task, TaskName)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the name {task!r} cannot be a task's: {error}") from error
+    check_output(out)
+    return tables.render(str(out), study.run(task, out))

@@ -14,16 +14,15 @@ from gpt2_infer.cli.kernels import usual_head_dim, version_of
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("name", metavar="BACKEND", help="or a version file, *.cu")
-    parser.add_argument("--seqlen", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
-    parser.add_argument("--batch", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--full", action="store_true", help="without the causal mask")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)g)"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    add = parser.add_argument
+    add("name", metavar="BACKEND", help="or a version file, *.cu")
+    add("--seqlen", type=int, default=128, help="default: %(default)s")
+    add("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
+    add("--batch", type=int, default=1, help="default: %(default)s")
+    add("--heads", type=int, default=1, help="default: %(default)s")
+    add("--full", action="store_true", help="without the causal mask")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES
-from gpt2_infer.errors import GPT2InferError, RequestError
+from gpt2_infer.errors import RequestError
 
 MODES = ("recompute", "kv-cache")
 
@@ -42,36 +42,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    try:
-        import msgspec
+    from gpt2_infer.bench import studies
 
-        from gpt2_infer.bench import results, studies, tables
-    except ImportError as error:
-        raise GPT2InferError(f"{error}: pip install 'gpt2-infer[bench]'") from error
-    options = vars(arguments)
-    task, out, name = options["task"], options["out"], options.get("name")
-    given = {
-        key: value
-        for key, value in options.items()
-        if key not in ("task", "out", "name", "debug", "version")
-    }
+    settings = {"task", "out", "name", "debug", "version"}
+    options = {name: value for name, value in vars(arguments).items() if name not in settings}
+    task, out = arguments.task, arguments.out
     kind = studies.KernelStudy if task == "kernel" else studies.GenerationStudy
-    for key in given:
-        if key not in kind.__struct_fields__:
-            raise RequestError(f"--{key.replace('_', '-')} is not for --task {task}")
+    for name in options:
+        if name not in kind.__struct_fields__:
+            raise RequestError(f"--{name.replace('_', '-')} is not for --task {task}")
     try:
-        study = msgspec.convert(given, kind)
-        msgspec.convert(name or task, results.TaskName)
-    except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from error
-    results.check_output(out)
-    try:
-        found = study.run(name or task, out)
+        table = studies.run(studies.make(kind, options), getattr(arguments, "name", task), out)
     except KeyboardInterrupt:
         partial = out.with_name(f"{out.name}.partial")
         kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise
-    show(tables.render(str(out), found))
+    show(table)
     print(f"wrote {out}", file=sys.stderr)
     return 0

@@ -14,17 +14,14 @@ from gpt2_infer.errors import RequestError
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("a", metavar="A", help="attention backend, or a version file, *.cu")
-    parser.add_argument("b", metavar="B", help="attention backend, or the same again")
+    add = parser.add_argument
+    add("a", metavar="A", help="attention backend, or a version file, *.cu")
+    add("b", metavar="B", help="attention backend, or the same again")
     add_model_options(parser)
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--kv-cache", action="store_true", help="compare texts with a cache")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    add("--kv-cache", action="store_true", help="compare texts with a cache")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

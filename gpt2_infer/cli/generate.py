@@ -20,88 +20,54 @@ if TYPE_CHECKING:
     from gpt2_infer.generation import Request
     from gpt2_infer.model import GPT2
 
+BACKEND = (
+    "see `gpt2-infer backends` (default: PYTORCH_SDPA_EFFICIENT_ATTENTION on cuda, "
+    "PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
+)
+DECODE_BACKEND = (
+    "default: a named --backend if it has a decode kernel, else NAIVE_PYTORCH on cuda and "
+    "PYTORCH_SDPA_FLASH_ATTENTION on cpu"
+)
+PROMPT = (
+    "an empty one stands for GPT-2's <|endoftext|>, the start of a document (default: "
+    f"{DEFAULT_PROMPT!r})"
+)
+PROMPT_FILE = "UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input"
+TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
+KV_CACHE = (
+    "keep keys and values; without it every token runs the whole prefix again (recompute, the case "
+    "study's workload)"
+)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     model = parser.add_argument_group("model")
     add_model_options(model)
-    model.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="attention backend; see `gpt2-infer backends` (default: "
-        "PYTORCH_SDPA_EFFICIENT_ATTENTION on cuda, PYTORCH_SDPA_FLASH_ATTENTION on cpu)",
+    add = model.add_argument
+    add("--backend", metavar="NAME", help=f"attention backend; {BACKEND}")
+    add("--decode-backend", metavar="NAME", help=f"attention with --kv-cache; {DECODE_BACKEND}")
+    add = parser.add_argument_group("text").add_argument
+    add("--prompt", action="append", metavar="TEXT", help=f"may be repeated; {PROMPT}")
+    add("--prompt-file", action="append", metavar="FILE", help=PROMPT_FILE)
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
     )
-    model.add_argument(
-        "--decode-backend",
-        metavar="NAME",
-        help="attention backend for decoding with --kv-cache (default: a named --backend if it has "
-        "a decode kernel, else NAIVE_PYTORCH on cuda and PYTORCH_SDPA_FLASH_ATTENTION on cpu)",
+    add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
+    add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely; 0 keeps all")
+    add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
+    add(
+        "--seed", type=int, help="of random weights; prompt i is sampled from SEED + i (default: 0)"
     )
-    text = parser.add_argument_group("text")
-    text.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="may be repeated; an empty one stands for GPT-2's <|endoftext|>, the start of a "
-        f"document (default: {DEFAULT_PROMPT!r})",
+    add = parser.add_argument_group("how").add_argument
+    add("--kv-cache", action="store_true", help=KV_CACHE)
+    add(
+        "--no-cuda-graphs", action="store_true", help="launch kernels from Python, at exact lengths"
     )
-    text.add_argument(
-        "--prompt-file",
-        action="append",
-        metavar="FILE",
-        help="UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input",
-    )
-    text.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s"
-    )
-    text.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be repeated",
-    )
-    text.add_argument(
-        "--ignore-eos", action="store_true", help="continue past the end-of-text token"
-    )
-    sampling = parser.add_argument_group("sampling (greedy without --temperature)")
-    sampling.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
-    )
-    sampling.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="keep the K most likely; 0 is off (default)",
-    )
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="keep the most likely that hold P of the probability; 1 is off (default)",
-    )
-    sampling.add_argument(
-        "--seed",
-        type=int,
-        help="of random weights; prompt i is sampled from SEED + i (default: 0)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--kv-cache",
-        action="store_true",
-        help="keep keys and values; without it every token runs the whole prefix again "
-        "(recompute, the case study's workload)",
-    )
-    how.add_argument(
-        "--no-cuda-graphs",
-        action="store_true",
-        help="launch every kernel from Python, at exact lengths",
-    )
-    how.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text and report"
-    )
+    add("--json", action="store_true", help="print one JSON object instead of text and report")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,20 +17,12 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu"
-    )
-    parser.add_argument(
-        "--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)"
-    )
-    parser.add_argument(
-        "--head-dim", nargs="+", type=int, metavar="D", help="default: all that a version takes"
-    )
-    parser.add_argument(
-        "--family",
-        help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    add = parser.add_argument
+    add("names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu")
+    add("--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)")
+    add("--head-dim", nargs="+", type=int, metavar="D", help="default: all that a version takes")
+    add("--family", help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)")
+    add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,11 @@ from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DTYPES = ("float32", "float16", "bfloat16")
+MODEL = 'hub id, local folder, or "demo" for the bundled model (default: %(default)s)'
+RANDOM_WEIGHTS = (
+    "build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, demo "
+    "or a folder's) from a seed, without a download: for timing, as the text means nothing"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,21 +30,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that say which model to load, where and in which dtype."""
-    parser.add_argument(
-        "--model",
-        default="openai-community/gpt2",
-        metavar="NAME",
-        help='hub id, local folder, or "demo" for the bundled model (default: %(default)s)',
-    )
-    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
-    parser.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
-        "distilgpt2, demo or a folder's) from a seed, without a download: for timing, as the "
-        "text means nothing",
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    add = parser.add_argument
+    add("--model", default="openai-community/gpt2", metavar="NAME", help=MODEL)
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")

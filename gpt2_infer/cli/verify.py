@@ -18,37 +18,25 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 SHOWN_FAILURES = 5
+SANITIZE = (
+    "also look for bad accesses and races: emulated with AddressSanitizer, on a GPU with "
+    "compute-sanitizer"
+)
 NVCC_ARCH = "90"  # what an emulated version is compiled for, to see whether it compiles
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder"
+    add = parser.add_argument
+    add("name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
+    add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
+    add("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
+    add(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds per check (default: 300)"
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu"
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="the longest that one check may take (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--sanitize",
-        action="store_true",
-        help="also look for bad accesses and races: emulated with AddressSanitizer, on a GPU with "
-        "compute-sanitizer",
-    )
-    parser.add_argument(
-        "--no-timing",
-        action="store_true",
-        help="only check (an emulated version is still compiled by nvcc where there is one)",
-    )
+    add("--sanitize", action="store_true", help=SANITIZE)
+    add("--no-timing", action="store_true", help="only check; what is emulated is never timed")
 
 
 def run(arguments: argparse.Namespace) -> int:
