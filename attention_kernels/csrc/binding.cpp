@@ -29,6 +29,7 @@
 #include "attention.h"
 #ifdef ATTENTION_EMULATOR
 #include "emulator/cuda_emulator.h"
+#include "emulator/runtime.cpp"
 #else
 #include <cuda_runtime.h>
 #endif

@@ -53,8 +53,10 @@ from attention_kernels.ladder.compilers import (
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
-# What csrc/emulator/faults.h answers.
+# What csrc/emulator/faults.cpp answers.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
+# What -O2 would inline: a bound is checked where the compiler sees the array.
+EMULATOR_OPTIMIZATION = ("-O1", "-finline-small-functions", "-finline-functions")
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
 rule run
@@ -390,7 +392,8 @@ def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
         # Hidden symbols: the versions define the same names and live in one process. Line tables
         # change no code; source_line() reads them.
         flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
-        flags += ["-O3"] if plan.version.is_host else ["-O2", *EMULATOR_CHECKS]
+        emulated = (*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS)
+        flags += ["-O3"] if plan.version.is_host else emulated
         source = str(plan.version.path)
     else:
         flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]

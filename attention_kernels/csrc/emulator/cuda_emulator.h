@@ -2,11 +2,14 @@
 // -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. It is there to find wrong
 // kernels and to count, not to be fast.
 //
-// This file spells CUDA. What lies below it: grid.h runs a launch, block.h a block, warp.h what
-// lanes do together, fiber.h a thread; shared_memory.h and faults.h report what goes wrong; types.h
-// has CUDA's types. Half precision is in cuda_fp16.h and cuda_bf16.h, fragments (nvcuda::wmma) are
-// in mma.h and asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
+// This file spells CUDA. What lies below it: block.h has a launch and a block, warp.h what lanes do
+// together, fiber.h a thread, shared_memory.h the memory of a block and types.h CUDA's types. Half
+// precision is in cuda_fp16.h and cuda_bf16.h, fragments (nvcuda::wmma) are in mma.h and
+// asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
 // `#include <mma.h>` finds them.
+//
+// All that no kernel changes is in runtime.cpp, which is compiled once, with binding.cpp, and linked
+// to each: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports what goes wrong.
 //
 // Environment, read at each launch:
 //   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...
@@ -31,7 +34,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "grid.h"
+#include "block.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -173,7 +176,7 @@ ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mas
 ATTENTION_EMULATOR_NO_CLOCK long long clock64();
 #undef ATTENTION_EMULATOR_NO_CLOCK
 
-inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __threadfence(); }
 [[noreturn]] inline void __trap(ATTENTION_EMULATOR_SITE) {
   attention::emulator::fail(cudaErrorLaunchFailure,

@@ -58,9 +58,12 @@ struct MatrixCall {
   fail(code, site.text() + ": " + what);
 }
 
-// Waits for the warp. The last lane to arrive runs work(calls), calls being those of all lanes.
-template <typename Work>
-ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site, Work work) {
+// The calls of all lanes of a warp, the caller's among them.
+using MatrixCalls = const MatrixCall* [kWarpSize];
+
+// Whether the caller is the last lane of its warp to arrive; `calls` are complete then.
+__attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site& site,
+                                              MatrixCalls& calls) {
   const Fiber& self = this_fiber();
   Block& block = *self.block;
   const Warp& warp = *block.warp;
@@ -68,28 +71,34 @@ ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site, Wo
   if (warp.exists != ~0u) {
     matrix_failure(cudaErrorLaunchFailure, site, "the warp has less than 32 threads");
   }
-  if (warp.waiting == ~(1u << lane)) {
-    const MatrixCall* calls[kWarpSize];
-    for (unsigned other = 0; other < kWarpSize; ++other) {
-      if (other == lane) {
-        calls[other] = &call;
-        continue;
-      }
-      const auto& wait = warp.wait[other];
-      if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
-          std::strcmp(wait.site->name, site.name) != 0 ||
-          std::strcmp(wait.site->file, site.file) != 0) {
-        block.record_divergence(site, *wait.site, *warp.fibers[other]);
-        block.abandon();
-      }
-      calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
-      if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
-          calls[other]->leading_dimension != call.leading_dimension) {
-        matrix_failure(cudaErrorLaunchFailure, site, "the lanes' arguments differ");
-      }
+  if (warp.waiting != ~(1u << lane)) return false;
+  for (unsigned other = 0; other < kWarpSize; ++other) {
+    if (other == lane) {
+      calls[other] = &call;
+      continue;
     }
-    work(calls);
+    const auto& wait = warp.wait[other];
+    if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
+        std::strcmp(wait.site->name, site.name) != 0 ||
+        std::strcmp(wait.site->file, site.file) != 0) {
+      block.record_divergence(site, *wait.site, *warp.fibers[other]);
+      block.abandon();
+    }
+    calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
+    if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
+        calls[other]->leading_dimension != call.leading_dimension) {
+      matrix_failure(cudaErrorLaunchFailure, site, "the lanes' arguments differ");
+    }
   }
+  return true;
+}
+
+// Waits for the warp. The last lane to arrive does the work of all. Not inlined in every kernel,
+// but for the wait itself: that takes the compiler too long.
+ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site,
+                                    void (*work)(const MatrixCalls&, const Site&) = nullptr) {
+  MatrixCalls calls;
+  if (is_last(call, site, calls) && work != nullptr) work(calls, site);
   wait_for_warp(WarpOp::kMatrix, ~0u, reinterpret_cast<uint64_t>(&call), 0, site);
 }
 
@@ -175,7 +184,7 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
   size_t offsets[Fragment::num_elements];
   element_offsets<Fragment>(offsets, leading_dimension, layout);
   for (unsigned i = 0; i < Fragment::num_elements; ++i) fragment.x[i] = memory[offsets[i]];
-  meet({memory, leading_dimension, layout, {}}, site, [](auto&) {});
+  meet({memory, leading_dimension, layout, {}}, site);
   bool same = true;
   for (unsigned i = 0; i < Fragment::num_elements; ++i) {
     same &= std::memcmp(&fragment.x[i], &memory[offsets[i]], sizeof(T)) == 0;
@@ -188,8 +197,8 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
 
 // One element of a fragment, or why there is none.
 template <typename Fragment>
-const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns],
-                   const MatrixCall* const (&calls)[kWarpSize], int which) {
+const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
+                   int which) {
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& fragment = *static_cast<const Fragment*>(calls[lane]->fragments[which]);
     for (unsigned i = 0; i < Fragment::num_elements; ++i) {
@@ -202,6 +211,29 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns],
     }
   }
   return nullptr;
+}
+
+// The product of a whole warp, whose calls hold the addresses of d, a, b and c.
+template <typename D, typename A, typename B, typename C>
+void multiply(const MatrixCalls& calls, const Site& site) {
+  constexpr unsigned m = D::kRows, n = D::kColumns, k = A::kColumns;
+  float rA[m][k], rB[k][n], rC[m][n];
+  const char* wrong = gather<A>(rA, calls, 1);
+  if (wrong == nullptr) wrong = gather<B>(rB, calls, 2);
+  if (wrong != nullptr) matrix_failure(cudaErrorLaunchFailure, site, wrong);
+  gather<C>(rC, calls, 3);
+  for (unsigned row = 0; row < m; ++row) {
+    for (unsigned i = 0; i < k; ++i) {
+      for (unsigned column = 0; column < n; ++column) rC[row][column] += rA[row][i] * rB[i][column];
+    }
+  }
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    auto& out = *static_cast<D*>(const_cast<void*>(calls[lane]->fragments[0]));
+    for (unsigned i = 0; i < D::num_elements; ++i) {
+      const Position at = D::position(lane, i);
+      out.x[i] = rC[at.row][at.column];
+    }
+  }
 }
 
 }  // namespace attention::emulator
@@ -237,7 +269,7 @@ ATTENTION_EMULATOR_INLINE void store_matrix_sync(std::common_type_t<T*> memory,
   using Fragment = fragment<accumulator, m, n, k, T>;
   const attention::emulator::Site site{"store_matrix_sync", file, line};
   attention::emulator::check_matrix(memory, leading_dimension, site);
-  attention::emulator::meet({memory, leading_dimension, layout, {}}, site, [](auto&) {});
+  attention::emulator::meet({memory, leading_dimension, layout, {}}, site);
   size_t offsets[Fragment::num_elements];
   attention::emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
   for (int i = 0; i < Fragment::num_elements; ++i) memory[offsets[i]] = f.x[i];
@@ -250,28 +282,10 @@ ATTENTION_EMULATOR_INLINE void mma_sync(fragment<accumulator, m, n, k, D>& d,
                                         const fragment<matrix_b, m, n, k, half, LayoutB>& b,
                                         const fragment<accumulator, m, n, k, C>& c,
                                         ATTENTION_EMULATOR_SITE) {
-  namespace emulator = attention::emulator;
-  const emulator::Site site{"mma_sync", file, line};
-  emulator::meet({nullptr, 0, 0, {&d, &a, &b, &c}}, site, [&](auto& calls) {
-    float rA[m][k], rB[k][n], rC[m][n];
-    const char* wrong = emulator::gather<std::decay_t<decltype(a)>>(rA, calls, 1);
-    if (wrong == nullptr) wrong = emulator::gather<std::decay_t<decltype(b)>>(rB, calls, 2);
-    if (wrong != nullptr) emulator::matrix_failure(cudaErrorLaunchFailure, site, wrong);
-    emulator::gather<std::decay_t<decltype(c)>>(rC, calls, 3);
-    for (int row = 0; row < m; ++row) {
-      for (int i = 0; i < k; ++i) {
-        for (int column = 0; column < n; ++column) rC[row][column] += rA[row][i] * rB[i][column];
-      }
-    }
-    using Fragment = fragment<accumulator, m, n, k, D>;
-    for (unsigned lane = 0; lane < 32; ++lane) {
-      auto& out = *static_cast<Fragment*>(const_cast<void*>(calls[lane]->fragments[0]));
-      for (unsigned i = 0; i < Fragment::num_elements; ++i) {
-        const emulator::Position at = Fragment::position(lane, i);
-        out.x[i] = rC[at.row][at.column];
-      }
-    }
-  });
+  attention::emulator::meet(
+      {nullptr, 0, 0, {&d, &a, &b, &c}}, {"mma_sync", file, line},
+      attention::emulator::multiply<std::decay_t<decltype(d)>, std::decay_t<decltype(a)>,
+                                    std::decay_t<decltype(b)>, std::decay_t<decltype(c)>>);
 }
 
 }  // namespace nvcuda::wmma

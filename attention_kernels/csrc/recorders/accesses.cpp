@@ -28,6 +28,7 @@
 
 #include "attention.h"
 #include "emulator/cuda_emulator.h"
+#include "emulator/runtime.cpp"
 
 namespace attention {
 

@@ -15,6 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "emulator/runtime.cpp"
+
 namespace attention {
 
 inline int recorded_head_dim;

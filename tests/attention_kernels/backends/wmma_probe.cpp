@@ -4,6 +4,8 @@
 #include <cuda_pipeline.h>
 #include <mma.h>
 
+#include "runtime.cpp"
+
 using namespace nvcuda::wmma;
 
 namespace {

@@ -1,7 +1,5 @@
 // The grid: a launch's settings and checks, and its blocks, run by several OS threads.
 
-#pragma once
-
 #include <cmath>
 #include <cstdlib>
 #include <numeric>
@@ -9,8 +7,6 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-
-#include "faults.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -25,29 +21,23 @@ inline const char* setting(const char* name) {
   return value != nullptr && *value != '\0' ? value : nullptr;
 }
 
-// What ATTENTION_EMULATOR_ARCH names, or sm_90. Read at each launch.
-struct Device {
-  int arch;
-  size_t shared_limit;  // that a block may ask for; 0 for an unknown device
-
-  static Device emulated() {
-    const char* const name = setting("ATTENTION_EMULATOR_ARCH");
-    const int arch = name == nullptr ? 90 : std::atoi(name);
-    for (const auto& [known, kilobytes] : {std::pair{70, 96},
-                                           {75, 64},
-                                           {80, 163},
-                                           {86, 99},
-                                           {87, 163},
-                                           {89, 99},
-                                           {90, 227},
-                                           {100, 227},
-                                           {103, 227},
-                                           {120, 99}}) {
-      if (arch == known) return {arch, size_t(kilobytes) * 1024};
-    }
-    return {arch, 0};
+Device Device::emulated() {
+  const char* const name = setting("ATTENTION_EMULATOR_ARCH");
+  const int arch = name == nullptr ? 90 : std::atoi(name);
+  for (const auto& [known, kilobytes] : {std::pair{70, 96},
+                                         {75, 64},
+                                         {80, 163},
+                                         {86, 99},
+                                         {87, 163},
+                                         {89, 99},
+                                         {90, 227},
+                                         {100, 227},
+                                         {103, 227},
+                                         {120, 99}}) {
+    if (arch == known) return {arch, size_t(kilobytes) * 1024};
   }
-};
+  return {arch, 0};
+}
 
 // Reads the environment into the launch. Returns what is wrong with it, or "".
 inline std::string read_settings(Launch& launch, uint64_t& workers) {
@@ -168,8 +158,7 @@ struct GridRun {
   static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
 };
 
-// Checks a launch as the CUDA runtime does, and runs it.
-inline cudaError_t run_launch(Launch launch) {
+cudaError_t run_launch(Launch launch) {
   const dim3 grid = launch.grid, block = launch.block;
   const auto report = [](cudaError_t code, const std::string& message) {
     return Blocks::instance().report(code, message);

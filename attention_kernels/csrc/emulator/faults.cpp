@@ -9,8 +9,6 @@
 // a barrier never yields, so each OS thread that runs blocks gets a signal every 50 ms, and its
 // handler ends a block that has had its time, or that Ctrl-C is to end.
 
-#pragma once
-
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -25,24 +23,12 @@
 #include <string>
 #include <system_error>
 
-#include "block.h"
-
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {
 
 constexpr long kTickNanoseconds = 50'000'000;
 constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
-
-// Ends the calling thread's launch, and with it the thread's frames: the message is lost memory. In
-// host code it is an exception.
-[[noreturn]] inline void fail(cudaError_t code, const std::string& what) {
-  if (Block* const block = this_block()) {
-    block->record(code, what);
-    block->abandon();
-  }
-  throw std::runtime_error(what);
-}
 
 // ", in code at +0x1f of v07.so", from which the ladder finds the source line.
 inline std::string place(uintptr_t code) {

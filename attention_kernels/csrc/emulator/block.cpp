@@ -1,0 +1,346 @@
+// How a block runs: see block.h.
+
+#include "block.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <utility>
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+// ---- Scheduling -------------------------------------------------------------------------------
+
+void Block::begin_interval() {
+  const uint64_t at = number << 20 ^ interval;
+  uint64_t order = 0;  // ascending; ~0 is descending, and other bits are other permutations
+  if (launch->order == Launch::kShuffle) {
+    order = at + launch->seed * 0x632be59bd9b4e019u + 1;
+    order *= 0x9e3779b97f4a7c15u;  // splitmix64
+    order = (order ^ order >> 30) * 0xbf58476d1ce4e5b9u;
+    order = (order ^ order >> 27) * 0x94d049bb133111ebu;
+  } else if (__builtin_parityll(at) != (launch->order == Launch::kReverse)) {
+    order = ~order;
+  }
+  lane_step = static_cast<unsigned>(order) | 1;
+  lane_offset = static_cast<unsigned>(order >> 32);
+  warp_step = static_cast<unsigned>(order >> 8) | 1;
+  warp_offset = static_cast<unsigned>(order >> 40);
+  for (unsigned i = 0; i < warp_count; ++i) warps[i].ready = warps[i].exists & ~warps[i].done;
+  warp_rank = ~0u;
+  next_warp();
+}
+
+bool Block::next_warp() {
+  unsigned index;
+  do {
+    if (++warp_rank == warp_slots) return false;
+    index = (warp_rank * warp_step + warp_offset) % warp_slots;
+  } while (index >= warp_count);
+  warp = &warps[index];
+  lane_rank = ~0u;
+  return true;
+}
+
+// The next fiber that can run, or null. A warp that has come to rest stays so until the next
+// barrier: no other warp can wake it.
+Fiber* Block::next_ready() {
+  while (warp->ready == 0) {
+    if (!next_warp()) return nullptr;
+  }
+  do {
+    lane = (++lane_rank * lane_step + lane_offset) % kWarpSize;
+  } while ((warp->ready >> lane & 1) == 0);
+  return warp->fibers[lane];
+}
+
+Fiber* Block::next_or_abandon() {
+  Fiber* const to = next_ready();
+  if (to == nullptr) {
+    record_stuck();
+    abandon();
+  }
+  return to;
+}
+
+Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line) {
+  if (arrived == 0) {
+    barrier = {name, file, line};
+    barrier_thread = this_fiber().thread;
+    votes = 0;
+  } else if (line != barrier.line ||
+             (file != barrier.file && std::strcmp(file, barrier.file) != 0)) {
+    record_divergence({name, file, line}, barrier, fiber(barrier_thread));
+    abandon();
+  }
+  votes += predicate;
+  ++arrived;
+  warp->ready &= ~(1u << lane);
+  pass_barrier();
+  return next_or_abandon();
+}
+
+// Lets the threads go on that wait at a barrier, once all that have not returned are there.
+void Block::pass_barrier() {
+  if (arrived == 0 || arrived + finished < threads) return;
+  arrived = 0;
+  barrier_votes = votes;
+  ++interval;
+  begin_interval();
+}
+
+Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
+                             const Site* site) {
+  if ((mask >> lane & 1) == 0) {
+    record(cudaErrorLaunchFailure, site->text() + ": the mask does not name the caller");
+    abandon();
+  }
+  const int other =
+      warp->arrive(lane, {op, mask & warp->exists, source, value, site}, launch->poison);
+  if (other >= 0) {
+    record_divergence(*site, *warp->wait[other].site, *warp->fibers[other]);
+    abandon();
+  }
+  return next_or_abandon();
+}
+
+// The calling fiber has returned from the kernel.
+void Block::finish() {
+  warp->ready &= ~(1u << lane);
+  warp->done |= 1u << lane;
+  ++finished;
+  pass_barrier();
+  Fiber* const to = next_ready();
+  if (to == nullptr && finished < threads) record_stuck();
+  switch_context(this_fiber(), to == nullptr ? main : *to, /*from_ends=*/true);
+  __builtin_unreachable();
+}
+
+// ---- Failing ----------------------------------------------------------------------------------
+
+void Block::record(cudaError_t code, const std::string& what, const Fiber& culprit) {
+  error = code;
+  message = what + "; block " + text(index) + ", thread " + text(culprit.thread_idx);
+}
+
+void Block::abandon() {
+  switch_context(this_fiber(), main, /*from_ends=*/true);
+  __builtin_unreachable();
+}
+
+void Block::record_divergence(const Site& here, const Site& there, const Fiber& other) {
+  record(cudaErrorLaunchFailure, "divergence: this thread waits in " + here.text() + ", thread " +
+                                     text(other.thread_idx) + " in " + there.text());
+}
+
+// No fiber can run and not all have returned: some wait for lanes of their warp.
+void Block::record_stuck() {
+  const auto state_of = [&](const Warp& w, unsigned bit) {
+    const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
+    if (w.done >> bit & 1) return name + " has returned from the kernel";
+    return name + " waits in " + (w.waiting >> bit & 1 ? w.wait[bit].site : &barrier)->text();
+  };
+  for (const Warp* w = warps; w < warps + warp_count; ++w) {
+    if (w->waiting == 0) continue;
+    const unsigned waiter = __builtin_ctz(w->waiting);
+    const uint32_t missing = w->wait[waiter].mask & ~w->waiting;
+    record(cudaErrorLaunchFailure,
+           w->wait[waiter].site->text() + " waits for lanes that never arrive: " +
+               state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter),
+           *w->fibers[waiter]);
+    return;
+  }
+}
+
+// ---- One block --------------------------------------------------------------------------------
+
+void Block::fiber_main() {
+#ifdef ATTENTION_EMULATOR_ASAN
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+  Block& block = *this_fiber().block;
+  bool returned = false;
+  try {
+    block.launch->body(block.launch->arguments);
+    returned = true;
+  } catch (...) {  // left before it is reported, for the exception to be destroyed
+  }
+  if (returned) block.finish();
+  block.record(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
+  block.abandon();
+}
+
+void Block::prepare(const Launch& next) {
+  launch = &next;
+  threads = next.block.x * next.block.y * next.block.z;
+  warp_count = (threads + kWarpSize - 1) / kWarpSize;
+  warp_slots = 1;
+  while (warp_slots < warp_count) warp_slots *= 2;
+  if (stacks == 0) {
+    const size_t bytes = (kMaxThreads + 2) * kStackBytes;
+    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    madvise(memory, bytes, MADV_NOHUGEPAGE);  // most of each stack is never touched
+    stacks = (reinterpret_cast<uintptr_t>(memory) / kStackBytes + 2) * kStackBytes;
+    mprotect(reinterpret_cast<void*>(stacks - kStackBytes), kStackBytes, PROT_NONE);
+  }
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& f = fiber_on(stacks + i * kStackBytes);
+    warps[i / kWarpSize].fibers[i % kWarpSize] = &f;
+    f.block = this;
+    f.thread = i;
+    f.thread_idx = {i % next.block.x, i / next.block.x % next.block.y,
+                    i / next.block.x / next.block.y};
+  }
+  for (unsigned i = 0; i < warp_count; ++i) {
+    warps[i].exists = ~0u >> (kWarpSize - std::min(threads - i * kWarpSize, kWarpSize));
+  }
+#ifdef ATTENTION_EMULATOR_UCONTEXT
+  main.stack_pointer = &main_context;
+#endif
+#ifdef ATTENTION_EMULATOR_ASAN
+  pthread_attr_t attributes;
+  void* bottom = nullptr;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &bottom, &main.size);
+  pthread_attr_destroy(&attributes);
+  main.bottom = bottom;
+#endif
+  shared.open(next.dynamic_shared);
+}
+
+bool Block::run(uint64_t number_in_grid) {
+  number = number_in_grid;
+  index = {static_cast<unsigned>(number % launch->grid.x),
+           static_cast<unsigned>(number / launch->grid.x % launch->grid.y),
+           static_cast<unsigned>(number / launch->grid.x / launch->grid.y)};
+  shared.poison(launch->poison);
+  for (unsigned i = 0; i < warp_count; ++i) warps[i].waiting = warps[i].done = 0;
+  for (unsigned i = 0; i < threads; ++i) {
+    start_over(fiber(i), stacks + i * kStackBytes, &fiber_main);
+  }
+  error = cudaSuccess;
+  signals.ticks = 0;
+  signals.faulted = signals.stopped = false;
+  finished = arrived = interval = 0;
+  begin_interval();
+  switch_context(main, *next_ready());
+  if (error == cudaSuccess) check_shared();
+  if (signals.stopped) drop_stacks();  // and with them what a fiber was changing
+#ifdef ATTENTION_EMULATOR_ASAN
+  if (error != cudaSuccess)
+    __asan_unpoison_memory_region(reinterpret_cast<void*>(stacks), threads * kStackBytes);
+#endif
+  return error == cudaSuccess;
+}
+
+void Block::check_shared() {
+  if (const unsigned char* const byte = shared.overwritten(launch->poison)) {
+    error = cudaErrorIllegalAddress;
+    message = "a thread wrote to " + shared.describe(reinterpret_cast<uintptr_t>(byte)) +
+              "; block " + text(index);
+  }
+  if (std::exchange(shared.counted, true)) return;
+  const size_t fixed = shared.count_fixed(launch->poison);
+  if (launch->dynamic_shared + fixed > launch->shared_limit) {
+    error = cudaErrorInvalidValue;
+    message = std::to_string(launch->dynamic_shared) + " bytes of dynamic and at least " +
+              std::to_string(fixed) + " of static shared memory are more than the " +
+              std::to_string(launch->shared_limit) + " of the emulated device";
+  }
+}
+
+// After a launch. A fiber that outgrows its stack runs into its neighbour's; what lies between
+// must be untouched.
+bool Block::stacks_overflowed() {
+  bool overflowed = false;
+  for (unsigned i = 0; i < threads; ++i) {
+    const auto* const words = reinterpret_cast<const uint64_t*>(stacks + i * kStackBytes + 8192);
+    overflowed |= std::any_of(words, words + 16, [](uint64_t word) { return word != 0; });
+  }
+  if (overflowed) drop_stacks();
+  return overflowed;
+}
+
+void Block::drop_stacks() {
+  madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
+}
+
+// All blocks of this library, and what went wrong in each host thread's last launch.
+struct Blocks {
+  std::mutex mutex;
+  std::atomic<Block*> first{nullptr};  // only ever grows: the signal handlers walk it
+  std::map<std::thread::id, std::string> errors;
+
+  static Blocks& instance() {
+    static Blocks* const blocks = new Blocks;  // never destroyed: threads may outlive statics
+    return *blocks;
+  }
+
+  Block* acquire() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (Block* block = first; block != nullptr; block = block->next_of_all) {
+      if (!std::exchange(block->in_use, true)) return block;
+    }
+    auto* const block = new Block;
+    block->in_use = true;
+    block->next_of_all = first;
+    first = block;
+    return block;
+  }
+
+  void release(Block* block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    block->in_use = false;
+  }
+
+  // The block whose fiber has this stack pointer, or null.
+  Block* of(uintptr_t stack_pointer) const {
+    Block* block = first;
+    while (block != nullptr && !block->owns(stack_pointer)) block = block->next_of_all;
+    return block;
+  }
+
+  cudaError_t report(cudaError_t code, const std::string& message) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (code == cudaSuccess) {
+      errors.erase(std::this_thread::get_id());
+    } else {
+      errors[std::this_thread::get_id()] = message;
+    }
+    return code;
+  }
+};
+
+std::string last_error() {
+  Blocks& blocks = Blocks::instance();
+  const std::lock_guard<std::mutex> lock(blocks.mutex);
+  const auto found = blocks.errors.find(std::this_thread::get_id());
+  return found == blocks.errors.end() ? "" : found->second;
+}
+
+// The block that the caller is a thread of, or null: host code.
+inline Block* this_block() {
+  return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
+}
+
+void fail(cudaError_t code, const std::string& what) {
+  if (Block* const block = this_block()) {
+    block->record(code, what);
+    block->abandon();
+  }
+  throw std::runtime_error(what);
+}
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop
