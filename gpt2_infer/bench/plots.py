@@ -41,7 +41,7 @@ COLOURS = {
 }
 OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#661100", "#DDCC77")
 MARKERS = "osD^vP*Xhd<>p8"
-Points = dict[str, list[tuple[int, float]]]
+PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def render(results: Results) -> dict[str, bytes]:
@@ -80,68 +80,57 @@ def is_same(one: str, other: str) -> bool:
 
 def generation_time(results: GenerationTiming) -> Figure | None:
     """Draw seconds to generate, by the number of tokens: the case study's plot."""
-    group = _first_shape(results.series)
-    lines = _lines(group, lambda s: s.median)
-    if not _has_lengths(lines):
+    group = _timed(results.series)
+    if not _has_lengths(group):
         return None
     figure, axes = _figure(5)
-    _draw_lines(axes, lines, group)
+    axes.set(xlabel="tokens, prompt included", ylabel="seconds", yscale="log")
+    _draw_lines(axes, group, lambda s: s.median)
     _title(axes, f"Generation, {group[0].cell.shape}", _how(results))
-    axes.set(xlabel="tokens, prompt included", ylabel="seconds", xscale="log", yscale="log")
-    _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
     return figure
 
 
 def generation_bars(results: GenerationTiming) -> Figure | None:
     """Draw the longest generation of each backend."""
-    group = _first_shape(results.series)
-    longest = max(series.cell.max_tokens for series in group)
-    at = [s for s in group if s.samples and s.cell.max_tokens == longest]
-    title = f"Generation, {group[0].cell.shape}: {longest} tokens"
+    group = _timed(results.series)
+    longest = max((series.cell.length for series in group), default=0)
+    at = [series for series in group if series.cell.length == longest]
+    title = f"Generation, {at[0].cell.shape}: {longest} tokens" if at else ""
     return _bars(at, title, _how(results), "seconds", "{:.3f}")
 
 
 def peak_memory(results: GenerationTiming) -> Figure | None:
     """Draw memory at its peak, by the number of tokens: the case study's open question."""
-    group = [
-        series
-        for series in _first_shape(results.series)
-        if series.peak_memory_bytes and series.name != FREE_ATTENTION
-    ]
-    lines = _lines(group, lambda s: (s.peak_memory_bytes or 0) / 2**20)
-    if not _has_lengths(lines):
+    of_backends = [one for one in results.series if one.name != FREE_ATTENTION]
+    group = [one for one in _timed(of_backends) if one.peak_memory_bytes]
+    if not _has_lengths(group):
         return None
     figure, axes = _figure(5)
-    _draw_lines(axes, lines, group)
+    _draw_lines(axes, group, lambda s: (s.peak_memory_bytes or 0) / 2**20)
     facts = f"{where(results.provenance)}; one call each"
     _title(axes, "Device memory at its peak, weights included", facts)
-    axes.set(xlabel="tokens, prompt included", ylabel="MiB", xscale="log")
-    _plain_ticks(axes, [x for x, _ in next(iter(lines.values()))])
+    axes.set(xlabel="tokens, prompt included", ylabel="MiB")
     return figure
 
 
 def kernel_time(results: KernelTiming) -> Figure | None:
     """Draw the kernel alone: microseconds, and TFLOP/s below the card's limit, by seqlen."""
-    group = _first_shape(results.series)
-    lines = _lines(group, lambda s: s.median)
-    if not _has_lengths(lines):
+    group = _timed(results.series)
+    if not _has_lengths(group):
         return None
     figure: Figure
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    _draw_lines(left, lines, group, legend=False)
-    tflops = _lines(group, lambda s: s.cell.flops / s.median / 1e6)
-    _draw_lines(right, tflops, group)
-    seqlens = sorted({series.cell.seqlen for series in group})
+    left.set(xlabel="seqlen", ylabel="microseconds", yscale="log")
+    right.set(xlabel="seqlen", ylabel="TFLOP/s", yscale="log")
+    _draw_lines(left, group, lambda s: s.median, legend=False)
+    _draw_lines(right, group, lambda s: s.cell.flops / s.median / 1e6)
     dtype = group[0].cell.dtype
     if limit := results.provenance.limits.get(f"matmul_{dtype}_tflops"):
         right.axhline(limit, color="#555555", linestyle=":", linewidth=1)
         text = f"8192\u00b3 matmul, {dtype}: {limit:.0f}"
-        right.annotate(text, (seqlens[0], limit), va="bottom", fontsize=8)
+        shortest = min(series.cell.length for series in group)
+        right.annotate(text, (shortest, limit), va="bottom", fontsize=8)
     _title(left, f"Attention alone, {group[0].cell.shape}", _how(results))
-    left.set(xlabel="seqlen", ylabel="microseconds", xscale="log", yscale="log")
-    right.set(xlabel="seqlen", ylabel="TFLOP/s", xscale="log", yscale="log")
-    for axes in (left, right):
-        _plain_ticks(axes, seqlens)
     return figure
 
 
@@ -161,7 +150,9 @@ def error_and_speed(results: KernelTiming) -> Figure | None:
     if len(at) < 2 or len(errors) < len(at) or naive_error is None:
         return None
     figure, axes = _figure(5)
-    for series, error, (colour, marker) in zip(at, errors, _looks(at), strict=True):
+    looks = _looks(at)
+    for series, error in zip(at, errors, strict=True):
+        colour, marker = looks[series.name]
         axes.plot(
             series.median,
             error,
@@ -224,24 +215,20 @@ PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
 # ---- What is drawn -------------------------------------------------------------------------------
 
 
-def _first_shape(series: Sequence[AnySeries]) -> list[AnySeries]:
-    """Return the series of the first shape."""
-    return next(iter(group_by(series, lambda s: s.cell.shape).values()))
+def _timed(series: Sequence[AnySeries]) -> list[AnySeries]:
+    """Return the series of the first shape that have samples."""
+    first = next(iter(group_by(series, lambda s: s.cell.shape).values()))
+    return [one for one in first if one.samples]
+
+
+def _has_lengths(group: Sequence[AnySeries]) -> bool:
+    return len({series.cell.length for series in group}) > 1
 
 
 def _at_one_seqlen(results: KernelTiming) -> list[KernelSeries]:
-    group = _first_shape(results.series)
-    chosen = detail_seqlen({series.cell.seqlen for series in group})
-    return [s for s in group if s.samples and s.cell.seqlen == chosen]
-
-
-def _lines(group: Sequence[AnySeries], y: Callable[[AnySeries], float]) -> Points:
-    groups = group_by([series for series in group if series.samples], lambda s: s.name)
-    return {name: sorted((s.cell.length, y(s)) for s in mine) for name, mine in groups.items()}
-
-
-def _has_lengths(lines: Points) -> bool:
-    return len({x for points in lines.values() for x, _ in points}) > 1
+    group = _timed(results.series)
+    chosen = detail_seqlen({series.cell.length for series in group})
+    return [series for series in group if series.cell.length == chosen]
 
 
 def _how(results: GenerationTiming | KernelTiming) -> str:
@@ -251,8 +238,8 @@ def _how(results: GenerationTiming | KernelTiming) -> str:
 # ---- How it is drawn -----------------------------------------------------------------------------
 
 
-def _looks(group: Sequence[Series]) -> list[tuple[str, str]]:
-    """Return colour and marker of each series: by name, by rung, or the next free ones."""
+def _looks(group: Sequence[Series]) -> dict[str, tuple[str, str]]:
+    """Return colour and marker of each backend: by name, by rung, or the next free ones."""
     names = list(dict.fromkeys(series.name for series in group))
     families = {series.name: series.family for series in group}
     shades: dict[str, str] = {}
@@ -263,31 +250,39 @@ def _looks(group: Sequence[Series]) -> list[tuple[str, str]]:
             shades[name] = mpl.colors.to_hex(shade)
     free = iter(OTHERS * 9)
     colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
-    markers = {name: MARKERS[index % len(MARKERS)] for index, name in enumerate(names)}
-    return [(colours[series.name], markers[series.name]) for series in group]
+    return {n: (colours[n], MARKERS[index % len(MARKERS)]) for index, n in enumerate(names)}
 
 
-def _draw_lines(axes: Axes, lines: Points, group: Sequence[Series], *, legend: bool = True) -> None:
-    looks = {series.name: look for series, look in zip(group, _looks(group), strict=True)}
-    precisions = {series.name: series.precision for series in group}
-    for name, points in lines.items():
+def _draw_lines(
+    axes: Axes,
+    group: Sequence[AnySeries],
+    y: Callable[[AnySeries], float],
+    *,
+    legend: bool = True,
+) -> None:
+    """Draw a line per backend over the lengths; the legend is in the order of the right ends."""
+    looks, ends = _looks(group), []
+    for name, mine in group_by(group, lambda series: series.name).items():
         colour, marker = looks[name]
-        axes.plot(
+        points = sorted((series.cell.length, y(series)) for series in mine)
+        (line,) = axes.plot(
             *zip(*points, strict=True),
             "--" if name == FREE_ATTENTION else "-",
             color=colour,
             marker=marker,
             markersize=4,
             linewidth=1.3,
-            label=f"{name} ({precisions[name]})",
+            label=f"{name} ({mine[0].precision})",
         )
-    if legend:  # in the order of the lines' right ends
-        handles, labels = axes.get_legend_handles_labels()
-        ends = [points[-1][1] for points in lines.values()]
-        order = sorted(range(len(labels)), key=lambda i: -ends[i])
-        axes.figure.legend(
-            [handles[i] for i in order], [labels[i] for i in order], loc="outside right upper"
-        )
+        ends.append((points[-1][1], line))
+    if legend:
+        handles = [line for _, line in sorted(ends, key=lambda end: -end[0])]
+        axes.figure.legend(handles=handles, loc="outside right upper")
+    lengths = sorted({series.cell.length for series in group})
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PLAIN)
 
 
 def _bars(at: Sequence[Series], title: str, how: str, unit: str, form: str) -> Figure | None:
@@ -305,7 +300,7 @@ def _bars(at: Sequence[Series], title: str, how: str, unit: str, form: str) -> F
         high,
         [form.format(median) for median in medians],
     )
-    colours = [colour for colour, _ in _looks(at)]
+    colours = [colour for colour, _ in _looks(at).values()]
     axes.barh(range(len(at)), medians, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
     _title(axes, title, how)
     axes.set_xlabel(f"{unit}: median, least to most")
@@ -342,7 +337,7 @@ def _bar_axes(
         )
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max(ends))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.xaxis.set_major_formatter(PLAIN)
     axes.grid(visible=False, axis="y")
     return figure, axes
 
@@ -361,9 +356,3 @@ def _log_ticks(axis: Any, subs: Sequence[float], form: str) -> None:
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
     axis.set_minor_locator(NullLocator())
-
-
-def _plain_ticks(axes: Axes, values: list[int]) -> None:
-    axes.set_xticks(values, [str(value) for value in values])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
