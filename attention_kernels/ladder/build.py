@@ -79,17 +79,14 @@ class _Plan:
     label: str
 
 
-def build(
-    version: VersionHeader, target: Target, arch: str = "", *, label: str = "", quiet: bool = False
-) -> Path:
+def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
     """Return the shared library of a version, from the cache or built now.
 
-    arch: the compute capabilities to build for, e.g. "90" or "80,90"; none for the emulator.
-    Unless it is quiet, a line on stderr names what is being built: `label`, else the file. Raises
-    BuildError with the compiler's first error line and the path of its log.
+    arch: the compute capabilities to build for, e.g. "90" or "80,90"; none for the emulator. A line
+    on stderr names what is being built: `label`, else the file. Raises BuildError with the
+    compiler's first error line and the path of its log.
     """
-    plan = _plan(version, target, arch, label)
-    (outcome,) = _build([plan], quiet=quiet, progress=False)
+    (outcome,) = _build([_plan(version, target, arch, label)], progress=False)
     if isinstance(outcome, BuildError):
         raise outcome
     return outcome
@@ -109,7 +106,7 @@ def build_many(
             plans.append(_plan(version, target, arch, ""))
         except BuildError as error:
             results[version.op] = error
-    outcomes = _build(plans, quiet=True, progress=True) if plans else []
+    outcomes = _build(plans, progress=True)
     return results | {p.version.op: done for p, done in zip(plans, outcomes, strict=True)}
 
 
@@ -279,7 +276,7 @@ def _stem(name: str, *parts: object) -> str:
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
-def _build(plans: Sequence[_Plan], *, quiet: bool, progress: bool) -> list[Path | BuildError]:
+def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]:
     """Return the library or the error of each plan, all built by one ninja."""
     cache = cache_dir()
     built: dict[_Plan, Path | BuildError] = {}
@@ -293,7 +290,7 @@ def _build(plans: Sequence[_Plan], *, quiet: bool, progress: bool) -> list[Path 
             for left in cache.glob(f"{name}.build-*") if held else ():  # by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             if missing := _missing(missing, cache, built):  # another process may have been first
-                if not quiet:
+                if not progress:
                     _tell(f"building {label} ...")
                 with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
                     built |= _run_ninja(missing, cache, Path(folder), progress=progress)

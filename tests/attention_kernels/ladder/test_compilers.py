@@ -122,12 +122,12 @@ def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(folder / "cache"))
     monkeypatch.chdir(tmp_path)
     version = header.parse_header(file)
-    assert build.build(version, "cuda", "90", quiet=True).exists()
+    assert build.build(version, "cuda", "90").exists()
     assert resources.compile_summary(version, "90").endswith("no spills")
     assert not [*tmp_path.rglob("pwned")]
     (file.parent / "mine.cuh").write_text("error\n")
     with pytest.raises(BuildError, match=r"mine\.cuh"):
-        build.build(version, "cuda", "90", quiet=True)
+        build.build(version, "cuda", "90")
 
 
 @pytest.mark.parametrize(
