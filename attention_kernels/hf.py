@@ -3,15 +3,16 @@
     import attention_kernels.hf
     AutoModelForCausalLM.from_pretrained(..., attn_implementation="CUSTOM_CUDA_VERSION_12")
 
-Importing registers every backend and loads none. As many queries as keys (prefill, recompute) go to
-the backend's attention, as views; one query against a cache goes to its decode kernel, else to that
-of registry.default_decode_backend(), which is logged, once, as a warning. Keys and values of fewer
-heads (grouped-query attention) are repeated, which copies them.
+Importing this module registers every backend and loads none. With as many queries as keys (prefill,
+recompute) the backend's attention is called on views of the model's tensors. With one query and a
+cache its decode kernel is called; a backend without one is replaced by
+registry.default_decode_backend(), and a warning says so once. In grouped-query attention, keys and
+values are copied, once per query head.
 
-UnsupportedError, with every reason, is raised for what a backend cannot do: padding and every mask
-but the causal and the full one, static caches, several queries against more keys, dropout, returned
-weights, a backward pass, and any argument not known to leave the mathematics as it is; and for a
-model that computes attention itself. Tried with transformers 5.17 and 5.23.
+UnsupportedError, with every reason, is raised for what a backend cannot do: padding, any mask other
+than causal or full, static caches, several queries against more keys, dropout, attention weights as
+output, a backward pass, models that compute attention themselves, and any argument not known to be
+harmless. Tested with transformers 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-# Not public, but the one sign of output_attentions in every model: GPT-2 does not hand it on.
+# Private, but the only place where every model shows output_attentions: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
 from attention_kernels.errors import UnsupportedError
@@ -37,9 +38,9 @@ from attention_kernels.registry import (
     list_backends,
 )
 
-# What models hand to every layer and attention has no use for. (From position_ids transformers
-# tells packed sequences, before it asks for the mask.)
-_NO_MATHEMATICS = {
+# Arguments that models pass to every layer and that do not change attention. (transformers uses
+# position_ids to detect packed sequences, before it asks for the mask.)
+_HARMLESS = {
     "cache_position",
     "num_items_in_batch",
     "output_hidden_states",
@@ -50,10 +51,10 @@ _NO_MATHEMATICS = {
 
 
 def register(*, decode_backend: str | None = None) -> None:
-    """Register every backend with transformers under its name, in place of what was there.
+    """Register every backend with transformers under its name, replacing earlier registrations.
 
-    Importing this module does so. Call it again for a backend that was registered later, or to name
-    the backend that decodes, whatever the attn_implementation. Raises UnknownBackendError.
+    Importing this module calls it. Call it again after registering another backend, or to choose
+    the backend that decodes for all of them. Raises UnknownBackendError.
     """
     decoder = get_backend(decode_backend) if decode_backend is not None else None
     for spec in list_backends():
@@ -63,10 +64,10 @@ def register(*, decode_backend: str | None = None) -> None:
 
 
 class _NoMask:
-    """What a model gets for a mask, and hands to _attention(): it fails if anything else reads it.
+    """A stand-in for the mask that models pass on to _attention(); any other use of it fails.
 
-    None would do for models that ask the AttentionInterface; one that computes attention itself
-    (Bloom, CodeGen) would take None for leave to look ahead. The class has the backend's name.
+    None would not do: a model that computes attention itself (Bloom, CodeGen) would take it to mean
+    that nothing is masked. The class is named after the backend.
     """
 
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -92,12 +93,12 @@ def _mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
-    **_: Any,  # size, device and dtype of a mask, and how to build it: none is built
+    **_: Any,  # how to build a mask: size, device, dtype
 ) -> _NoMask:
-    """no_mask, where the mask is plainly causal or full; otherwise UnsupportedError.
+    """Return no_mask if the mask is plainly causal or full; raise UnsupportedError otherwise.
 
-    attention_mask: bool (batch, keys), False for padding. Whether it hides anything is asked once
-    per forward pass and waits for the device, as in transformers' own sdpa.
+    attention_mask: bool (batch, keys), False for padding. Reading it waits for the device once per
+    forward pass, as in transformers' own sdpa.
     """
     causal = mask_function is causal_mask_function
     skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
@@ -136,9 +137,10 @@ def _attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """(batch, num_heads, seqlen, head_dim) in, (batch, seqlen, num_heads, head_dim) and None out.
+    """Compute attention for transformers; the None in the result stands for the weights.
 
-    is_causal: None for the module's own, as in transformers' sdpa.
+    query, key and value are (batch, num_heads, seqlen, head_dim); the output is (batch, seqlen,
+    num_heads, head_dim). is_causal: None for the module's own, as in transformers' sdpa.
     """
     num_heads, seqlen_q, seqlen_k = query.shape[1], query.shape[2], key.shape[2]
     wants_weights = arguments.pop("output_attentions", False) or any(
@@ -147,7 +149,7 @@ def _attention(
     reasons = [
         f"{name}, which it does not compute"
         for name, argument in arguments.items()
-        if name not in _NO_MATHEMATICS and argument is not None and argument is not False
+        if name not in _HARMLESS and argument is not None and argument is not False
     ]
     if wants_weights:
         reasons.append("output_attentions (the weights are never stored)")
@@ -177,7 +179,7 @@ def _attention(
 
 @functools.cache
 def _default_decoder(spec: BackendSpec, device_type: str) -> BackendSpec:
-    """What decodes where nobody named it; cached, so that it is told once."""
+    """Return the backend that decodes if none was named; cached, so that it warns once."""
     if spec.has_decode(device_type):
         return spec
     decoder = default_decode_backend(device_type)
@@ -189,7 +191,7 @@ def _default_decoder(spec: BackendSpec, device_type: str) -> BackendSpec:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """A call without gradients: a kernel that has none must not pass for one whose are zero."""
+    """Refuse the backward pass: a missing gradient must not look like a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, name: str, call: Callable[..., Tensor], *qkv: Tensor) -> Tensor:

@@ -78,8 +78,6 @@ def count_accesses(
         reasons.append("only a kernel's accesses are counted, and this is host code")
     if version.role != "attention":
         reasons.append("only an attention kernel's accesses are counted, and this one decodes")
-    if version.role == "decode":
-        reasons.append("a decode kernel's accesses are not counted")
     if re.search(r"^#include <mma\.h>", version.path.read_text("utf-8"), re.MULTILINE):
         reasons.append("a fragment's loads are in an order that CUDA does not document")
     if head_dim not in version.head_dims:
@@ -89,10 +87,7 @@ def count_accesses(
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     flags = [*compilers.compile_flags(version, "emulator", ""), "-fno-pie"]
-    source, recorder = (
-        str(version.path),
-        str(header.csrc_of(version) / "recorders" / "accesses.cpp"),
-    )
+    recorder = str(header.csrc_of(version) / "recorders" / "accesses.cpp")
     element = getattr(torch, version.dtype).itemsize
     arguments = map(str, (batch, seqlen, num_heads, head_dim, element, int(is_causal)))
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +95,9 @@ def count_accesses(
         objects = [f"{folder}/recorder.o", f"{folder}/kernel.o"]
         compilers.output_of([*flags, "-O2", "-c", recorder, "-o", objects[0]])
         # Unoptimized: each access of the source is one of the program, in the order of the source.
-        compilers.output_of([*flags, *_FLAGS.split(), "-x", "c++", "-c", source, "-o", objects[1]])
+        compilers.output_of(
+            [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
+        )
         command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
         compilers.output_of(command)
         file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
@@ -135,7 +132,7 @@ def count_accesses(
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """File and line of each return address, in hexadecimal; callers of inlined functions first."""
+    """Return file and line of each return address; callers of inlined functions come first."""
     wanted = sorted(addresses)
     # The call ends before the address that it returns to.
     calls = [hex(max(int(address, 16) - 1, 0)) for address in wanted]

@@ -10,10 +10,9 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -56,11 +55,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """One kernel, as one version launches it for one head_dim on one architecture; sizes in bytes.
-
-    blocks: how many fit a multiprocessor at once, 0 where not even one does; warps: how many that
-    makes, of max_warps; limited_by: what runs out first.
-    """
+    """One kernel, as launched for one head_dim on one architecture; sizes in bytes."""
 
     version: str
     arch: str
@@ -73,13 +68,16 @@ class Resources:
     static_smem: int
     dynamic_smem: int
     blocks: int
+    """How many fit on a multiprocessor at once; 0 if not even one does."""
     warps: int
+    """How many warps those blocks are."""
     max_warps: int
     limited_by: str
+    """What runs out first."""
 
     @property
     def occupancy(self) -> float:
-        """Resident warps over the most that there can be."""
+        """The fraction of the warps that could be resident."""
         return self.warps / self.max_warps
 
 
@@ -105,7 +103,7 @@ def resource_table(
     archs: Sequence[str] = ARCHS,
     head_dims: Iterable[int] = (32, 64, 128),
 ) -> list[Resources]:
-    """The resources of every kernel of the versions, one row per head_dim and architecture.
+    """Return the resources of every kernel, one row per head_dim and architecture.
 
     Raises BuildError where a compiler is missing or a version does not compile.
     """
@@ -120,9 +118,8 @@ def resource_table(
             for v in versions
         }
         compiled = {(v.op, a): pool.submit(_compile, v, a) for v in versions for a in archs}
-        futures: list[Future[Any]] = [*launches.values(), *compiled.values()]
-        for _ in tqdm(as_completed(futures), "compiling kernels", len(futures), unit=""):
-            pass
+        for future in tqdm(compiled.values(), "compiling kernels", unit=""):
+            future.exception()
     return [
         _row(version.op, arch, launch, compiled[version.op, arch].result())
         for version in versions
@@ -156,7 +153,7 @@ def _row(version: str, arch: str, launch: _Launch, compiled: dict[str, _Compiled
 
 
 def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """How many blocks a multiprocessor holds at once, and what the limit is."""
+    """Return how many blocks a multiprocessor holds at once, and what limits them."""
     limits = LIMITS[arch]
     if shared > limits.shared_kb_per_block * 1024:
         return 0, "shared memory"
@@ -181,7 +178,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
-    """What the version launches for each head_dim, from csrc/recorders/launches.cpp."""
+    """Return what the version launches for each head_dim, from csrc/recorders/launches.cpp."""
     flags = compilers.compile_flags(version, "emulator", "")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/recorder"
@@ -201,7 +198,7 @@ def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]
 
 
 def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
-    """What ptxas reports of every kernel of a version, by mangled name."""
+    """Return what ptxas reports of every kernel of a version, by mangled name."""
     with tempfile.TemporaryDirectory() as folder:
         flags = compilers.compile_flags(version, "cuda", arch, Path(folder))
         source = compilers.shell_safe(version.path.parent, Path(folder))
@@ -210,7 +207,7 @@ def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:
-    """What ptxas reports of all kernels of a version, in a phrase.
+    """Return what ptxas reports of all kernels of a version, in a phrase.
 
     Raises BuildError where there is no nvcc or it does not compile.
     """
@@ -222,7 +219,7 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
 
 def parse_ptxas(output: str) -> dict[str, _Compiled]:
-    """The numbers in the output of `ptxas -v`, by mangled name."""
+    """Return the numbers in the output of `ptxas -v`, by mangled name."""
     entry = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers([^\n]*)",
@@ -243,7 +240,7 @@ COLUMNS = (
 
 
 def format_table(rows: Iterable[Resources]) -> str:
-    """The table for people: one line per row, sizes in bytes, columns aligned."""
+    """Format a table for people: a line per row, sizes in bytes."""
     cells = [COLUMNS]
     for r in rows:
         cells.append(
@@ -267,7 +264,7 @@ def format_table(rows: Iterable[Resources]) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns, numbers to the right."""
+    """Align rows of text in columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(
