@@ -66,6 +66,7 @@ def test_every_table_in_the_documents_has_a_study_behind_it():
     assert tasks - studies.load().keys() == {"case-study"}
 
 
+@pytest.mark.slow
 def test_the_committed_pictures_are_current():
     drawn = plot_results.draw_documents(ROOT)
     there = {*(ROOT / "results" / "plots").iterdir()}

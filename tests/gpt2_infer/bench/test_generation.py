@@ -80,7 +80,7 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
     add("TEST_WRONG_AT_32", wrong_at_32)
     names = ("NAIVE_PYTORCH", "TEST_WRONG_AT_32")
     results = compare_generation(
-        lambda dtype: demo, specs_of(*names), [GenerationCell(40)], PROMPT, name="demo", rounds=2
+        lambda dtype: demo, specs_of(*names), [GenerationCell(24)], PROMPT, name="demo", rounds=2
     )
     wrong = by_name(results)["TEST_WRONG_AT_32"]
     assert wrong.status == "failed"
@@ -121,7 +121,7 @@ def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_r
     add("TEST_WRONG_IN_A_BATCH", wrong_in_a_batch)
     add("TEST_WRONG_LATER", wrong_later)
     specs = specs_of("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
-    cells = [GenerationCell(40, batch=2)]
+    cells = [GenerationCell(24, batch=2)]
     results = compare_generation(lambda dtype: demo, specs, cells, PROMPT, name="demo", rounds=3)
     found = by_name(results)
     assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
@@ -177,13 +177,13 @@ def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_regis
     calls = []
 
     def wrong_once(q, k, v, softmax_scale, is_causal):
-        wrong = q.shape[1] == 32 and calls.count(32) < 16 * 6  # steps of the first text, layers
+        wrong = q.shape[1] == 32 and calls.count(32) < 7 * 6  # steps of the first text, layers
         calls.append(q.shape[1])
         return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
 
     spec = add("TEST_WRONG_ONCE", wrong_once)
     results = compare_generation(
-        lambda dtype: demo, [spec], [GenerationCell(40)], PROMPT, name="demo", rounds=2
+        lambda dtype: demo, [spec], [GenerationCell(24)], PROMPT, name="demo", rounds=2
     )
     series = by_name(results)["TEST_WRONG_ONCE"]
     assert series.status == "failed"

@@ -23,9 +23,8 @@ from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernel
         (profile(), set()),
     ],
 )
-def test_every_picture_is_drawn_twice_the_same_and_names_every_backend(results, names):
+def test_every_picture_names_every_backend(results, names):
     drawn = plots.render(results)
-    assert drawn == plots.render(results)
     assert {*drawn} == names
     wanted = {one.name for one in getattr(results, "series", []) if one.samples}
     for name, svg in drawn.items():
@@ -35,6 +34,7 @@ def test_every_picture_is_drawn_twice_the_same_and_names_every_backend(results, 
 
 def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate():
     text = plots.render(inspection())["bars"].decode()
+    assert text == plots.render(inspection())["bars"].decode()
     at = re.search(r"\d+\.\d{3,}", text)[0]
     assert plots.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
     assert plots.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
