@@ -424,7 +424,7 @@ def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs) -> Tensor:
 
 
 def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor) -> Verdict:
-    """Judge an output; for decode each row against the keys of its length, the worst verdict."""
+    """Judge an output; of decode, judge each row against its own keys and return the worst."""
     precision = spec.precisions[dtype_name(case.dtype)]
     if isinstance(case, Case):
         right = truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
@@ -444,7 +444,7 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
 
 
 def _settings() -> dict[str, object]:
-    """What a kernel could change to make plain PyTorch, and so the budget, worse."""
+    """Return the settings with which a kernel could worsen plain PyTorch and so its budget."""
     return {
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
@@ -473,13 +473,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def _storage(x: Tensor) -> Tensor:
-    """All of the memory that a tensor is a view of, in one dimension."""
+    """Return all of the memory that a tensor is a view of, in one dimension."""
     count = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((count,), (1,), 0)
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy with the same strides, and with what lies between the rows."""
+    """Copy a tensor with its strides and with what lies between its rows."""
     return _storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 

@@ -80,9 +80,9 @@ def verify_in_child(
 
 
 def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
-    """Be the child: send the name of each check, then the report or the error that ended it.
+    """Run in the child: send the name of each check, then the report or the error that ended it.
 
-    None instead says that this process has no such backend.
+    Send None if this process has no such backend.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
     threading.Thread(target=_die_with_parent, daemon=True).start()

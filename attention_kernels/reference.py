@@ -308,7 +308,7 @@ def extent(wrong: Tensor) -> str:
 
 
 def _scores(q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool) -> Tensor:
-    """(batch, num_heads, rows, keys), -inf where the mask hides a key."""
+    """Return the scores, (batch, num_heads, rows, keys), -inf where the mask hides a key."""
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * scale
     if is_causal:
@@ -320,7 +320,7 @@ def _scores(q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool) 
 def _rounding(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference, the condition of each element and the term for sums of each row."""
+    """Return the reference, the condition of each element and each row's term for sums."""
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     eps, sum_eps = _eps(q.dtype), _sum_eps(q.dtype)
     is_float64 = q.dtype == torch.float64
@@ -353,9 +353,9 @@ def _naive_difference(
     is_causal: bool,
     reference: Tensor,
 ) -> Tensor:
-    """How far plain PyTorch in the dtype of its inputs is from the reference, element by element.
+    """Return the error of plain PyTorch in the dtype of its inputs, element by element.
 
-    For float64, where no reference is finer, it is float32's error scaled to float64's precision.
+    For float64, which has no finer reference, it is float32's error scaled to float64's precision.
     """
     scale = 1.0
     if q.dtype == torch.float64:
@@ -367,7 +367,7 @@ def _naive_difference(
 
 
 def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
-    """||difference_i|| / ||reference_i||, finite where a row of the reference is zero."""
+    """Return ||difference_i|| / ||reference_i||, finite where a row of the reference is zero."""
     lengths: Tensor = reference.norm(dim=3)
     least = torch.finfo(torch.float64).eps * lengths.max().clamp(min=1e-300)
     errors: Tensor = difference.norm(dim=3)
@@ -383,12 +383,12 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _sum_eps(dtype: torch.dtype) -> float:
-    """Products of 16 bits are summed in float32."""
+    """Return the precision of sums: products of 16 bits are summed in float32."""
     return min(_eps(dtype), _eps(torch.float32))
 
 
 def _larger(x: float, y: float) -> float:
-    """max(x, y), but NaN if x is."""
+    """Return max(x, y), but NaN if x is."""
     return y if x < y else x
 
 
@@ -397,7 +397,7 @@ def _finite(x: float) -> float:
 
 
 def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices along batch, rows and heads with at most LARGEST_SCORES scores each."""
+    """Yield slices of batch, rows and heads with at most LARGEST_SCORES scores each."""
     batch, seqlen, num_heads, _ = q.shape
     if batch * num_heads * seqlen * keys <= LARGEST_SCORES:
         yield slice(None), slice(0, seqlen), slice(None)

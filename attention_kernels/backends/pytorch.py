@@ -26,11 +26,11 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: boo
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
-    """How many cache positions to look at, and which each row sees: (batch, 1, 1, positions).
+    """Return how many cache positions to visit, and a mask of those that each row sees.
 
-    On the CPU the lengths can be read for nothing: positions that no row uses are not visited, and
-    rows of one length need no mask. On a GPU reading them would stall the host and break graph
-    capture: the whole cache is visited and masked.
+    The mask is (batch, 1, 1, positions). On the CPU reading the lengths is free: positions that no
+    row uses are not visited, and rows of one length need no mask. On a GPU reading them would stall
+    the host and break graph capture, so the whole cache is visited and masked.
     """
     positions = k_cache.shape[1]
     if seqlens.device.type == "cpu":
@@ -59,7 +59,7 @@ def _naive_decode(
     precisions=PLAIN_PRECISIONS,
 )
 def load_naive() -> Kernels:
-    """The case study's baseline."""
+    """Load the case study's baseline."""
     return Kernels(_naive, _naive_decode, backward=True)
 
 
@@ -79,7 +79,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
             )
 
     def attempt(call: Callable[[], Tensor]) -> Tensor:
-        """call(), or torch's reasons against it; its (batch, heads, ...) output transposed."""
+        """Return call() transposed, or raise UnsupportedError with torch's reasons against it."""
         try:
             o = call()
         except torch.OutOfMemoryError:
@@ -112,7 +112,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
 
 
 def _refusals(call: Callable[[], Tensor]) -> list[str]:
-    """Torch's own reasons, which it gives as warnings when a pinned kernel refuses a call."""
+    """Return torch's reasons against a call, which it gives as warnings; none if it is taken."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -128,7 +128,7 @@ def _refusals(call: Callable[[], Tensor]) -> list[str]:
 
 
 def _sentence(message: str) -> str:
-    """Torch's sentence without the C++ source location behind it."""
+    """Strip the C++ source location off torch's sentence."""
     return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
@@ -139,7 +139,7 @@ def _sentence(message: str) -> str:
     precisions=PLAIN_PRECISIONS,
 )
 def load_math() -> Kernels:
-    """SDPBackend.MATH and no other."""
+    """Load SDPBackend.MATH and no other."""
     return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH, ("cuda", "cpu"))
 
 
@@ -157,7 +157,7 @@ def _flash_probe(device_type: str) -> str | None:
     probe=_flash_probe,
 )
 def load_flash() -> Kernels:
-    """SDPBackend.FLASH_ATTENTION and no other.
+    """Load SDPBackend.FLASH_ATTENTION and no other.
 
     On CUDA it takes float16 and bfloat16 only, and has no mask to decode with.
     """
@@ -174,7 +174,7 @@ def load_flash() -> Kernels:
     device_types=("cuda",),
 )
 def load_efficient() -> Kernels:
-    """SDPBackend.EFFICIENT_ATTENTION and no other."""
+    """Load SDPBackend.EFFICIENT_ATTENTION and no other."""
     return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION, ("cuda",))
 
 
@@ -187,5 +187,5 @@ def load_efficient() -> Kernels:
     min_compute_capability=(8, 0),
 )
 def load_cudnn() -> Kernels:
-    """SDPBackend.CUDNN_ATTENTION and no other."""
+    """Load SDPBackend.CUDNN_ATTENTION and no other."""
     return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION, ("cuda",))
