@@ -6,13 +6,14 @@ import types
 import pytest
 import torch
 
-from attention_kernels import UnavailableBackendError, UnsupportedError, register
+from attention_kernels import UnavailableBackendError, UnsupportedError
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
 from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.generation import MODES, run
 from tests.conftest import DEVICES
+from tests.gpt2_infer.bench.common import add
 
 PROMPTS = [
     "Once upon a time",
@@ -243,8 +244,8 @@ def spoiled(where: str) -> Kernels:
 def test_logits_that_are_not_finite_end_generation(
     where, sampling, watched, device, clean_registry
 ):
-    fields = {"family": "test", "summary": "NaN.", "precisions": {"float32": "ieee-fp32"}}
-    register(name="TEST_NAN", **fields)(lambda: spoiled(where))
+    kernels = spoiled(where)
+    add("TEST_NAN", kernels.attention, kernels.decode)
     model = GPT2.from_pretrained("demo", device=device, attention="TEST_NAN")
     options = {"sampling": sampling, "ignore_eos": not watched, "max_new_tokens": 5}
     if where == "row":
@@ -305,12 +306,7 @@ def test_backends_are_checked_before_the_work():
 
 
 def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
-    register(
-        name="TEST_PREFILL_ONLY",
-        family="test",
-        summary="No decode kernel.",
-        precisions={"float32": "ieee-fp32"},
-    )(lambda: Kernels(naive_attention))
+    add("TEST_PREFILL_ONLY", naive_attention)
     DECODES = "PYTORCH_SDPA_FLASH_ATTENTION"
     model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
     result = generate(model, "The", max_new_tokens=3, mode="kv-cache")

@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnsupportedError, get_backend, register
-from attention_kernels.contract import Kernels
+from attention_kernels import BackendSpec, UnsupportedError
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, ConfigError, GPT2Config
 from gpt2_infer.model import KVCache, check_backend
+from tests.gpt2_infer.bench.common import add
 
 ACTIVATIONS = (
     "gelu_new",
@@ -129,9 +129,8 @@ def test_a_model_that_upcasts_asks_its_backends_for_float32(
     model(torch.zeros(1, 3, dtype=torch.long), cache=cache)
     assert model.decode(torch.zeros(1, dtype=torch.long), cache).dtype == torch.bfloat16
     assert seen == {(method, *[torch.float32] * 3) for method in ("attention", "decode")}
-    fields = {"family": "test", "summary": "A test's.", "precisions": {"float32": "ieee-fp32"}}
-    register(name="TEST_FLOAT32", **fields)(lambda: Kernels(naive_attention))
-    check = functools.partial(check_backend, get_backend("TEST_FLOAT32"), device_type="cpu")
+    spec = add("TEST_FLOAT32", naive_attention)
+    check = functools.partial(check_backend, spec, device_type="cpu")
     check(config=model.config, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="dtype bfloat16"):
         check(config=GPT2Config(), dtype=torch.bfloat16)

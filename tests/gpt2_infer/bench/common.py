@@ -7,6 +7,7 @@ import torch
 from attention_kernels import BackendSpec, get_backend, register
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
+from gpt2_infer import GPT2
 from gpt2_infer.bench.results import (
     Check,
     GenerationCell,
@@ -23,6 +24,7 @@ from gpt2_infer.bench.results import (
     Provenance,
     Shape,
 )
+from tests.conftest import rewrite
 
 PROMPT = "Once upon a time"
 TWO = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH")
@@ -37,6 +39,31 @@ def add(name: str, kernel, decode=None, **fields) -> BackendSpec:
 def off_by_one(q, k, v, softmax_scale, is_causal):
     o = naive_attention(q, k, v, softmax_scale, is_causal)
     return torch.cat([o[:, :1], o[:, :-1]], 1)
+
+
+def tie(save_checkpoint, one: str, other: str, prompt: list[int], batch: int = 1) -> GPT2:
+    """A model in which tokens 7 and 11 lead by a distance that the backends' rounding turns."""
+    folder, _ = save_checkpoint(tie_word_embeddings=False)
+    states = []
+    for name in (one, other):
+        model = GPT2.from_pretrained(str(folder), device="cpu", attention=name)
+        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y.double()[0, 0]))
+        model(torch.tensor([prompt] * batch))
+    middle, apart = (states[0] + states[1]) / 2, states[0] - states[1]
+    # The sum of the two rows makes both tokens likely, at logits small enough to show a change of
+    # 1e-6; their difference is the direction in which the two backends' states differ.
+    middle /= middle.norm()
+    apart -= (apart @ middle) * middle
+    apart /= apart.norm()
+
+    def change(tensors):
+        tensors["lm_head.weight"] *= 0.01
+        tensors["lm_head.weight"][7] = (middle / 5 + apart / 2).float()
+        tensors["lm_head.weight"][11] = (middle / 5 - apart / 2).float()
+        return tensors
+
+    rewrite(folder, change)
+    return GPT2.from_pretrained(str(folder), device="cpu")
 
 
 def specs_of(*names: str) -> list[BackendSpec]:

@@ -9,13 +9,14 @@ import math
 import pytest
 import torch
 
-from attention_kernels import get_backend, register
-from attention_kernels.contract import Kernels
+from attention_kernels import get_backend
 from attention_kernels.reference import naive_attention, reference_attention
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.bench.diverge import diverge, examine
 from gpt2_infer.cli import main
 from tests.conftest import DEVICES, rewrite
+from tests.gpt2_infer.bench import common
+from tests.gpt2_infer.cli.program import run
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
 PLAIN = "NAIVE_PYTORCH"
@@ -25,17 +26,10 @@ DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "
 
 @pytest.fixture
 def add(clean_registry):
-    """add(name, kernel): register a backend for the length of a test."""
+    """add(name, kernel, precision): register a backend for the length of a test."""
 
-    def add(name, kernel, precision="ieee-fp32", **fields):
-        register(
-            name=name,
-            family="test",
-            summary="A backend of a test.",
-            precisions={"float32": precision},
-            **fields,
-        )(lambda: Kernels(kernel))
-        return name
+    def add(name, kernel, precision="ieee-fp32"):
+        return common.add(name, kernel, precisions={"float32": precision}).name
 
     return add
 
@@ -68,12 +62,6 @@ def first_difference(device, a, b):
 
 def compare(model, a, b, **options):
     return diverge(model, a, b, PROMPT, **{"max_new_tokens": TOKENS, **options})
-
-
-def run(capsys, *arguments):
-    status = main(list(arguments))
-    out = capsys.readouterr()
-    return status, out.out, out.err
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -243,34 +231,12 @@ def test_each_of_two_logits_may_be_its_whole_budget_off(demo, monkeypatch):
 
 
 def test_two_logits_that_rounding_puts_in_either_order_are_a_tie(add, save_checkpoint):
-    """A checkpoint in which two tokens lead by a distance that the two backends' rounding turns."""
-
     def two_ulps(o, _):
         o *= 1 + 2**-22  # within any budget, of which 4 ulps are a part
 
     add("OTHER_ROUNDING", changed(two_ulps))
-    folder, _ = save_checkpoint(tie_word_embeddings=False)
     prompt = list(range(100, 116))
-    states = []
-    for name in (PLAIN, "OTHER_ROUNDING"):
-        model = GPT2.from_pretrained(str(folder), device="cpu", attention=name)
-        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y.double().flatten()))
-        model(torch.tensor([prompt]))
-    middle, apart = (states[0] + states[1]) / 2, states[0] - states[1]
-    # Rows 7 and 11: their sum makes both likely, at logits small enough to show a change of 1e-6,
-    # and their difference is the direction in which the two backends' states differ.
-    middle /= middle.norm()
-    apart -= (apart @ middle) * middle
-    apart /= apart.norm()
-
-    def tie(tensors):
-        tensors["lm_head.weight"] *= 0.01
-        tensors["lm_head.weight"][7] = (middle / 5 + apart / 2).float()
-        tensors["lm_head.weight"][11] = (middle / 5 - apart / 2).float()
-        return tensors
-
-    rewrite(folder, tie)
-    model = GPT2.from_pretrained(str(folder), device="cpu")
+    model = common.tie(save_checkpoint, PLAIN, "OTHER_ROUNDING", prompt)
     result = diverge(model, PLAIN, "OTHER_ROUNDING", prompt, max_new_tokens=3)
     assert (result.verdict, result.passed, result.step) == ("tie", True, 0)
     assert (result.a.token, result.b.token) == (7, 11)

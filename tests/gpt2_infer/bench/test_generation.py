@@ -12,8 +12,7 @@ from gpt2_infer.bench.generation import compare_with_transformers, weights_diges
 from gpt2_infer.bench.results import FREE_ATTENTION, GenerationCell, encode
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
-from tests.conftest import rewrite
-from tests.gpt2_infer.bench.common import PROMPT, TWO, add, by_name, off_by_one, specs_of
+from tests.gpt2_infer.bench.common import PROMPT, TWO, add, by_name, off_by_one, specs_of, tie
 
 
 @pytest.fixture
@@ -79,9 +78,7 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
 
     add("TEST_WRONG_AT_32", wrong_at_32)
     names = ("NAIVE_PYTORCH", "TEST_WRONG_AT_32")
-    results = compare_generation(
-        lambda dtype: demo, specs_of(*names), [GenerationCell(24)], PROMPT, name="demo", rounds=2
-    )
+    results = compare(demo, specs_of(*names), GenerationCell(24))
     wrong = by_name(results)["TEST_WRONG_AT_32"]
     assert wrong.status == "failed"
     assert "bug in B" in wrong.reason
@@ -91,13 +88,7 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
 def test_lengths_that_the_model_has_not_are_refused(demo):
     for tokens in (3, 1025):
         with pytest.raises(RequestError, match=f"{tokens} tokens in all: the prompt has"):
-            compare_generation(
-                lambda dtype: demo,
-                specs_of("NAIVE_PYTORCH"),
-                [GenerationCell(tokens)],
-                PROMPT,
-                name="demo",
-            )
+            compare(demo, specs_of("NAIVE_PYTORCH"), GenerationCell(tokens))
 
 
 def test_free_attention_is_no_backend():
@@ -121,9 +112,7 @@ def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_r
     add("TEST_WRONG_IN_A_BATCH", wrong_in_a_batch)
     add("TEST_WRONG_LATER", wrong_later)
     specs = specs_of("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
-    cells = [GenerationCell(24, batch=2)]
-    results = compare_generation(lambda dtype: demo, specs, cells, PROMPT, name="demo", rounds=3)
-    found = by_name(results)
+    found = by_name(compare(demo, specs, GenerationCell(24, batch=2), rounds=3))
     assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
     batch, later = found["TEST_WRONG_IN_A_BATCH"], found["TEST_WRONG_LATER"]
     assert (batch.status, batch.samples) == ("failed", [])
@@ -133,38 +122,14 @@ def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_r
 
 
 def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoint):
-    """Two tokens lead by a distance that rounding turns, in a batch and not alone."""
-
     def other_in_a_batch(q, k, v, softmax_scale, is_causal):
         o = naive_attention(q, k, v, softmax_scale, is_causal)
         return o if len(q) == 1 else o * (1 + 2**-22)  # within any budget: 4 ulps are a part of it
 
     spec = add("TEST_OTHER_IN_A_BATCH", other_in_a_batch)
-    folder, _ = save_checkpoint(tie_word_embeddings=False)
     prompt = list(range(100, 116))
-    states = []
-    for name in ("NAIVE_PYTORCH", spec.name):
-        model = GPT2.from_pretrained(str(folder), device="cpu", attention=name)
-        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y.double()[0, 0]))
-        model(torch.tensor([prompt] * 2))
-    middle, apart = (states[0] + states[1]) / 2, states[0] - states[1]
-    middle /= middle.norm()
-    apart -= (apart @ middle) * middle
-    apart /= apart.norm()
-
-    def tie(tensors):
-        tensors["lm_head.weight"] *= 0.01
-        tensors["lm_head.weight"][7] = (middle / 5 + apart / 2).float()
-        tensors["lm_head.weight"][11] = (middle / 5 - apart / 2).float()
-        return tensors
-
-    rewrite(folder, tie)
-    model = GPT2.from_pretrained(str(folder), device="cpu")
-    found = by_name(
-        compare_generation(
-            lambda dtype: model, [spec], [GenerationCell(18, 2)], prompt, name="tie", rounds=2
-        )
-    )
+    model = tie(save_checkpoint, "NAIVE_PYTORCH", spec.name, prompt, batch=2)
+    found = by_name(compare(model, [spec], GenerationCell(18, 2), prompt=prompt))
     ours, plain = found[spec.name], found["NAIVE_PYTORCH"]
     assert ours.token_digest != plain.token_digest
     assert (ours.status, ours.reason, ours.diverges) == ("ok", "", "tie")
@@ -182,29 +147,22 @@ def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_regis
         return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
 
     spec = add("TEST_WRONG_ONCE", wrong_once)
-    results = compare_generation(
-        lambda dtype: demo, [spec], [GenerationCell(24)], PROMPT, name="demo", rounds=2
-    )
-    series = by_name(results)["TEST_WRONG_ONCE"]
+    series = by_name(compare(demo, [spec], GenerationCell(24)))["TEST_WRONG_ONCE"]
     assert series.status == "failed"
     assert series.reason.startswith("bug in B: rounding does not explain its token, ")
     assert "state between calls" in series.reason
 
 
 def test_what_would_make_no_comparison_is_refused(demo):
-    def run(cells, **options):
-        options = {"name": "demo", "rounds": 2} | options
-        specs = specs_of("NAIVE_PYTORCH")
-        compare_generation(lambda dtype: demo, specs, cells, PROMPT, **options)
-
+    specs = specs_of("NAIVE_PYTORCH")
     with pytest.raises(RequestError, match="rounds must be 2 or more, not 1"):
-        run([GenerationCell(10)], rounds=1)
+        compare(demo, specs, GenerationCell(10), rounds=1)
     with pytest.raises(RequestError, match="not in float64"):
-        run([GenerationCell(10, dtype="float64")])
+        compare(demo, specs, GenerationCell(10, dtype="float64"))
     torch.set_float32_matmul_precision("high")
     try:
         with pytest.raises(ArgumentError, match="set to compute float32 products in TF32"):
-            run([GenerationCell(10)])
+            compare(demo, specs, GenerationCell(10))
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -223,10 +181,7 @@ def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
     for name, kernel in (("TEST_WRONG", wrong), ("TEST_WRONG_FOR_FOUR", wrong_for_four_heads)):
         add(name, naive_attention, kernel)
     cell = GenerationCell(24, mode="kv-cache")
-    specs = specs_of("TEST_WRONG", "TEST_WRONG_FOR_FOUR")
-    found = by_name(
-        compare_generation(lambda dtype: demo, specs, [cell], PROMPT, name="demo", rounds=2)
-    )
+    found = by_name(compare(demo, specs_of("TEST_WRONG", "TEST_WRONG_FOR_FOUR"), cell))
     assert found["TEST_WRONG"].status == found["TEST_WRONG_FOR_FOUR"].status == "failed"
     assert found["TEST_WRONG"].reason.startswith("decode: error ")
     assert found["TEST_WRONG_FOR_FOUR"].reason.startswith(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -75,7 +74,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
 
     def interrupted(*arguments):
         add_cell(*arguments)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "add", interrupted)
