@@ -12,7 +12,6 @@ from attention_kernels.ladder.op import (
     families,
     register_ladder,
     resolve,
-    unregistered,
     versions,
 )
 
@@ -24,6 +23,5 @@ __all__ = [
     "families",
     "register_ladder",
     "resolve",
-    "unregistered",
     "versions",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -25,7 +26,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,22 +135,25 @@ def cache_dir() -> Path:
         return _private_cache(base, "this user has no home folder")
 
 
-def cache_entries() -> list[Path]:
-    """Return the files and folders in the cache, sorted."""
+def cache_entries() -> dict[Path, int]:
+    """Return the files and folders in the cache, sorted, with their sizes in bytes."""
+
+    def size(entry: Path) -> int:
+        files = entry.rglob("*") if entry.is_dir() else [entry]
+        return sum(file.lstat().st_size for file in files if file.is_file())
+
     try:
-        return sorted(cache_dir().iterdir())
+        return {entry: size(entry) for entry in sorted(cache_dir().iterdir())}
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return {}
 
 
 def clear_cache() -> int:
     """Delete everything in the cache; return how many bytes that freed. Raises OSError."""
-    freed = 0
-    for entry in cache_entries():
-        files = entry.rglob("*") if entry.is_dir() else [entry]
-        freed += sum(path.lstat().st_size for path in files if path.is_file())
+    entries = cache_entries()
+    for entry in entries:
         _remove(entry)
-    return freed
+    return sum(entries.values())
 
 
 def _remove(path: Path) -> None:
@@ -170,20 +173,13 @@ def _writable(cache: Path) -> Path:
         return _private_cache(cache, error.strerror or str(error))
 
 
-_private: dict[Path, Path] = {}
-_private_lock = threading.Lock()
-
-
+@functools.cache
 def _private_cache(cache: Path, reason: str) -> Path:
-    with _private_lock:
-        if cache not in _private:
-            folder = _private[cache] = Path(tempfile.mkdtemp(prefix="attention_kernels-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            _tell(
-                f"warning: {cache} cannot be written ({reason}): "
-                "kernels are built for this run only"
-            )
-        return _private[cache]
+    """Return a folder for this process alone, and warn, once."""
+    folder = Path(tempfile.mkdtemp(prefix="attention_kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _tell(f"warning: {cache} cannot be written ({reason}): kernels are built for this run only")
+    return folder
 
 
 def _tell(line: str) -> None:

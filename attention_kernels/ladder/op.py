@@ -70,19 +70,15 @@ def register_ladder(
 
 
 def resolve(what: str) -> BackendSpec:
-    """Return the backend of a name, or of a version file outside every ladder: a path in .cu.
+    """Return the backend of a name, or of a version file, *.cu, that belongs to no ladder.
 
-    Raises UnknownBackendError, or HeaderError if the file cannot be read as a version.
+    A backend of a file has the file's name; if another file or a registered backend has it too, a
+    digest of the path is added. Raises UnknownBackendError, or HeaderError if the file cannot be
+    read as a version.
     """
-    return unregistered(Path(what)) if what.endswith(".cu") else get_backend(what)
-
-
-def unregistered(file: Path) -> BackendSpec:
-    """Return a backend named after a version file that belongs to no ladder.
-
-    If another file or a registered backend has that name, a digest of the path tells them apart.
-    Raises HeaderError.
-    """
+    if not what.endswith(".cu"):
+        return get_backend(what)
+    file = Path(what)
     if not file.is_file():
         raise HeaderError(f"there is no file {file}")
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]

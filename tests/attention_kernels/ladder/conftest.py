@@ -65,7 +65,7 @@ def calls(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTED", str(noted))
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTENTION_KERNELS_FLAGS", raising=False)
-    monkeypatch.setattr(build, "_private", {})
+    build._private_cache.cache_clear()
 
     def calls() -> list[str]:
         # The file is only read: a compiler may be writing its line just now.
