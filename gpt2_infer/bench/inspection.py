@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from attention_kernels import UnsupportedError, ladder
+from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import Access, count_accesses
 from attention_kernels.inspection.resources import Resources, resource_table
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import environment
+from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.results import Inspected, Inspection, Shape
 from gpt2_infer.bench.tables import KINDS
 from gpt2_infer.errors import RequestError
@@ -31,10 +31,7 @@ def inspect_ladder(
     are counted in the emulator. A version whose accesses cannot be counted is refused, with the
     reason. Raises RequestError, or BuildError without nvcc.
     """
-    versions = ladder.versions(family)
-    if not versions:
-        families = ", ".join(ladder.families())
-        raise RequestError(f"no ladder is of the family {family}: there are {families}")
+    versions = selection.versions_of(family)
     compiled = [version for version in versions.values() if not version.is_host]
     head_dims = sorted({head_dim for version in compiled for head_dim in version.head_dims})
     if shape.head_dim not in head_dims:

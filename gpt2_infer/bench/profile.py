@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from attention_kernels import BackendSpec, ladder, list_backends
+from attention_kernels import BackendSpec, get_backend, ladder
 from attention_kernels.conformance import Case
-from gpt2_infer.bench import environment
+from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.results import Profile, Profiled, Shape
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
@@ -73,12 +73,8 @@ def profile(family: str, shape: Shape, *, task: str, out: Path | None) -> Profil
 
 def _specs(family: str) -> list[BackendSpec]:
     """Return the backends of a ladder that run on a GPU."""
-    if family not in ladder.families():
-        known = ", ".join(ladder.families())
-        raise RequestError(f"no ladder is of the family {family}: there are {known}")
-    return [
-        spec for spec in list_backends() if spec.family == family and "cuda" in spec.device_types
-    ]
+    specs = map(get_backend, selection.versions_of(family))
+    return [spec for spec in specs if "cuda" in spec.device_types]
 
 
 def launch_each(family: str, shape: Shape) -> None:

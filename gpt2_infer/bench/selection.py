@@ -19,6 +19,7 @@ from attention_kernels.conformance import (
     describe_error,
     run_case,
 )
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import Check, GenerationCell, KernelCell, ResultsError, Series
 from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
@@ -41,7 +42,7 @@ def select(
     that are emulated, cannot run or take none of the dtypes are left out; a line on stderr names
     each family with none left.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
-    that cannot run, or when nothing is left.
+    that cannot run or takes none of the dtypes, or when nothing is left.
     """
     known = {spec.family for spec in list_backends()}
     if missing := {*families} - known:
@@ -50,17 +51,15 @@ def select(
             f"{', '.join(sorted(known))}"
         )
 
-    def untimed_reason(spec: BackendSpec) -> str | None:
+    def refusal(spec: BackendSpec) -> str | None:
         if reason := spec.unavailable_reason(device_type):
             return reason
-        if device_type in spec.emulated_on:
-            return EMULATED
         if dtypes and not {*dtypes} & {*spec.dtypes}:
             return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
         return None
 
     reasons = {
-        spec: untimed_reason(spec)
+        spec: EMULATED if device_type in spec.emulated_on else refusal(spec)
         for spec in list_backends()
         if spec.family in families or not (families or names)
     }
@@ -77,9 +76,18 @@ def select(
             raise RequestError(sentence)
         print(sentence, file=sys.stderr)
     for spec in specs:
-        if reason := spec.unavailable_reason(device_type):
+        if reason := refusal(spec):
             raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
     return list({spec.name: spec for spec in specs}.values())
+
+
+def versions_of(family: str) -> dict[str, VersionHeader]:
+    """Return the versions of a ladder by backend name; raises RequestError if there is none."""
+    versions = ladder.versions(family)
+    if not versions:
+        families = ", ".join(ladder.families())
+        raise RequestError(f"no ladder is of the family {family}: there are {families}")
+    return versions
 
 
 def with_baseline(

@@ -54,7 +54,6 @@ class _Comparison(_Study, kw_only=True):
 
     def _selected(self, *, cpu_families: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the device, the backends and the baseline that the study names."""
-        from attention_kernels import ladder
         from gpt2_infer.bench.selection import select
         from gpt2_infer.checkpoint import resolve_device
 
@@ -63,10 +62,7 @@ class _Comparison(_Study, kw_only=True):
         if device == "cpu" and not (families or self.backends):
             families = [*cpu_families]
         specs = select(self.backends, device, families=families, dtypes=self.dtypes)
-        (baseline,) = select([self.baseline], device)
-        for spec in [baseline, *map(ladder.resolve, self.backends)]:
-            if not {*self.dtypes} & {*spec.dtypes}:
-                raise RequestError(f"{spec.name} takes {', '.join(spec.dtypes)}: see --dtypes")
+        (baseline,) = select([self.baseline], device, dtypes=self.dtypes)
         return {"device": device, "specs": specs, "baseline": baseline}
 
 

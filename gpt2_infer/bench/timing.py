@@ -159,15 +159,18 @@ class Progress(Generic[SeriesType]):
         self.cells: dict[str, list[SeriesType]] = {}
         self.path = out.with_name(f"{out.name}.partial") if out else None
         self._provenance = provenance
-        driver = provenance.gpu.driver_version if provenance.gpu else None
-        machine = (provenance.machine, driver, provenance.packages, provenance.precision)
         plan = _Plan(
             settings=msgspec.to_builtins(settings),
             commit=provenance.commit,
             source_digest=provenance.source_digest,
             sources=dict(sources),
-            machine=dict(zip(("machine", "driver", "packages", "precision"), machine, strict=True))
-            | {"build_flags": provenance.build_flags},
+            machine={
+                "machine": provenance.machine,
+                "driver": provenance.gpu.driver_version if provenance.gpu else None,
+                "packages": provenance.packages,
+                "precision": provenance.precision,
+                "build_flags": provenance.build_flags,
+            },
         )
         self._header = msgspec.json.encode((provenance.date, plan))
         if self.path and self.path.exists():

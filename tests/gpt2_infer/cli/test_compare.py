@@ -44,7 +44,10 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
         (["--name", "Not A Name"], "matching regex"),
         ([*KERNEL, "--backends", "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
         ([*KERNEL, "--families", "nvidia"], "no backend is of the family nvidia"),
-        ([*KERNEL, "--dtypes", "float16", "--backends", "ONLY_FLOAT32"], "ONLY_FLOAT32 takes"),
+        (
+            [*KERNEL, "--dtypes", "float16", "--backends", "ONLY_FLOAT32"],
+            "compared on cpu: takes float32, not float16",
+        ),
         ([*KERNEL, "--out", "/no/such/folder/r.json"], "there is no folder /no/such/folder"),
     ],
 )
