@@ -98,16 +98,18 @@ def row_errors(task: str, *names: str) -> None:
     path, results = _newest(task)
     if not isinstance(results, KernelTiming):
         raise ResultsError(f"{task} is not a timing of kernels")
-    lengths = sorted({cell.seqlen for cell in results.cells})
-    rows = []
-    for name in names:
-        mine = {s.cell.seqlen: s.check for s in results.series if s.name == name}
-        found = [mine[n] for n in lengths]
-        rows.append(
-            [f"`{name}`", *(f"{c.row_error:.1e} / {c.row_budget:.1e}" if c else "" for c in found)]
-        )
-    title = f"{where(results.provenance)} ({_link(path)})"
-    _print(f"{title}:\n\n{markdown(['backend', *(f'N={n}' for n in lengths)], rows)}")
+    checks = {(s.name, s.cell.length): s.check for s in results.series}
+
+    def at(seqlen: int) -> Callable[[str], str]:
+        def of(name: str) -> str:
+            check = checks[name, seqlen]
+            return f"{check.row_error:.1e} / {check.row_budget:.1e}" if check else ""
+
+        return of
+
+    lengths = sorted({cell.length for cell in results.cells})
+    columns = {"backend": lambda name: f"`{name}`", **{f"N={n}": at(n) for n in lengths}}
+    _print(_table(f"{where(results.provenance)} ({_link(path)})", names, columns))
 
 
 def ladder(family: str, *tasks: str) -> None:

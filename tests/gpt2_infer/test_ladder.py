@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -32,13 +34,16 @@ def check_text(model: GPT2, name: str, prompt: str, new_tokens: int) -> None:
         assert min(found.a.margin, found.b.margin) < 1e-4, str(found)
 
 
+@functools.cache
+def on_gpu(dtype: str) -> GPT2:
+    return GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_text_is_plain_pytorchs(dtype):
-    model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
-    for spec in SPECS:
-        if dtype in spec.dtypes:
-            check_text(model, spec.name, "Once upon a time there was a", new_tokens=512)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_greedy_text_is_plain_pytorchs(spec):
+    for dtype in {*spec.dtypes} & {*DTYPES}:
+        check_text(on_gpu(dtype), spec.name, "Once upon a time there was a", new_tokens=512)
 
 
 @pytest.mark.slow
