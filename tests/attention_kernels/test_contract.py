@@ -100,7 +100,7 @@ def test_an_array_is_no_tensor(backend):
 
 def test_a_gradient_is_computed_or_refused():
     """PyTorch's backends have a backward pass; of a kernel of ours none must pass for zero."""
-    plain = [x.clone().requires_grad_() for x in (GOOD, GOOD + 1, GOOD - 1)]
+    plain = [x.double().requires_grad_() for x in (GOOD, GOOD + 1, GOOD - 1)]
     for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
         gradients = torch.autograd.grad(attention(*plain, backend=name).square().sum(), plain)
         expected = torch.autograd.grad(attention(*plain).square().sum(), plain)
