@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing may be downloaded
+# Here and in every process that a test starts: the workers of xdist use every core already.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from safetensors.torch import save_file
@@ -18,10 +20,6 @@ from safetensors.torch import save_file
 from attention_kernels import BackendSpec, get_backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # the workers of xdist use every core already
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

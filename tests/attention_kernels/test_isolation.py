@@ -38,8 +38,6 @@ ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
     [
         ("time.sleep(1e6)", "it did not end within 5 s"),
         ("os._exit(0)", "it ended the process with exit status 0"),
-        ("os._exit(7)", "it ended the process with exit status 7"),
-        ("os.abort()", "it was killed by SIGABRT"),
     ],
 )
 def test_a_plug_in_that_does_not_return(does, reported, tmp_path, monkeypatch, clean_registry):
@@ -55,7 +53,6 @@ def test_a_plug_in_that_does_not_return(does, reported, tmp_path, monkeypatch, c
     (failure,) = report.failures
     assert failure.what.startswith("seqlen 2, head_dim 32")
     assert failure.why == reported
-    assert report.killed == ("SIG" in reported)
     assert not report.passed
 
 

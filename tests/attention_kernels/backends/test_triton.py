@@ -369,44 +369,7 @@ def test_buckets(module):
     assert [module._bucket(size, 1) for size in (1, 2, 3, 12)] == [1, 2, 4, 16]
 
 
-# On a GPU
-
-
-@pytest.mark.gpu
-@for_every_name
-@for_every_dtype
-def test_the_current_stream_is_used(name, dtype):
-    spec = usable(name, "cuda")
-    q, k, v = Case(200, 64, dtype=dtype).inputs("cuda")
-    expected = spec.attention(q, k, v)
-    late = torch.zeros_like(q)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # on the default stream the kernel would overtake the copy
-        late.copy_(q)
-        o = spec.attention(late, k, v)
-    stream.synchronize()
-    assert torch.equal(o, expected)
-
-
-@pytest.mark.gpu
-@for_every_name
-@for_every_dtype
-def test_it_is_captured_in_a_cuda_graph(name, dtype):
-    spec = usable(name, "cuda")
-    q, k, v = Case(200, 64, dtype=dtype).inputs("cuda")
-    spec.attention(q, k, v)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = spec.attention(q, k, v)
-    for seed in (1, 2):
-        for x, y in zip(
-            (q, k, v), Case(200, 64, dtype=dtype, seed=seed).inputs("cuda"), strict=True
-        ):
-            x.copy_(y)
-        graph.replay()
-        assert torch.equal(o, spec.attention(q, k, v))
+# On a GPU; what all kernels share is in test_gpu.py
 
 
 @pytest.mark.gpu
@@ -434,28 +397,3 @@ def test_a_size_that_is_not_tuned_is_not_captured(module):
     ):
         spec.attention(q * 2, k, v)  # the product is captured: torch warns of an empty graph
     assert run_case(spec, Case(100, 64, num_heads=1, dtype=torch.float16), "cuda").passed
-
-
-@pytest.mark.gpu
-@for_every_name
-@for_every_dtype
-def test_two_runs_are_bit_identical(name, dtype):
-    spec = usable(name, "cuda")
-    q, k, v = Case(1023, 64, batch=2, num_heads=12, dtype=dtype).inputs("cuda")
-    expected = spec.attention(q, k, v)
-    assert all(torch.equal(spec.attention(q, k, v), expected) for _ in range(5))
-
-
-@pytest.mark.gpu
-@for_every_name
-def test_it_runs_on_the_device_of_its_inputs(name):
-    spec = usable(name, "cuda")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    q, k, v = Case(100, 64).inputs("cuda:1")
-    o = spec.attention(q, k, v)
-    assert o.device == q.device
-    assert torch.cuda.current_device() == 0
-    expected = spec.attention(*(x.to("cuda:0") for x in (q, k, v)))
-    if torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1):
-        assert torch.equal(o.cpu(), expected.cpu())
