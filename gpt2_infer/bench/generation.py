@@ -206,8 +206,8 @@ def _run(
         if reference is not None:
             contender, expected = _transformers(reference, cell, prompt_ids)
             yield contender
-        first = specs[cell.mode][0]
         for spec in selection.takers(specs[cell.mode], cell):
+            first = specs[cell.mode][0]
             contender, text = _ours(
                 model, spec, cell, prompt_ids, sources, results.timed, first, expected
             )

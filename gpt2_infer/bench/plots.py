@@ -84,8 +84,10 @@ def generation_time(results: GenerationTiming) -> Figure | None:
     if not _has_lengths(group):
         return None
     figure, axes = _figure(5)
-    axes.set(xlabel="tokens, prompt included", ylabel="seconds", yscale="log")
-    _draw_lines(axes, group, lambda s: s.median)
+    axes.set(
+        xlabel="tokens, prompt included", ylabel="seconds: median, least to most", yscale="log"
+    )
+    _draw_lines(axes, group, lambda _, seconds: seconds)
     _title(axes, f"Generation, {group[0].cell.shape}", _how(results))
     return figure
 
@@ -106,7 +108,7 @@ def peak_memory(results: GenerationTiming) -> Figure | None:
     if not _has_lengths(group):
         return None
     figure, axes = _figure(5)
-    _draw_lines(axes, group, lambda s: (s.peak_memory_bytes or 0) / 2**20)
+    _draw_lines(axes, group, lambda s, _: (s.peak_memory_bytes or 0) / 2**20)
     facts = f"{where(results.provenance)}; one call each"
     _title(axes, "Device memory at its peak, weights included", facts)
     axes.set(xlabel="tokens, prompt included", ylabel="MiB")
@@ -120,10 +122,10 @@ def kernel_time(results: KernelTiming) -> Figure | None:
         return None
     figure: Figure
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    left.set(xlabel="seqlen", ylabel="microseconds", yscale="log")
+    left.set(xlabel="seqlen", ylabel="microseconds: median, least to most", yscale="log")
     right.set(xlabel="seqlen", ylabel="TFLOP/s", yscale="log")
-    _draw_lines(left, group, lambda s: s.median, legend=False)
-    _draw_lines(right, group, lambda s: s.cell.flops / s.median / 1e6)
+    _draw_lines(left, group, lambda _, microseconds: microseconds, legend=False)
+    _draw_lines(right, group, lambda s, microseconds: s.cell.flops / microseconds / 1e6)
     dtype = group[0].cell.dtype
     if limit := results.provenance.limits.get(f"matmul_{dtype}_tflops"):
         right.axhline(limit, color="#555555", linestyle=":", linewidth=1)
@@ -256,15 +258,20 @@ def _looks(group: Sequence[Series]) -> dict[str, tuple[str, str]]:
 def _draw_lines(
     axes: Axes,
     group: Sequence[AnySeries],
-    y: Callable[[AnySeries], float],
+    y: Callable[[AnySeries, float], float],
     *,
     legend: bool = True,
 ) -> None:
-    """Draw a line per backend over the lengths; the legend is in the order of the right ends."""
+    """Draw a line per backend over the lengths, with a whisker from the least to the most.
+
+    y: the height of a sample. The legend is in the order of the lines' right ends.
+    """
     looks, ends = _looks(group), []
     for name, mine in group_by(group, lambda series: series.name).items():
         colour, marker = looks[name]
-        points = sorted((series.cell.length, y(series)) for series in mine)
+        points = sorted((series.cell.length, y(series, series.median)) for series in mine)
+        least, most = ([y(series, series.spread[end]) for series in mine] for end in (0, 1))
+        axes.vlines([series.cell.length for series in mine], least, most, colour, linewidth=1)
         (line,) = axes.plot(
             *zip(*points, strict=True),
             "--" if name == FREE_ATTENTION else "-",

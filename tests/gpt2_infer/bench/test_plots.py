@@ -48,10 +48,12 @@ def close():
     plt.close("all")
 
 
-def test_a_line_is_its_backends_medians(close):
+def test_a_line_is_its_backends_medians_with_their_whiskers(close):
     left, right = plots.kernel_time(kernels()).axes
     lines = {line.get_label().split(" (")[0]: line for line in left.get_lines()}
     assert [*map(tuple, lines["CUSTOM_CUDA_VERSION_1"].get_xydata())] == [(256, 100), (1024, 400)]
+    whiskers = [segment.tolist() for one in left.collections for segment in one.get_segments()]
+    assert [[1024, 399], [1024, 401]] in whiskers
     assert lines["NAIVE_PYTORCH"].get_color() == plots.COLOURS["NAIVE_PYTORCH"]
     assert "PYTORCH_SDPA_FLASH_ATTENTION" not in lines  # it has no samples
     tflops = next(line for line in right.get_lines() if "VERSION_1 " in line.get_label())
