@@ -197,7 +197,7 @@ def _run(
     }
     prompt_ids = encode_prompt(models.newest, prompt)
     every = list({spec.name: spec for of_mode in specs.values() for spec in of_mode}.values())
-    sources = selection.digests(every)
+    sources = {spec.name: environment.backend_digest(spec) for spec in every}
     progress = Progress(out, GenerationSeries, results.provenance, settings, sources)
     ladder.build_all(results.device, every)
 
@@ -206,7 +206,8 @@ def _run(
         if reference is not None:
             contender, expected = _transformers(reference, cell, prompt_ids)
             yield contender
-        for spec in selection.takers(specs[cell.mode], cell):
+        takers = [spec for spec in specs[cell.mode] if cell.dtype in spec.precisions]
+        for spec in takers:
             first = specs[cell.mode][0]
             contender, text = _ours(
                 model, spec, cell, prompt_ids, sources, results.timed, first, expected

@@ -1,11 +1,4 @@
-"""Comparing kernels alone: each is checked, timed in interleaved rounds and checked again.
-
-from gpt2_infer.bench import KernelCell, compare_kernels, select
-specs = select(["NAIVE_PYTORCH", "PYTORCH_SDPA_FLASH_ATTENTION"], "cpu")
-results = compare_kernels(specs, [KernelCell(128), KernelCell(256)], device="cpu")
-for series in results.series:
-print(series.name, series.cell.seqlen, series.median, series.unit, series.spread)
-"""
+"""Comparing kernels alone: each is checked, timed in interleaved rounds and checked again."""
 
 from __future__ import annotations
 
@@ -57,7 +50,7 @@ def compare_kernels(
     first, specs = selection.with_baseline(baseline, specs)
     for cell in cells:
         selection.check_memory(f"inputs and output at {cell}", cell.min_bytes, device)
-    sources = selection.digests(specs)
+    sources = {spec.name: environment.backend_digest(spec) for spec in specs}
     results = KernelTiming(
         task=task,
         provenance=environment.provenance(),
@@ -92,7 +85,14 @@ def _contenders(
     device: str,
     sources: Mapping[str, str | None],
 ) -> Iterator[Contender[KernelSeries]]:
-    case = selection.case_of(cell)
+    case = Case(
+        cell.seqlen,
+        cell.head_dim,
+        batch=cell.batch,
+        num_heads=cell.num_heads,
+        dtype=getattr(torch, cell.dtype),
+        is_causal=cell.is_causal,
+    )
     sets = 2
     if device == "cuda":
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
@@ -110,7 +110,7 @@ def _contenders(
     def dense() -> list[tuple[Tensor, ...]]:
         return [tuple(x.contiguous() for x in qkv) for qkv in views()]
 
-    for spec in selection.takers(specs, cell):
+    for spec in (spec for spec in specs if cell.dtype in spec.precisions):
         series = KernelSeries(cell=cell, **selection.facts(spec, cell.dtype, sources))
         contender = Contender(series)
         try:

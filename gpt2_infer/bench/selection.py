@@ -20,8 +20,7 @@ from attention_kernels.conformance import (
     run_case,
 )
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import environment
-from gpt2_infer.bench.results import Check, GenerationCell, KernelCell, ResultsError, Series
+from gpt2_infer.bench.results import Check, ResultsError, Series
 from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
 from gpt2_infer.errors import RequestError
 
@@ -99,11 +98,6 @@ def with_baseline(
     return first, [*[first] * lacks, *specs]
 
 
-def takers(specs: Sequence[BackendSpec], cell: GenerationCell | KernelCell) -> list[BackendSpec]:
-    """Return the backends that take a cell's dtype; the others have no such cell."""
-    return [spec for spec in specs if cell.dtype in spec.precisions]
-
-
 def check_rounds(rounds: int) -> None:
     """Raise RequestError if there are too few rounds to have a spread."""
     if rounds < MIN_ROUNDS:
@@ -122,18 +116,6 @@ def check_memory(what: str, needed: int, device: str) -> None:
         )
 
 
-def case_of(cell: KernelCell) -> Case:
-    """Return a kernel's cell as a case of the conformance suite."""
-    return Case(
-        cell.seqlen,
-        cell.head_dim,
-        batch=cell.batch,
-        num_heads=cell.num_heads,
-        dtype=getattr(torch, cell.dtype),
-        is_causal=cell.is_causal,
-    )
-
-
 def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the fields of a series that describe its backend."""
     found = {
@@ -145,11 +127,6 @@ def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> d
     if version := spec.version:
         found |= {"flags": " ".join(version.flags), "change": version.title}
     return found
-
-
-def digests(specs: Sequence[BackendSpec]) -> dict[str, str | None]:
-    """Return the digest of each backend's source files."""
-    return {spec.name: environment.backend_digest(spec) for spec in specs}
 
 
 def check(
