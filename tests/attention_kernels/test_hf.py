@@ -44,6 +44,12 @@ ROOT = Path(__file__).parents[2]
 SPECS = list_backends()
 # Emulated, the first of each family says what the adapter can get wrong; a GPU runs them all.
 FIRST = {spec.family: spec.name for spec in reversed(SPECS) if spec.family != "pytorch"}
+EMULATED = [
+    pytest.param(
+        name, "cpu", marks=[pytest.mark.slow] * (family not in ("fp32", "numpy", "triton"))
+    )
+    for family, name in FIRST.items()
+]
 PYTORCH = [spec.name for spec in SPECS if spec.family == "pytorch"]
 ON_GPU = [pytest.param(spec.name, "cuda", marks=pytest.mark.gpu) for spec in SPECS]
 LADDER = "CUSTOM_CUDA_VERSION_12"
@@ -163,7 +169,7 @@ def assert_same_text(eager, ids, got, expected):
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [*((name, "cpu") for name in (*PYTORCH, *sorted(FIRST.values()))), *ON_GPU],
+    [*((name, "cpu") for name in PYTORCH), *EMULATED, *ON_GPU],
 )
 def test_gpt2s_logits_are_within_the_budget_of_eager(name, device):
     _, dtype, head_dim = usable(name, device)
@@ -262,6 +268,7 @@ def register_naive(name, *, decode=None, **options):
 # How it is called
 
 
+@pytest.mark.slow
 def test_importing_is_free_and_registers_every_backend(tmp_path):
     code = f"""
 import sys, torch

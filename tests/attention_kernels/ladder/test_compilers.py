@@ -115,10 +115,10 @@ def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
     """nvcc hands paths to a shell, which would run what is in $() and in backticks."""
     folder = tmp_path / "$(touch pwned) `touch pwned` it's"
     folder.mkdir()
-    shutil.copytree(header.CSRC, folder / "csrc")
-    file = folder / "csrc" / "fp32" / "v01_naive_flash.cu"
-    (file.parent / "mine.cuh").write_text("constexpr int kMine = 1;\n")
-    file.write_text(file.read_text().replace("#include", '#include "mine.cuh"\n#include', 1))
+    shutil.copytree(csrc, folder / "csrc")
+    file = folder / "csrc" / "fp32" / "v01_first.cu"
+    (file.parent / "mine.cuh").write_text("__global__ void mine(float* o) { *o = 1.0f; }\n")
+    file.write_text(file.read_text() + '#include "mine.cuh"\n')
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(folder / "cache"))
     monkeypatch.chdir(tmp_path)
     version = header.parse_header(file)
