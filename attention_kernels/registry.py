@@ -274,7 +274,7 @@ class BackendSpec:
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
         """Call a kernel with tensors, q first, and hold its output to the contract."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        wants_gradient = any(x.requires_grad for x in tensors) and torch.is_grad_enabled()
+        wants_gradient = torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
         if wants_gradient and not self.load().backward:
             reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
             raise UnsupportedError(self.name, [reason])

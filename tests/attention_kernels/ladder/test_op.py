@@ -116,6 +116,7 @@ def test_a_version_file_can_decode(head_dim, device, decoder):
     assert (decoder.has_attention(), decoder.has_decode(device)) == (False, True)
 
 
+@pytest.mark.slow
 def test_a_decode_op_is_part_of_torch(decoder):
     arguments = decode_arguments(32)
     decoder.prepare("cpu")
@@ -156,6 +157,7 @@ cudaError_t launch(const Params&, cudaStream_t) { return cudaSuccess; }
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
