@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,53 +83,36 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     `Takes:  float32, on the CPU`, then `Error:  2x: why`. Raises HeaderError naming the file and
     what is wrong with it.
     """
+    try:
+        return _parse(path, op_prefix)
+    except HeaderError as error:
+        raise HeaderError(f"{path.name}: {error}") from error
 
-    def wrong(what: str) -> HeaderError:
-        return HeaderError(f"{path.name}: {what}")
 
+def _parse(path: Path, op_prefix: str) -> VersionHeader:
     named = re.fullmatch(r"(v\d+)_\w+\.cu", path.name)
     if not named:
         new = path.with_name(f"v01_{re.sub(r'[^A-Za-z0-9]+', '_', path.stem)}.cu")
         rename = shlex.join(["mv", str(path), str(new)])
-        raise wrong(f"a version file is named v<number>_<what>.cu: {rename}")
+        raise HeaderError(f"a version file is named v<number>_<what>.cu: {rename}")
     text = path.read_text(encoding="utf-8", errors="replace")
     comment = itertools.takewhile(lambda line: line.startswith("//"), text.splitlines())
     first, *lines = [line[2:].strip() for line in comment] or [""]
     title = re.fullmatch(rf"{named[1]} - (\S.*)", first)
     if not title:
-        raise wrong(f"the first line must be `// {named[1]} - <what changed>`")
-    values: dict[str, str] = {}
-    field = None
-    for line in lines:
-        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
-            field = start[1]
-            if field in values:
-                raise wrong(f"the header has {field} twice")
-            values[field] = start[2]
-        elif field:
-            values[field] = f"{values[field]} {line}".strip()
-    if missing := [name for name in FIELDS if not values.get(name)]:
-        raise wrong(f"the header lacks {', '.join(missing)}")
-    ordered = (*FIELDS[:5], *OPTIONAL, *FIELDS[5:])
-    if list(values) != [name for name in ordered if name in values]:
-        raise wrong(f"the header's order is {', '.join(ordered)}")
+        raise HeaderError(f"the first line must be `// {named[1]} - <what changed>`")
+    values = _fields(lines)
     takes = TAKES.fullmatch(values.pop("Takes", "float32"))
     if takes is None:
-        raise wrong("Takes is like `float16, head_dim 32 64`")
+        raise HeaderError("Takes is like `float16, head_dim 32 64`")
     slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
     if slack is None:
-        raise wrong("Error is like `2x: every tile rounds O again`")
-    if (role := values.get("Role", "attention")) not in ROLES:
-        raise wrong(f"Role is {' or '.join(ROLES)}, not {role!r}")
-    if role == "decode" and values["Layout"] != "strided":
-        raise wrong("a decode kernel reads the cache where it lies: Layout is strided")
-    if values["Layout"] not in LAYOUTS:
-        raise wrong(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
+        raise HeaderError("Error is like `2x: every tile rounds O again`")
     flags = values.pop("Flags")
     try:
         split = () if flags == "(none)" else tuple(shlex.split(flags))
     except ValueError as error:
-        raise wrong(f"Flags: {error}") from error
+        raise HeaderError(f"Flags: {error}") from error
     prose = {name.lower(): value for name, value in values.items()}
     names = {"name": named[1], "op": op_prefix + named[1], "title": title[1]}
     return VersionHeader(
@@ -142,6 +126,32 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
         **names,
         **prose,
     )
+
+
+def _fields(lines: Iterable[str]) -> dict[str, str]:
+    """Return the fields of a header; raises HeaderError if they are not a header's."""
+    values: dict[str, str] = {}
+    field = None
+    for line in lines:
+        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
+            field = start[1]
+            if field in values:
+                raise HeaderError(f"the header has {field} twice")
+            values[field] = start[2]
+        elif field:
+            values[field] = f"{values[field]} {line}".strip()
+    if missing := [name for name in FIELDS if not values.get(name)]:
+        raise HeaderError(f"the header lacks {', '.join(missing)}")
+    ordered = (*FIELDS[:5], *OPTIONAL, *FIELDS[5:])
+    if list(values) != [name for name in ordered if name in values]:
+        raise HeaderError(f"the header's order is {', '.join(ordered)}")
+    if values["Layout"] not in LAYOUTS:
+        raise HeaderError(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
+    if (role := values.get("Role", "attention")) not in ROLES:
+        raise HeaderError(f"Role is {' or '.join(ROLES)}, not {role!r}")
+    if role == "decode" and values["Layout"] != "strided":
+        raise HeaderError("a decode kernel reads the cache where it lies: Layout is strided")
+    return values
 
 
 def csrc_of(version: VersionHeader) -> Path:
