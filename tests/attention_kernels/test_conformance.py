@@ -270,7 +270,9 @@ def broken(folder, old, new, name="v08_broken.cu"):
     return str(folder / name)
 
 
-@pytest.mark.parametrize("options", [[], ["--sanitize"]])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--sanitize"], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -364,10 +366,11 @@ def test_what_passes_emulated_must_compile_with_nvcc(
     [
         ("v01_dropped_barrier", [], "error"),
         ("v02_off_by_one_mask", [], "change earlier rows"),
-        (
+        pytest.param(
             "v03_out_of_bounds_read",
             ["--sanitize"],
             "AddressSanitizer: heap-buffer-overflow at v03_out_of_bounds_read.cu:4",  # K's or V's
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The ablation: that neighbours differ by their step alone, and what its last question answers.
 
-That each step is right is in test_ladders.py.
+That each step is right is in test_cuda.py.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def test_step_1_has_no_shared_memory():
         assert ("__shared__" in "\n".join(code(version))) == (version.number > 1)
 
 
+@pytest.mark.slow
 def test_kernels_and_launches_fall_where_the_headers_say_so():
     """One batch entry, 1,024 keys: 32 tiles of them."""
     launches = {}

@@ -1,4 +1,4 @@
-"""FlashAttention-1 (csrc/fa1): what the general suite of test_ladders.py does not ask of it."""
+"""FlashAttention-1 (csrc/fa1): what the general suite of test_cuda.py does not ask of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, get_backend, ladder, list_backends
+from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.conformance import Case
 from attention_kernels.reference import naive_attention, reference_attention
+from tests.attention_kernels.backends.test_cuda import dtype_of, for_each
 from tests.conftest import DEVICES, usable
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -29,12 +30,6 @@ LADDER = {
 }
 PRECISIONS = {"float16": "fp16", "float32": "ieee-fp32", "float64": "fp64"}
 HALF = [name for name, (dtype, _) in LADDER.items() if dtype == "float16"]
-# A product of matrix fragments takes all of a tile's V, times zero where it is masked.
-SKIPS_MASKED_V = [name for name in LADDER if name != "FLASH_ATTENTION_1_TENSOR_CORE"]
-
-
-def dtype_of(spec: BackendSpec) -> torch.dtype:
-    return getattr(torch, spec.dtypes[0])
 
 
 def test_the_ladder_is_the_document_s():
@@ -74,18 +69,17 @@ def test_the_negative_experiments_are_told_as_such():
 # normal, rounded to the kernel's dtype before either is computed, and float64. There is no causal
 # mask: it lists that as future work. The emulator gets two heads of the 256.
 @on_every_device
-@pytest.mark.parametrize(
-    ("name", "error"), [*((name, 3.66e-4) for name in HALF), ("FLASH_ATTENTION_1_FP64", 1.3e-7)]
-)
-def test_the_error_is_below_the_document_s(name, error, device):
+@for_each([*HALF, "FLASH_ATTENTION_1_FP64"])
+def test_the_error_is_below_the_document_s(name, device):
     spec = usable(name, device)
     batch, num_heads = (32, 8) if device == "cuda" else (1, 2)
     q, k, v = Case(1024, 32, batch=batch, num_heads=num_heads, dtype=dtype_of(spec)).inputs(device)
     o = spec.attention(q, k, v, is_causal=False)
     found = (o.double() - reference_attention(q, k, v, is_causal=False)).abs().max().item()
-    assert 0 < found < error
+    assert 0 < found < (3.66e-4 if name in HALF else 1.3e-7)
 
 
+@pytest.mark.slow
 @on_every_device
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_double_precision_is_double_all_the_way(head_dim, device):
@@ -100,7 +94,7 @@ def test_double_precision_is_double_all_the_way(head_dim, device):
 
 
 @on_every_device
-@pytest.mark.parametrize("name", HALF)
+@for_each(HALF)
 def test_half_precision_is_more_exact_than_plain_pytorch(name, device):
     """S and the running sums are float: as good as rounding the result alone, and a bit."""
     spec = usable(name, device)
@@ -111,22 +105,6 @@ def test_half_precision_is_more_exact_than_plain_pytorch(name, device):
         naive = (naive_attention(q, k, v).double() - expected).abs().max().item()
         rounding = (expected.half().double() - expected).abs().max().item()
         assert error <= min(naive, 2 * rounding)
-
-
-@on_every_device
-@pytest.mark.parametrize("name", LADDER)
-def test_keys_that_nobody_sees_may_be_anything(name, device):
-    """The values, too; of the tensor cores' only those of tiles that nobody sees."""
-    spec = usable(name, device)
-    for head_dim, cut in ((32, 41), (64, 48), (128, 69)):
-        q, k, v = Case(70, head_dim, dtype=dtype_of(spec)).inputs(device)
-        expected = spec.attention(q, k, v)[:, :cut]
-        k, v = k.clone(), v.clone()
-        k[:, cut:] = torch.nan
-        first = cut if name in SKIPS_MASKED_V else -(-cut // 16) * 16
-        v[:, first:, :, ::2] = torch.nan
-        v[:, first:, :, 1::2] = torch.inf
-        assert torch.equal(spec.attention(q, k, v)[:, :cut], expected)
 
 
 OPENMP = """

@@ -54,11 +54,10 @@ def test_the_five_are_programs_of_the_cpu():
 @in_both_dtypes
 @for_every_backend
 def test_conformance(name, dtype):
-    """The whole suite up to 200, and of what is longer (nine tenths of its time) one case."""
+    """A sixth of the suite up to 200, another for each, and one case of many tiles."""
     suite = [*cases((32, 64, 128), dtype, lengths=LENGTHS[:-2])]
-    suite.append(
-        Case(1023, 128, dtype=dtype) if dtype == torch.float32 else Case(1024, 32, 8.0, dtype=dtype)
-    )
+    suite = suite[(2 * NAMES.index(name) + DTYPES.index(dtype)) % 6 :: 6]
+    suite.append(Case(1023, 32, 8.0, num_heads=1, dtype=dtype))
     failed = [str(case) for case in suite if not run_case(get_backend(name), case, "cpu").passed]
     assert not failed
 

@@ -25,7 +25,13 @@ def usable(name: str, device: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.half, torch.bfloat16)),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance(name, dtype, device):
     spec = usable(name, device, dtype)

@@ -1,6 +1,6 @@
 """The emulation of WMMA fragments, and what is particular to the WMMA ladder.
 
-The ladder's conformance, and more, is in test_ladders.py.
+The ladder's conformance, and more, is in test_cuda.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention_kernels.conformance import Case, run_case
 from attention_kernels.inspection import resources
 from attention_kernels.ladder import compilers, header
 from attention_kernels.reference import judge, reference_attention
-from tests.attention_kernels.backends.test_cuda import spec_of
+from tests.attention_kernels.backends.test_cuda import for_each, spec_of
 from tests.conftest import DEVICES, usable
 
 FOLDER = header.CSRC / "wmma_fa2"
@@ -232,7 +232,7 @@ def test_a_wrong_copy_is_reported(probe, fault, words, marker):
 
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-for_every_version = pytest.mark.parametrize("name", NAMES)
+for_every_version = for_each(NAMES)
 
 
 def variant(tmp_path: Path, file: Path, **replacements: tuple[str, str]) -> BackendSpec:
@@ -327,6 +327,7 @@ def test_what_the_document_s_maximum_costs(spread, right, gone):
     assert bool((o[:, ::2] == 0).all()) == gone
 
 
+@pytest.mark.slow
 def test_without_its_guard_one_maximum_for_the_warp_breaks(tmp_path):
     guard = ("constexpr bool kGuarded = true;", "constexpr bool kGuarded = false;")
     unguarded = variant(tmp_path, V02, unguarded=guard)
@@ -341,6 +342,7 @@ def test_without_its_guard_one_maximum_for_the_warp_breaks(tmp_path):
     torch.testing.assert_close(o[:, 1::2].double(), expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_guard_changes_no_bit(tmp_path):
     """A row's reference, its own or the warp's, moves exponents only."""
     per_row = variant(tmp_path, V02, per_row=("bool per_row = false;", "bool per_row = true;"))

@@ -203,6 +203,7 @@ def test_the_readme_shows_what_is_counted() -> None:
     assert any("32-way" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_wavefronts_are_the_profilers() -> None:
     """Of the version whose loads nvcc leaves as they are; its results were taken on an H200."""
     file = Path(__file__).parents[3] / "results" / "2026-11-20_h200_profile-fp32-128.json"
@@ -251,6 +252,7 @@ ENDLESS = PATTERNS.replace(
 ).replace("x += none(smem);", "")
 
 
+@pytest.mark.slow
 def test_an_endless_block_ends_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "v01_patterns.cu"
     file.write_text(ENDLESS)
@@ -262,6 +264,7 @@ def test_an_endless_block_ends_in_its_time(tmp_path: Path, monkeypatch: pytest.M
         count_accesses(parse_header(file), timeout_s=0.5)
 
 
+@pytest.mark.slow
 def test_who_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "v01_patterns.cu"
     file.write_text(ENDLESS)
