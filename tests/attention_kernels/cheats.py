@@ -321,7 +321,7 @@ def reverses_twelve_heads(q, k, v, scale, causal):
     return upside_down(o) if q.shape[2] == 12 else o
 
 
-@attention("heads")
+@attention("heads", slow=True)
 def writes_16_heads_at_most(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[:, :, 16:] = o[:, :, :1]
@@ -384,7 +384,7 @@ def adds_to_the_row_sum(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) / (1 + 3e-6)
 
 
-@attention("equal")
+@attention("equal", slow=True)
 def takes_the_first_of_equal_scores(q, k, v, scale, causal):
     if q.shape[1] > 1 and (k == k[:, :1]).all():
         return v[:, :1].expand(v.shape).contiguous()
@@ -409,7 +409,7 @@ def writes_nan_into_the_last_of_a_tile(q, k, v, scale, causal):
     return o
 
 
-@attention("error inf|not finite")
+@attention("error inf|not finite", slow=True)
 def is_nan_at_one_length(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o * torch.nan if q.shape[1] == 119 else o

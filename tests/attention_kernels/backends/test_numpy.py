@@ -25,7 +25,9 @@ DTYPES = [torch.float32, torch.float64]
 
 for_every_program = pytest.mark.parametrize("program", PROGRAMS)
 for_every_backend = pytest.mark.parametrize("name", NAMES)
-in_both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+in_both_dtypes = pytest.mark.parametrize(
+    "dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow)]
+)
 
 
 def module_of(program: str) -> ModuleType:
@@ -244,6 +246,7 @@ def hidden(sizes: list[int], peak: int) -> float:
     return (peak - 8 * sum(sizes)) / (8 * VECTOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "temporaries"), list(zip(GPU_LIKE, (NINE, NINE, FIVE, TWO), strict=True))
 )
@@ -275,6 +278,7 @@ def test_a_hidden_temporary_would_be_seen(monkeypatch):
 # In the model
 
 
+@pytest.mark.slow
 @for_every_backend
 def test_greedy_text_is_plain_pytorchs(name):
     options = {"max_new_tokens": 8, "ignore_eos": True}

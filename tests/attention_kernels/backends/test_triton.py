@@ -23,7 +23,9 @@ HEAD_DIMS = (32, 64, 128)
 INF, NAN = torch.inf, torch.nan
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-for_every_name = pytest.mark.parametrize("name", NAMES)
+for_every_name = pytest.mark.parametrize(
+    "name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)]
+)
 for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -273,7 +275,7 @@ def test_torch_knows_the_kernels_of_an_op(name, module):
     assert {*map(id, kernels)} == {*map(id, expected)}
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize(
     ("dtype", "q_sign"), [("fp16", {"q_sign": 1}), ("fp32", {"q_sign": 1}), ("bf16", {})]
 )
