@@ -125,13 +125,13 @@ def test_its_decode_kernel_passes_verify(site):
 )
 def test_it_writes_what_plain_pytorch_writes(name, options, site):
     skip_without_compiler(name, "emulator")
-    arguments = f"--model demo --device cpu {options} --max-new-tokens 16 --json".split()
+    arguments = f"--model demo --device cpu {options} --max-new-tokens 6 --json".split()
     done = gpt2_infer(site, *arguments, "--prompt", PROMPT)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     plain = GPT2.from_pretrained("demo", device="cpu", attention="NAIVE_PYTORCH")
     assert name in answer["report"].values()
-    assert answer["results"][0]["text"] == generate(plain, PROMPT, max_new_tokens=16).texts[0]
+    assert answer["results"][0]["text"] == generate(plain, PROMPT, max_new_tokens=6).texts[0]
 
 
 @pytest.mark.slow

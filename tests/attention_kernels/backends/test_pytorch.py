@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
-from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
+from attention_kernels.conformance import LENGTHS, Case, DecodeCase, cases, future_leaks, run_case
 from tests.conftest import DEVICES
 
 NAMES = [spec.name for spec in list_backends() if spec.family == "pytorch"]
@@ -35,8 +35,9 @@ def usable(name: str, device: str, dtype: torch.dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance(name, dtype, device):
     spec = usable(name, device, dtype)
+    is_slow = device == "cpu" and dtype != torch.float32  # no CPU is fast in 16 bits
     failed = []
-    for case in cases((32, 64, 128), dtype):
+    for case in cases((32, 64, 128), dtype, lengths=LENGTHS[: -2 if is_slow else None]):
         if case.seqlen == 1 and name == "PYTORCH_SDPA_CUDNN_ATTENTION":
             with contextlib.suppress(UnsupportedError):  # as cuDNN 9 does
                 run_case(spec, case, device)
