@@ -7,6 +7,7 @@
 // Tile:   kBlockM = 16 queries, whole rows of S
 // Layout: strided
 // Takes:  float32, on the CPU
+// Error:  2x: a sum over the keys is one chain of additions; what sets the budget adds in blocks.
 // Flags:  -Xcompiler=-fopenmp
 // Expect: almost as many times faster as there are threads, and the same bits with any number.
 
