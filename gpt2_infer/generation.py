@@ -7,7 +7,6 @@ strings) tokens are copied to pinned memory and read one step late, while the ne
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -15,25 +14,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
 from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines import ENGINES, Engine, make_engine
+from gpt2_infer.engines.base import EngineName
 from gpt2_infer.errors import NotFiniteError, RequestError
-from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.model import GPT2
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.tokenizer import TextStream, Tokenizer
 
 Mode = Literal["recompute", "kv-cache"]
 FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
 MODES: tuple[Mode, ...] = ("recompute", "kv-cache")
-
-# Recompute runs at lengths rounded up to a multiple of these: under the causal mask, padding on the
-# right cannot change an earlier position. CUDA: a captured graph for each multiple. CPU: oneDNN
-# keeps about 2 MB of code and buffers for each length that it has multiplied.
-GRAPH_LENGTH_STEP = 32
-CPU_LENGTH_STEP = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +45,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
-    cuda_graphs: bool = True
+    engine: Literal["auto"] | EngineName = "auto"
     check_finite: bool = True
     """Raise NotFiniteError where logits are; otherwise token 0 is taken."""
     rows: list[list[int]] = field(init=False)
@@ -63,6 +57,8 @@ class Request:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise RequestError(f"max-new-tokens must be 1 or more, not {self.max_new_tokens}")
+        if self.engine not in ENGINES:
+            raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(stops):
             raise RequestError("a stop string must not be empty")
@@ -99,7 +95,7 @@ class Generation:
     mode: Mode
     attention: str
     decode_attention: str | None
-    cuda_graphs: bool
+    engine: EngineName
     length_step: int
     """Recompute ran at lengths rounded up to multiples of it."""
     warm_up_s: float
@@ -139,7 +135,7 @@ def generate(
     ignore_eos: bool = False,
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
-    cuda_graphs: bool = True,
+    engine: Literal["auto"] | EngineName = "auto",
     check_finite: bool = True,
 ) -> Generation:
     """Continue each prompt by up to max_new_tokens tokens.
@@ -149,8 +145,8 @@ def generate(
     seed + i.
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
-    text becomes certain. cuda_graphs: replay captured graphs where the device and the backends
-    allow it. check_finite: see Request. KeyboardInterrupt ends generation early.
+    text becomes certain. engine: "eager", "graph", "fused" or "auto", the fastest that supports the
+    case. check_finite: see Request. KeyboardInterrupt ends generation early.
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
@@ -163,7 +159,7 @@ def generate(
         sampling=sampling or Sampling(),
         stop=stop,
         ignore_eos=ignore_eos,
-        cuda_graphs=cuda_graphs,
+        engine=engine,
         check_finite=check_finite,
     )
     return run(model, request, on_text=on_text, progress=progress)
@@ -183,16 +179,8 @@ def run(
     tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
     if wants_text and tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
-    backends = [model.attention]
-    if request.mode == "kv-cache":
-        model.check_decode()  # the prefill may take long
-        backends.append(model.decode_attention)
-    use_graphs = (
-        request.cuda_graphs and model.device.type == "cuda" and all(b.cuda_graphs for b in backends)
-    )
-
     rows, mode = request.rows, request.mode
-    loop = (_Recompute if mode == "recompute" else _Cached)(model, request, use_graphs)
+    engine = make_engine(model, request)
     eos = () if request.ignore_eos else model.config.eos_token_id
     watchers = [
         _Watcher(
@@ -210,20 +198,21 @@ def run(
     marks = _Marks(model.device)
     warm_up_s = 0.0
     try:
-        loop.warm_up()
+        engine.warm_up()
         marks.synchronize()
         warm_up_s = time.perf_counter() - started
         marks.add()
-        _run(loop, watchers if watch else [], request.max_new_tokens, marks, progress)
+        _run(engine, watchers if watch else [], request.max_new_tokens, marks, progress)
     except KeyboardInterrupt:
         interrupted = True
     marks.add()
     marks.synchronize()
+    engine.check()
 
-    done = int((loop.lengths - loop.prompt_lengths).min()) if not interrupted or warm_up_s else 0
+    done = engine.steps_done() if not interrupted or warm_up_s else 0
     if not watch:
-        for step, tokens in enumerate(zip(*loop.new_tokens(done), strict=True)):
-            _see(loop, watchers, step, tokens)
+        for step, tokens in enumerate(zip(*engine.new_tokens(done), strict=True)):
+            _see(engine, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     texts = (
@@ -238,9 +227,9 @@ def run(
         finish_reasons=[w.finish for w in watchers if w.finish is not None],
         mode=mode,
         attention=model.attention.name,
-        decode_attention=model.decode_attention.name if mode == "kv-cache" else None,
-        cuda_graphs=use_graphs,
-        length_step=loop.length_step if mode == "recompute" else 1,
+        decode_attention=engine.backend(1) if mode == "kv-cache" else None,
+        engine=engine.name,
+        length_step=engine.length_step if mode == "recompute" else 1,
         warm_up_s=warm_up_s,
         prefill_s=prefill_s,
         generation_s=generation_s,
@@ -286,186 +275,48 @@ def encode_prompts(
     return rows
 
 
-def _run(loop: _Loop, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool) -> None:
+def _run(
+    engine: Engine, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool
+) -> None:
     """Run all steps, or until every watcher has finished; without watchers nothing is read."""
-    reader = _Reader(loop, steps) if watchers else None
-    lag = 1 if loop.device.type == "cuda" else 0
+    reader = _Reader(engine, steps) if watchers else None
+    lag = 1 if engine.device.type == "cuda" else 0
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
         for step in range(steps + lag):
             if step < steps:
-                loop.step(step)
+                engine.step(step)
                 if step == 0:
                     marks.add()
                 if reader:
                     reader.push(step)
             if reader and step >= lag:
-                _see(loop, watchers, step - lag, reader.read(step - lag))
+                _see(engine, watchers, step - lag, reader.read(step - lag))
                 bar.update()
                 if all(watcher.finish for watcher in watchers):
                     return
 
 
-def _see(loop: _Loop, watchers: list[_Watcher], step: int, tokens: Sequence[int]) -> None:
+def _see(engine: Engine, watchers: list[_Watcher], step: int, tokens: Sequence[int]) -> None:
     """Show each unfinished watcher its row's token of that step; NotFiniteError for -1."""
     for watcher, token in zip(watchers, tokens, strict=True):
         if token < 0 and not watcher.finish:
-            backend = loop.backend(step)
+            backend, dtype = engine.backend(step), dtype_name(engine.model.dtype)
+            position = engine.position(watcher.row, step)
             raise NotFiniteError(
-                f"with attention backend {backend} in {dtype_name(loop.model.dtype)} the logits at "
-                f"position {loop.position(watcher.row, step)} of prompt {watcher.row + 1} are not "
-                "finite: the kernel, the weights or the dtype is at fault"
+                f"with attention backend {backend} in {dtype} the logits at position {position} of "
+                f"prompt {watcher.row + 1} are not finite: the kernel, the weights or the dtype is "
+                "at fault"
             )
         watcher.see(token)
-
-
-class _Loop:
-    """Device-side state of a generation; step(i) appends token i to every row.
-
-    A token of -1 says that the logits were not finite. The model reads it as token 0, and the host
-    raises an error when it sees it.
-    """
-
-    def __init__(self, model: GPT2, request: Request, use_graphs: bool) -> None:
-        prompts, new_tokens, sampling = request.rows, request.max_new_tokens, request.sampling
-        self.model, self.sampling, self.use_graphs = model, sampling, use_graphs
-        self.check_finite = request.check_finite
-        self.device = model.device
-        self.longest = max(map(len, prompts))
-        self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
-        step = GRAPH_LENGTH_STEP if use_graphs else CPU_LENGTH_STEP
-        self.length_step = step if use_graphs or self.device.type == "cpu" else 1
-        self.capacity = min(self.rounded(self.last_length + 1), model.config.n_positions)
-        padded = [row + [0] * (self.capacity - len(row)) for row in prompts]
-        self.tokens = torch.tensor(padded, dtype=torch.long, device=self.device)
-        self.prompt_lengths = torch.tensor([len(row) for row in prompts], device=self.device)
-        self.lengths = self.prompt_lengths.clone()
-        self.same_length = len({len(row) for row in prompts}) == 1
-        self.rows = torch.arange(len(prompts), device=self.device)
-        self.newest = torch.zeros_like(self.prompt_lengths)
-        self.uniforms = sampling.uniforms(len(prompts), new_tokens, self.device)
-
-    def warm_up(self) -> None:
-        raise NotImplementedError
-
-    def step(self, index: int) -> None:
-        raise NotImplementedError
-
-    def backend(self, step: int) -> str:
-        """Return the name of the backend that computes a step's attention."""
-        return self.model.attention.name
-
-    def position(self, row: int, step: int) -> int:
-        """Return the position whose logits choose the row's token of that step."""
-        return int(self.prompt_lengths[row]) + step - 1
-
-    def new_tokens(self, count: int) -> list[list[int]]:
-        """Return the first `count` new tokens of each row, on the host."""
-        index = self.prompt_lengths[:, None] + torch.arange(count, device=self.device)
-        ids: list[list[int]] = self.tokens.gather(1, index).tolist()
-        return ids
-
-    def accept(self, logits: Tensor) -> None:
-        """Choose a token per row from (batch, vocab_size) logits and append it."""
-        uniform = self.newest  # greedy: not looked at
-        if not self.sampling.is_greedy:
-            uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
-        token = self.sampling.choose(logits, uniform)
-        self.newest.copy_(token if self.check_finite else token.clamp_(min=0))
-        self.tokens[self.rows, self.lengths] = self.newest
-        self.lengths += 1
-
-    def rounded(self, length: int) -> int:
-        return -(-length // self.length_step) * self.length_step
-
-    def reset(self) -> None:
-        self.lengths.copy_(self.prompt_lengths)
-
-    def capture(
-        self, body: Callable[[], None], shared_with: torch.cuda.CUDAGraph | None = None
-    ) -> torch.cuda.CUDAGraph:
-        """Capture body(), which has run before: nothing is loaded or compiled during capture."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=shared_with.pool() if shared_with else None):
-            body()
-        return graph
-
-
-class _Recompute(_Loop):
-    """Every token runs the whole prefix again."""
-
-    def warm_up(self) -> None:
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        if not self.use_graphs:
-            self.run(self.padded(self.longest))
-            self.reset()
-            return
-        lengths = sorted(
-            {self.padded(self.longest + i) for i in range(self.last_length - self.longest + 1)}
-        )
-        # The longest first: the shorter ones then fit in the memory that it took.
-        for length in reversed(lengths):
-            body = functools.partial(self.run, length)
-            body()
-            first = next(iter(self.graphs.values()), None)
-            self.graphs[length] = self.capture(body, shared_with=first)
-            self.reset()
-
-    def padded(self, length: int) -> int:
-        return min(self.rounded(length), self.capacity)
-
-    def run(self, length: int) -> None:
-        seqlens = None if self.same_length and self.length_step == 1 else self.lengths
-        self.accept(self.model(self.tokens[:, :length].clamp(min=0), seqlens=seqlens)[:, 0])
-
-    def step(self, index: int) -> None:
-        length = self.padded(self.longest + index)
-        if self.use_graphs:
-            self.graphs[length].replay()
-        else:
-            self.run(length)
-
-
-class _Cached(_Loop):
-    """The prompt runs once and fills a static cache; then every token runs alone."""
-
-    def backend(self, step: int) -> str:
-        return (self.model.decode_attention if step else self.model.attention).name
-
-    def warm_up(self) -> None:
-        self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.prefill()
-        if self.last_length > self.longest:  # more than one token: there is something to decode
-            self.decode()
-            if self.use_graphs:
-                self.graph = self.capture(self.decode)
-        self.reset()
-
-    def prefill(self) -> None:
-        seqlens = None if self.same_length else self.lengths
-        self.accept(
-            self.model(self.tokens[:, : self.longest], seqlens=seqlens, cache=self.cache)[:, 0]
-        )
-
-    def decode(self) -> None:
-        self.accept(self.model.decode(self.newest.clamp(min=0), self.cache))
-
-    def step(self, index: int) -> None:
-        if index == 0:
-            self.prefill()
-        elif self.graph is not None:
-            self.graph.replay()
-        else:
-            self.decode()
 
 
 class _Reader:
     """Copy new tokens to the host: on CUDA through pinned memory, one step late."""
 
-    def __init__(self, loop: _Loop, steps: int) -> None:
-        self._newest = loop.newest
-        self._is_cuda = loop.device.type == "cuda"
-        self._host = torch.empty(steps, len(loop.rows), dtype=torch.long, pin_memory=self._is_cuda)
+    def __init__(self, engine: Engine, steps: int) -> None:
+        self._newest = engine.newest[: engine.batch]
+        self._is_cuda = engine.device.type == "cuda"
+        self._host = torch.empty(steps, engine.batch, dtype=torch.long, pin_memory=self._is_cuda)
         self._events = [_event() for _ in range(steps)] if self._is_cuda else []
 
     def push(self, step: int) -> None:

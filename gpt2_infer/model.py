@@ -248,6 +248,11 @@ class GPT2(nn.Module):
             return self._attention
         return default_decode_backend(self.device.type)
 
+    @property
+    def decodes_with_named_backend(self) -> bool:
+        """Whether a backend that the user named is the one that decodes."""
+        return self.decode_attention in (self._decode_attention, self._attention)
+
     def with_attention(
         self, attention: str | BackendSpec | None, decode_attention: str | BackendSpec | None = None
     ) -> GPT2:

@@ -5,7 +5,8 @@
 //   int64_t scratch_floats(const Params& params);
 //   cudaError_t launch(const Params& params, cudaStream_t stream);
 //
-// If its header says `Role: decode`, they take DecodeParams instead. The first says how many floats
+// If its header says `Role: decode`, they take DecodeParams instead, and with `Role: struct` a
+// StructParams that the file defines and its caller fills: a kernel that is more than attention. The first says how many floats
 // of scratch launch() needs; launch() enqueues the work and does nothing else: it never allocates,
 // synchronizes, prints, exits or copies from the host. A head_dim it has no kernel for, or more
 // shared memory than the device has, is returned as the cudaError_t it is; the caller turns it into
@@ -69,8 +70,13 @@ struct DecodeParams {
   double softmax_scale;
 };
 
-#ifdef ATTENTION_DECODE
+// Of a file whose Role is struct.
+struct StructParams;
+
+#if defined(ATTENTION_DECODE)
 using VersionParams = DecodeParams;
+#elif defined(ATTENTION_STRUCT)
+using VersionParams = StructParams;
 #else
 using VersionParams = Params;
 #endif
@@ -81,6 +87,7 @@ struct Version {
   const char* dtype;
   bool is_contiguous;
   bool is_decode;
+  bool is_struct;
   int64_t (*scratch_floats)(const void* params);
   int (*launch)(const void* params, void* stream);  // returns a cudaError_t
 };

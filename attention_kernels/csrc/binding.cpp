@@ -126,14 +126,16 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
 // A launch that failed with one of these has run nothing and can never succeed on this device.
 bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
-         error == cudaErrorLaunchOutOfResources || error == cudaErrorNoKernelImageForDevice
+         error == cudaErrorLaunchOutOfResources || error == cudaErrorCooperativeLaunchTooLarge ||
+         error == cudaErrorNoKernelImageForDevice
 #ifndef ATTENTION_EMULATOR
          || error == cudaErrorInsufficientDriver
 #endif
       ;
 }
 
-void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q) {
+// subject: what a refusal is about
+void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q, const std::string& subject) {
   if (error == cudaSuccess) return;
   std::string complaint = std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error);
 #ifdef ATTENTION_EMULATOR
@@ -148,7 +150,7 @@ void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q) {
   complaint +=
       " (a block of this device may have " + std::to_string(bytes) + " bytes of shared memory)";
 #endif
-  refuse({"head_dim " + std::to_string(q.size(3)) + " on this device: " + complaint});
+  refuse({subject + "on this device: " + complaint});
 }
 
 Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
@@ -179,18 +181,23 @@ Strides strides_of(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
+cudaStream_t current_stream([[maybe_unused]] const Tensor& of) {
+#ifdef ATTENTION_EMULATOR
+  return nullptr;
+#else
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(of.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+#endif
+}
+
 // Allocates o and scratch, and launches the version on the current stream of q's device.
 template <typename AnyParams>
 Tensor launch(AnyParams params, const Tensor& q) {
-#ifdef ATTENTION_EMULATOR
-  const cudaStream_t stream = nullptr;
-#else
+#ifndef ATTENTION_EMULATOR
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  void* current_stream;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &current_stream));
-  const auto stream = static_cast<cudaStream_t>(current_stream);
 #endif
-
+  const cudaStream_t stream = current_stream(q);
   const Tensor o = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, dtype_of(q), q);
   if (o.numel() == 0) return o;
   params.q = q.const_data_ptr();
@@ -210,7 +217,8 @@ Tensor launch(AnyParams params, const Tensor& q) {
     params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
     poison(*scratch, stream);
   }
-  check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q);
+  check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q,
+               "head_dim " + std::to_string(q.size(3)) + " ");
   return o;
 }
 
@@ -252,6 +260,17 @@ Tensor run_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, doub
   return launch(params, q);
 }
 
+// params: the bytes of a StructParams, on the CPU, with pointers to memory on the device of `on`,
+// which its caller keeps alive and has checked.
+void run_struct(Tensor on, Tensor params) {
+  if (!params.is_cpu() || !params.is_contiguous()) fail("params must be contiguous, on the CPU");
+#ifndef ATTENTION_EMULATOR
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+#endif
+  const int error = version.launch(params.const_data_ptr(), current_stream(on));
+  check_launch(static_cast<cudaError_t>(error), on, "");
+}
+
 }  // namespace
 }  // namespace attention
 
@@ -260,7 +279,9 @@ STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
 #endif
-  if (attention::version.is_decode)
+  if (attention::version.is_struct)
+    library.impl(attention::version.op, TORCH_BOX(&attention::run_struct));
+  else if (attention::version.is_decode)
     library.impl(attention::version.op, TORCH_BOX(&attention::run_decode));
   else
     library.impl(attention::version.op, TORCH_BOX(&attention::run));

@@ -10,6 +10,8 @@
 #include "emulator/cuda_emulator.h"
 #else
 #include <cuda_runtime.h>
+
+#include <tuple>
 #endif
 
 namespace attention {
@@ -26,23 +28,40 @@ constexpr Integer ceil_div(Integer a, Integer b) {
   extern __shared__ __align__(128) unsigned char name##_bytes[]; \
   type* const name = reinterpret_cast<type*>(name##_bytes)
 
-// Launches `kernel` with any amount of dynamic shared memory and returns the launch's error. A
-// block may use more than 48 KB, static shared memory included, only after the kernel's limit has
+// A block may use more than 48 KB, static shared memory included, only after the kernel's limit has
 // been raised; asking for more than the device has fails here.
+inline cudaError_t allow_shared(const void* kernel, size_t smem_bytes) {
+  if (smem_bytes <= 32 * 1024) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error != cudaSuccess)
+    (void)cudaGetLastError();  // reported here, it must not surface at a later, innocent call
+  return error;
+}
+
+// Launches `kernel` with any amount of dynamic shared memory and returns the launch's error.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t stream, Arguments... arguments) {
-  if (smem_bytes > 32 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(smem_bytes));
-    if (error != cudaSuccess) {
-      (void)cudaGetLastError();  // reported here, it must not surface at a later, innocent call
-      return error;
-    }
-  }
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
+  if (error != cudaSuccess) return error;
   kernel<<<grid, block, smem_bytes, stream>>>(static_cast<Parameters>(arguments)...);
   return cudaGetLastError();
+}
+
+// The same, for blocks that wait for each other: a grid that cannot all run at once is an error.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_cooperative(void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                               size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
+  const auto address = reinterpret_cast<const void*>(kernel);
+  const cudaError_t error = allow_shared(address, smem_bytes);
+  if (error != cudaSuccess) return error;
+  std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
+  void* pointers[] = {&std::get<Parameters>(values)...};
+  const cudaError_t launched =
+      cudaLaunchCooperativeKernel(address, grid, block, pointers, smem_bytes, stream);
+  if (launched != cudaSuccess) (void)cudaGetLastError();
+  return launched;
 }
 
 #endif  // ATTENTION_EMULATOR
@@ -65,6 +84,11 @@ const Version version = {
     false,
 #endif
 #ifdef ATTENTION_DECODE
+    true,
+#else
+    false,
+#endif
+#ifdef ATTENTION_STRUCT
     true,
 #else
     false,

@@ -152,8 +152,8 @@ def compile_flags(
     flags += [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
     if version.layout == "contiguous":
         flags.append("-DATTENTION_CONTIGUOUS")
-    if version.role == "decode":
-        flags.append("-DATTENTION_DECODE")
+    if version.role != "attention":
+        flags.append(f"-DATTENTION_{version.role.upper()}")
     if target == "emulator":
         flags += [flag for flag in version.flags if flag.startswith("-D")]
         for flag in version.flags:

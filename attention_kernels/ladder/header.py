@@ -15,7 +15,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
 OPTIONAL = ("Role", "Takes", "Error")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
-ROLES = ("attention", "decode")
+ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
 # What a version takes, if that is not float32 with every one of HEAD_DIMS.
 TAKES = re.compile(
@@ -50,7 +50,7 @@ class VersionHeader:
     """Compiler flags of this version only."""
     expect: str
     role: str = "attention"
-    """What it computes: "attention" or "decode"."""
+    """What it computes: "attention", "decode" or, with parameters of its own, "struct"."""
     dtype: str = "float32"
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False

@@ -232,6 +232,18 @@ class _Op:
         return KernelError(self.name, f"failed: {message}")
 
 
+def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Callable[..., None]:
+    """Build and load a version whose role is struct; return its op.
+
+    The op takes a tensor on the device to run on and the kernel's parameters, uint8 on the CPU.
+    Raises BuildError.
+    """
+    library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
+    define_op(version.op, "(Tensor on, Tensor params) -> ()")
+    _load_library(library, version, device_type)
+    return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]
+
+
 _lock = threading.RLock()
 _files: dict[str, Path] = {}  # which file outside of the ladders has a name
 _libraries: dict[tuple[str, str], Path] = {}  # what each op runs, by device type

@@ -36,8 +36,9 @@ from attention_kernels.conformance import Inputs, poison_freed_memory
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.reference import Verdict, error_budget, naive_attention, truth
 from attention_kernels.registry import PLAIN_PRECISIONS
+from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import CPU_LENGTH_STEP, Generation, Mode, encode_prompts, generate
+from gpt2_infer.generation import Generation, Mode, encode_prompts, generate
 from gpt2_infer.model import GPT2, check_backend
 
 
@@ -211,7 +212,8 @@ def diverge(
             mode=mode,
             ignore_eos=True,
             progress=progress,
-            cuda_graphs=all(spec.cuda_graphs for spec in specs),  # so that both run one length
+            # The same for both, so that both run one length.
+            engine="auto" if all(spec.cuda_graphs for spec in specs) else "eager",
             check_finite=False,
         ).whole()
         for spec in specs

@@ -27,9 +27,9 @@ from gpt2_infer.bench.results import (
     GenerationTiming,
 )
 from gpt2_infer.bench.timing import Contender, Progress, RejectedError, time_cells
+from gpt2_infer.engines.base import GRAPH_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import (
-    GRAPH_LENGTH_STEP,
     MODES,
     Generation,
     Mode,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.bench.results import (
     FREE_ATTENTION,
+    DecodeTiming,
     GenerationTiming,
     Inspection,
     KernelSeries,
@@ -207,10 +210,62 @@ def shared_load_bars(results: Inspection) -> Figure | None:
     return figure
 
 
+def decode_bars(results: DecodeTiming) -> Figure | None:
+    """Draw tokens per second of each contender, and what the bandwidth would allow."""
+    group = [one for one in results.series if one.samples]
+    if len(group) < 2:
+        return None
+    speeds = [one.tokens_per_second for one in group]
+    limits = [one.cell.batch * results.read_gb_s * 1e9 / one.weight_bytes for one in group]
+    figure, axes = _bar_axes(
+        [
+            (one.name, f"{one.cell.model}, {one.cell.dtype}, batch {one.cell.batch}")
+            for one in group
+        ],
+        speeds,
+        [
+            f"{speed:,.0f}, {speed / limit:.0%} of the limit"
+            for speed, limit in zip(speeds, limits, strict=True)
+        ],
+    )
+    axes.barh(
+        range(len(group)), speeds, color=[_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
+    )
+    how = f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
+    _title(axes, "Decoding with a cache", how)
+    axes.set_xlabel("new tokens per second; the limit is one reading of the weights per step")
+    return figure
+
+
+def decode_positions(results: DecodeTiming) -> Figure | None:
+    """Draw the time of a step by its position, of the engines."""
+    group = [one for one in results.series if one.samples and len(one.marks[0]) > 2]
+    if not group or max(one.cell.new_tokens for one in group) < 512:
+        return None
+    figure, axes = _figure(4.5)
+    for one in group:
+        step = 64
+        moments = [statistics.median(at) for at in zip(*one.marks, strict=True)]
+        # Whole intervals alone; the first holds the prompt.
+        whole = one.cell.new_tokens // step
+        times = [1e6 * (b - a) / step for a, b in itertools.pairwise(moments[:whole])]
+        places = [one.cell.prompt_tokens + step * (i + 1.5) for i in range(len(times))]
+        axes.plot(places, times, marker="o", markersize=3, label=f"{one.name}, {one.cell.dtype}")
+    axes.set(xlabel="position", ylabel="microseconds per step")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    how = f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
+    _title(axes, f"Time of a step by position, {group[0].cell.model}, batch 1", how)
+    return figure
+
+
+_CONTENDERS = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
+
 PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
     GenerationTiming: {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
     KernelTiming: {"time": kernel_time, "bars": kernel_bars, "error": error_and_speed},
     Inspection: {"bars": shared_load_bars},
+    DecodeTiming: {"bars": decode_bars, "positions": decode_positions},
 }
 
 

@@ -233,6 +233,45 @@ class GenerationSeries(Series, kw_only=True):
     """From the prompt to the last token."""
 
 
+class DecodeCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A greedy text with random weights and a cache of keys and values."""
+
+    model: str
+    dtype: str
+    batch: AtLeastOne
+    prompt_tokens: AtLeastOne
+    new_tokens: AtLeastOne
+
+
+class DecodeSeries(Sampled, kw_only=True):
+    """Seconds from the start of the prompt to the last token, by an engine or a peer."""
+
+    unit: Literal["s"] = "s"
+    cell: DecodeCell
+    program: Literal["gpt2-infer", "transformers", "recipe"]
+    weight_bytes: int
+    """What a step must read of the weights."""
+    same_text: bool | None = None
+    """In float32: whether its text is the first engine's."""
+    marks: list[list[float]] = []
+    """Of each sample, seconds to every 64th token and the last; a peer's to the last alone."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows over the median sample."""
+        return self.cell.batch * self.cell.new_tokens / self.median
+
+    @property
+    def step_us(self) -> float | None:
+        """Microseconds of one step, the prompt's share included."""
+        return 1e6 * self.median / self.cell.new_tokens if self.samples else None
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Bytes of weights over time, in GB/s: what of the memory's bandwidth is used."""
+        return self.weight_bytes / self.step_us / 1e3 if self.step_us else None
+
+
 class BuildSeries(Sampled, kw_only=True):
     """Seconds to build a ladder from nothing with one compiler."""
 
@@ -288,6 +327,15 @@ class GenerationTiming(_File, kw_only=True, tag="generation"):
     """The dtype of the weights that weights_digest is of."""
     graph_length_step: int | None = None
     series: list[GenerationSeries]
+
+
+class DecodeTiming(_File, kw_only=True, tag="decode"):
+    """Our engines, and peers beside them."""
+
+    rounds: AtLeastOne
+    read_gb_s: float
+    """The GPU's bandwidth for reading, measured in the same run."""
+    series: list[DecodeSeries]
 
 
 class BuildTiming(_File, kw_only=True, tag="build"):
@@ -362,7 +410,7 @@ class Published(_File, kw_only=True, tag="published"):
 
 
 Timing: TypeAlias = KernelTiming | GenerationTiming
-Results: TypeAlias = Timing | BuildTiming | Profile | Inspection | Published
+Results: TypeAlias = Timing | DecodeTiming | BuildTiming | Profile | Inspection | Published
 
 _decoder = msgspec.json.Decoder(Results)
 

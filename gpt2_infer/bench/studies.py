@@ -219,8 +219,46 @@ class BuildStudy(_Study, kw_only=True, tag="build"):
         return builds.time_builds(self.arch, rounds=self.rounds, task=task, out=out)
 
 
+class DecodeStudy(_Study, kw_only=True, tag="decode"):
+    """Our engines, decoding with a cache, and peers beside them; needs a GPU."""
+
+    models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
+    engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
+        default_factory=lambda: ["eager", "graph", "fused"]
+    )
+    """The first one's text is what the others' are compared with."""
+    peers: bool = False
+    """transformers and the gpt-fast recipe run, too."""
+    rounds: Rounds = 5
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench.decoding import compare_decoding
+
+        return compare_decoding(
+            self.models,
+            self.dtypes,
+            self.batch_sizes,
+            new_tokens=self.new_tokens,
+            engines=self.engines,
+            peers=self.peers,
+            rounds=self.rounds,
+            task=task,
+            out=out,
+        )
+
+
 Study: TypeAlias = (
-    KernelStudy | GenerationStudy | TransformersStudy | ProfileStudy | InspectionStudy | BuildStudy
+    KernelStudy
+    | GenerationStudy
+    | TransformersStudy
+    | ProfileStudy
+    | InspectionStudy
+    | BuildStudy
+    | DecodeStudy
 )
 
 

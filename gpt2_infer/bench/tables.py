@@ -29,6 +29,8 @@ from gpt2_infer.bench.results import (
     FREE_ATTENTION,
     BuildSeries,
     BuildTiming,
+    DecodeSeries,
+    DecodeTiming,
     GenerationSeries,
     GenerationTiming,
     Inspected,
@@ -413,6 +415,40 @@ def _build(file: str, results: BuildTiming) -> str:
     return _table(title, results.series, columns)
 
 
+def _decode(file: str, results: DecodeTiming) -> str:
+    """Decoding with a cache: a row per cell and contender."""
+    columns: Columns[DecodeSeries] = {
+        "model": lambda one: one.cell.model,
+        "dtype": lambda one: one.cell.dtype,
+        "batch": lambda one: str(one.cell.batch),
+        "contender": lambda one: one.name,
+        "tokens/s": lambda one: f"{one.tokens_per_second:,.0f}" if one.samples else "",
+        "least .. most": lambda one: (
+            " .. ".join(
+                f"{one.tokens_per_second * one.median / seconds:,.0f}"
+                for seconds in reversed(one.spread)
+            )
+            if one.samples
+            else ""
+        ),
+        "us per step": lambda one: _figure(one.step_us, "{:.0f}"),
+        "weights, GB/s": lambda one: _figure(one.gb_per_second, "{:,.0f}"),
+        "of the bandwidth": lambda one: _figure(
+            one.gb_per_second and one.gb_per_second / results.read_gb_s, "{:.0%}"
+        ),
+    }
+    cells = [one.cell for one in results.series]
+    counts = sorted({cell.new_tokens for cell in cells})
+    title = (
+        f"{cells[0].prompt_tokens} + {' and '.join(map(str, counts))} tokens, "
+        f"{results.read_gb_s / 1000:.2f} TB/s of read bandwidth measured, {_how(file, results)}"
+    )
+    differs = [one for one in results.series if one.same_text is False]
+    notes = {one.name: f"another text in {one.cell.model}" for one in differs}
+    notes |= {one.name: one.reason for one in results.series if one.reason}
+    return _table(title, results.series, columns, notes)
+
+
 def _published(file: str, results: Published) -> str:
     """Somebody else's published seconds: a row per implementation, a column per card."""
     cards = dict.fromkeys(card for row in results.seconds.values() for card in row)
@@ -433,6 +469,7 @@ _RENDERERS: dict[type, Callable[[str, Any], str]] = {
     Profile: _profile,
     Inspection: _inspection,
     BuildTiming: _build,
+    DecodeTiming: _decode,
     Published: _published,
 }
 
@@ -470,7 +507,7 @@ def _table(
     return text + "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
 
 
-def _how(file: str, results: Timing, *packages: str) -> str:
+def _how(file: str, results: Timing | DecodeTiming, *packages: str) -> str:
     """Say where, with which versions and how often something was timed."""
     versions = (f", {name} {results.provenance.packages[name]}" for name in packages)
     place = where(results.provenance) + "".join(versions)

@@ -34,6 +34,11 @@ PROMPT = (
 )
 PROMPT_FILE = "UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input"
 TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
+ENGINE = (
+    "how steps run: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
+    "decodes in one kernel of ours (with --kv-cache); auto is the fastest that supports the case "
+    "(default: %(default)s)"
+)
 KV_CACHE = (
     "keep keys and values; without it every token runs the whole prefix again (recompute, the case "
     "study's workload)"
@@ -64,9 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("how").add_argument
     add("--kv-cache", action="store_true", help=KV_CACHE)
-    add(
-        "--no-cuda-graphs", action="store_true", help="launch kernels from Python, at exact lengths"
-    )
+    add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--json", action="store_true", help="print one JSON object instead of text and report")
 
 
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             "sampling": sampling,
             "stop": arguments.stop,
             "ignore_eos": arguments.ignore_eos,
-            "cuda_graphs": not arguments.no_cuda_graphs,
+            "engine": arguments.engine,
         },
     )
     load_s = time.perf_counter() - started

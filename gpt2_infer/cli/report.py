@@ -37,7 +37,7 @@ def make_report(
         "device": device,
         "dtype": dtype_name(model.dtype),
         "mode": result.mode,
-        "cuda_graphs": result.cuda_graphs,
+        "engine": result.engine,
         "length_step": result.length_step,
         "prompt_tokens": [len(row) for row in result.prompts],
         "new_tokens": [len(row) for row in result.tokens],
@@ -66,8 +66,7 @@ def format_report(report: dict[str, Any]) -> str:
 
     decode = report["decode_attention"]
     how = report["mode"]
-    if report["cuda_graphs"]:
-        how += ", CUDA graphs"
+    how += f", {report['engine']} engine"
     if report["length_step"] > 1:
         how += f", lengths rounded up to multiples of {report['length_step']}"
 

@@ -242,7 +242,22 @@ def mine(clean_registry):
 @pytest.mark.slow
 def test_the_command_line(capsys, mine):
     mine(naive_attention)
-    assert main(["verify", "mine", "--device", "cpu", "--seed", "5", "--no-timing"]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                "mine",
+                "--device",
+                "cpu",
+                "--dtypes",
+                "float32",
+                "--seed",
+                "5",
+                "--no-timing",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert re.match(r"MINE on cpu: \d+ cases, seed 5\n", out)
     assert re.search(r"  worst: .* seed 5\n    error  .*budget.*\n    by row .*budget", out)
@@ -303,6 +318,7 @@ def test_what_does_not_build_or_load_ends_at_once(
 LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     new = f"{LAUNCH}  if (params.seqlen > 30) __builtin_trap();\n"
     assert main(["verify", broken(tmp_path, LAUNCH, new), "--device", "cpu"]) == 1

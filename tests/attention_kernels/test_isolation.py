@@ -33,6 +33,7 @@ METADATA = "Metadata-Version: 2.1\nName: strange\nVersion: 1\n"
 ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "reported"),
     [

@@ -121,7 +121,13 @@ def test_its_decode_kernel_passes_verify(site):
 @pytest.mark.parametrize(
     ("name", "options"),
     [pytest.param(name, f"--backend {name}", marks=pytest.mark.slow) for name in NAMES]
-    + [(DECODER, f"--backend NAIVE_PYTORCH --kv-cache --decode-backend {DECODER}")],
+    + [
+        pytest.param(
+            DECODER,
+            f"--backend NAIVE_PYTORCH --kv-cache --decode-backend {DECODER}",
+            marks=pytest.mark.slow,
+        )
+    ],
 )
 def test_it_writes_what_plain_pytorch_writes(name, options, site):
     skip_without_compiler(name, "emulator")

@@ -100,9 +100,9 @@ def test_both_modes_agree(demo):
 def test_graphs_and_devices_agree(mode, demo):
     model = GPT2.from_pretrained("demo", device="cuda")
     graphs = generate(model, PROMPTS, max_new_tokens=60, mode=mode)
-    eager = generate(model, PROMPTS, max_new_tokens=60, mode=mode, cuda_graphs=False)
-    assert graphs.cuda_graphs
-    assert not eager.cuda_graphs
+    eager = generate(model, PROMPTS, max_new_tokens=60, mode=mode, engine="eager")
+    assert graphs.engine != "eager"
+    assert eager.engine == "eager"
     assert graphs.tokens == eager.tokens == generate(demo, PROMPTS, max_new_tokens=60).tokens
 
 

@@ -51,10 +51,14 @@ bool Block::next_warp() {
 }
 
 // The next fiber that can run, or null. A warp that has come to rest stays so until the next
-// barrier: no other warp can wake it.
+// barrier: no other warp can wake it. Only fibers that yielded are in warps already passed.
 Fiber* Block::next_ready() {
   while (warp->ready == 0) {
-    if (!next_warp()) return nullptr;
+    if (next_warp()) continue;
+    const auto can_run = [](const Warp& w) { return w.ready != 0; };
+    if (std::none_of(warps, warps + warp_count, can_run)) return nullptr;
+    warp_rank = ~0u;
+    next_warp();
   }
   do {
     lane = (++lane_rank * lane_step + lane_offset) % kWarpSize;
@@ -71,8 +75,23 @@ Fiber* Block::next_or_abandon() {
   return to;
 }
 
-Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line) {
+Fiber* Block::yield() {
+  const unsigned self = this_fiber().thread;
+  for (unsigned i = 1; i <= threads; ++i) {
+    const unsigned thread = (self + i) % threads;
+    if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
+    if (i == threads) std::this_thread::yield();  // it is other blocks' turn
+    warp = &warps[thread / kWarpSize];
+    lane = thread % kWarpSize;
+    return warp->fibers[lane];
+  }
+  __builtin_unreachable();
+}
+
+Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line,
+                                unsigned awaited_threads) {
   if (arrived == 0) {
+    awaited = awaited_threads;
     barrier = {name, file, line};
     barrier_thread = this_fiber().thread;
     votes = 0;
@@ -90,7 +109,7 @@ Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* fi
 
 // Lets the threads go on that wait at a barrier, once all that have not returned are there.
 void Block::pass_barrier() {
-  if (arrived == 0 || arrived + finished < threads) return;
+  if (arrived == 0 || (awaited == 0 ? arrived + finished < threads : arrived < awaited)) return;
   arrived = 0;
   barrier_votes = votes;
   ++interval;
@@ -232,6 +251,7 @@ bool Block::run(uint64_t number_in_grid) {
   signals.ticks = 0;
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
+  copies.clear();
   begin_interval();
   switch_context(main, *next_ready());
   if (error == cudaSuccess) check_shared();

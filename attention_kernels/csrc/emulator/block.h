@@ -15,6 +15,7 @@
 #include <signal.h>
 
 #include <string>
+#include <vector>
 
 #include "shared_memory.h"
 #include "warp.h"
@@ -40,10 +41,19 @@ struct Launch {
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
-  unsigned tick_limit = 0;  // of one block; 0: none
-  unsigned interrupts = 0;  // counted before it began
+  unsigned tick_limit = 0;      // of one block; 0: none
+  unsigned interrupts = 0;      // counted before it began
+  bool is_cooperative = false;  // all blocks run at the same time
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
+};
+
+// A copy to shared memory that has not arrived; see ptx.h.
+struct BulkCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  const void* barrier;
 };
 
 // What the signal handlers have seen of a block; see faults.h.
@@ -80,6 +90,7 @@ struct Block {
   Site barrier{};
   unsigned barrier_thread = 0;  // the first to arrive
   unsigned arrived = 0;
+  unsigned awaited = 0;  // threads; 0: all that have not returned
   unsigned votes = 0;
   unsigned barrier_votes = 0;  // of the last barrier passed
   unsigned interval = 0;
@@ -96,6 +107,7 @@ struct Block {
 #endif
   uintptr_t stacks = 0;
   SharedMemory shared;
+  std::vector<BulkCopy> copies;  // on their way
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
@@ -105,9 +117,12 @@ struct Block {
   // Waiting: the calling fiber has arrived at a barrier, or at a warp-level operation of the lanes in
   // `mask`. Returns the fiber to switch to, which may be the same. When the caller is back, the
   // barrier's votes or its lane's `result` are there.
-  Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line);
+  Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line,
+                           unsigned awaited_threads = 0);
   Fiber* arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                         const Site* site);
+  // The calling fiber waits for memory to change. Returns the next that can run, itself at last.
+  Fiber* yield();
 
   // Failing: a failing fiber calls record() and then, when no object is left to destroy, abandon():
   // that ends the block, and the frames of all its fibers with it.

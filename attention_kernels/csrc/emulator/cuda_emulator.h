@@ -404,15 +404,29 @@ inline float fmaxf(float x, float y) { return x < y || x != x ? y : x; }
 inline float fminf(float x, float y) { return y < x || x != x ? y : x; }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
-                          cudaStream_t /*stream*/, Arguments... arguments) {
+cudaError_t launch_emulated(bool is_cooperative, void (*kernel)(Parameters...), dim3 grid,
+                            dim3 block, size_t smem_bytes, Arguments... arguments) {
   const auto call =
       std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
   const auto body = [](const void* data) {
     const auto& [function, parameters] = *static_cast<decltype(call)*>(data);
     std::apply(function, parameters);
   };
-  return emulator::run_launch({grid, block, smem_bytes, body, &call});
+  emulator::Launch launch{grid, block, smem_bytes, body, &call};
+  launch.is_cooperative = is_cooperative;
+  return emulator::run_launch(launch);
+}
+
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
+                          cudaStream_t /*stream*/, Arguments... arguments) {
+  return launch_emulated(false, kernel, grid, block, smem_bytes, arguments...);
+}
+
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_cooperative(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
+                               cudaStream_t /*stream*/, Arguments... arguments) {
+  return launch_emulated(true, kernel, grid, block, smem_bytes, arguments...);
 }
 
 }  // namespace attention

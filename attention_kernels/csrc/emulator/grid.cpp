@@ -191,12 +191,18 @@ cudaError_t run_launch(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
+  if (launch.is_cooperative) workers = run.blocks;
   std::vector<std::thread> others;
   try {
     while (others.size() + 1 < std::min(workers, run.blocks)) {
       others.emplace_back(&GridRun::thread_main, static_cast<void*>(&run));
     }
   } catch (const std::system_error&) {  // as many threads as there can be
+  }
+  if (launch.is_cooperative && others.size() + 1 < run.blocks) {
+    run.next = run.blocks;
+    for (std::thread& other : others) other.join();
+    return report(cudaErrorCooperativeLaunchTooLarge, "too few OS threads for all blocks at once");
   }
   run.work();
   for (std::thread& other : others) other.join();

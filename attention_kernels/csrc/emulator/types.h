@@ -33,6 +33,7 @@ struct dim3 {
   X(cudaErrorLaunchTimeout, 702, "the launch timed out and was terminated")             \
   X(cudaErrorAssert, 710, "device-side assert triggered")                               \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
+  X(cudaErrorCooperativeLaunchTooLarge, 720, "too many blocks in cooperative launch")      \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
   X(cudaErrorNotSupported, 801, "operation not supported")                              \
   X(cudaErrorUnknown, 999, "unknown error")                                             \

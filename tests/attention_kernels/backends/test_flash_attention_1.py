@@ -137,6 +137,7 @@ def run_openmp(threads: int) -> tuple[str, float]:
     return digest, float(part)
 
 
+@pytest.mark.slow
 def test_the_cpu_kernel_shares_its_work_and_gives_the_same_bits():
     usable("FLASH_ATTENTION_1_CPU", "cpu")
     alone, part_alone = run_openmp(1)

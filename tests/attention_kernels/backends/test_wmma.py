@@ -65,6 +65,7 @@ def placed(matrix: torch.Tensor, rows: bool, padding: int) -> tuple[torch.Tensor
     return padded, padded.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)

@@ -194,6 +194,7 @@ def total(name: str) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_is_counted() -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
     _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
@@ -231,6 +232,7 @@ def test_the_last_version_has_no_conflict_and_half_the_loads_of_the_one_before()
     assert 2 * last[0] <= before[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> None:
     list_backends()
     versions = ladder.versions()

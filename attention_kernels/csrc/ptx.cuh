@@ -1,0 +1,89 @@
+// One small function per PTX instruction that the kernels use. The CPU emulator has a twin of each,
+// in emulator/ptx.h, which is told beside it what the instruction promises and no more.
+
+#pragma once
+
+#include "common.cuh"
+
+#ifdef ATTENTION_EMULATOR
+#include "emulator/ptx.h"
+#else
+
+namespace attention::ptx {
+
+using Word = unsigned long long;
+// An mbarrier, in shared memory.
+using Barrier = unsigned long long;
+
+inline __device__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Relaxed accesses at the scope of the GPU: each 64-bit word is read and written as a whole, and no
+// other access is ordered by it.
+inline __device__ void store_relaxed(Word* to, Word value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+inline __device__ ulonglong2 load_relaxed(const Word* from) {
+  ulonglong2 words;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words.x), "=l"(words.y)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+
+// A barrier of the block's first kThreads threads.
+template <int kThreads>
+__device__ void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
+inline __device__ void barrier_init(Barrier* barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+// After the barriers' initialization, before any copy uses one.
+inline __device__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+inline __device__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// Arrives, and lets the phase wait for that many bytes of copies as well.
+inline __device__ void barrier_expect(Barrier* barrier, unsigned bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Returns whether the phase of that parity is complete, after a while at the latest.
+inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return complete;
+}
+
+// Copies to shared memory; 16 bytes are the unit of addresses and size. The barrier's phase learns
+// of the bytes when they are there.
+inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+}  // namespace attention::ptx
+
+#endif  // ATTENTION_EMULATOR

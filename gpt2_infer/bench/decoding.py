@@ -1,0 +1,257 @@
+"""Decoding with a cache: our engines beside transformers and the gpt-fast recipe, in one run."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.results import DecodeCell, DecodeSeries, DecodeTiming
+from gpt2_infer.bench.timing import RejectedError, device_seconds, interleave
+from gpt2_infer.engines import make_engine
+from gpt2_infer.engines.base import EngineName
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import Request
+from gpt2_infer.model import GPT2, KVCache
+
+PROMPT = (15496, 11, 314, 1101, 257, 3303, 2746, 11)  # "Hello, I'm a language model,"
+POSITION_STEP = 64  # tokens between two marks of a text
+TRANSFORMERS = "transformers, static cache, compiled"
+RECIPE = "gpt-fast recipe"
+READ_BYTES = 4 * 2**30
+
+Run = Callable[[], tuple[list[list[int]], list[float]]]
+"""Writes the text; returns its tokens and the seconds since the start at each mark."""
+
+
+def compare_decoding(
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    batch_sizes: Sequence[int],
+    *,
+    new_tokens: Sequence[int],
+    engines: Sequence[EngineName],
+    peers: bool,
+    rounds: int,
+    task: str,
+    out: Path | None = None,
+) -> DecodeTiming:
+    """Time whole greedy texts of random weights, prefill included, warm-up not.
+
+    peers: whether transformers and the recipe run beside the engines. Each contender's text is
+    compared with the first engine's in float32. Raises RequestError without a GPU, or for what an
+    engine does not support.
+    """
+    if not torch.cuda.is_available():
+        raise RequestError("decoding is compared on a CUDA device")
+    provenance = environment.provenance()
+    read = torch.empty(READ_BYTES // 4, device="cuda").normal_()
+    seconds = min(device_seconds(read.sum) for _ in range(20))
+    del read
+    series = []
+    for name in models:
+        for dtype in dtypes:
+            model = GPT2.from_pretrained(
+                name, random_weights=True, device="cuda", dtype=getattr(torch, dtype)
+            )
+            for batch in batch_sizes:
+                for count in new_tokens:
+                    cell = DecodeCell(name, dtype, batch, len(PROMPT), count)
+                    series += _time(model, cell, engines, peers=peers, rounds=rounds)
+            del model
+            torch.cuda.empty_cache()
+    results = DecodeTiming(
+        task=task,
+        provenance=provenance,
+        rounds=rounds,
+        read_gb_s=round(READ_BYTES / seconds / 1e9, 1),
+        series=series,
+    )
+    if out:
+        results.write(out)
+    return results
+
+
+def weight_bytes(model: GPT2) -> int:
+    """Return the bytes that a step must read: all weights, but one row of each embedding."""
+    config = model.config
+    return sum(p.nbytes for p in model.parameters()) - config.n_positions * config.n_embd * (
+        model.dtype.itemsize
+    )
+
+
+def _time(
+    model: GPT2, cell: DecodeCell, engines: Sequence[EngineName], *, peers: bool, rounds: int
+) -> list[DecodeSeries]:
+    runs: dict[str, Run] = {name: _engine(model, cell, name) for name in engines}
+    programs: dict[str, Literal["gpt2-infer", "transformers", "recipe"]]
+    programs = dict.fromkeys(runs, "gpt2-infer")
+    if peers:
+        runs |= {TRANSFORMERS: _transformers(model, cell), RECIPE: _recipe(model, cell)}
+        programs |= {TRANSFORMERS: "transformers", RECIPE: "recipe"}
+    texts = {name: run()[0] for name, run in runs.items()}
+    expected = texts[engines[0]]
+
+    def sample(name: str) -> list[float]:
+        tokens, marks = runs[name]()
+        if tokens != texts[name]:
+            raise RejectedError("its text is another from run to run")
+        return marks
+
+    figures = interleave(
+        {name: functools.partial(sample, name) for name in runs}, rounds=rounds, warm_up=1
+    )
+    series = []
+    for name, marks in figures.items():
+        one = DecodeSeries(
+            name=name,
+            program=programs[name],
+            cell=cell,
+            weight_bytes=weight_bytes(model),
+            same_text=texts[name] == expected if cell.dtype == "float32" else None,
+        )
+        if isinstance(marks, RejectedError):
+            one.status, one.reason = "failed", str(marks)
+        else:
+            one.samples = [float(f"{each[-1]:.6g}") for each in marks]
+            one.marks = [[float(f"{moment:.6g}") for moment in each] for each in marks]
+        series.append(one)
+    return series
+
+
+def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
+    request = Request(
+        config=model.config,
+        tokenizer=None,
+        prompts=[PROMPT] * cell.batch,
+        max_new_tokens=cell.new_tokens,
+        mode="kv-cache",
+        ignore_eos=True,
+        engine=name,
+    )
+
+    @torch.inference_mode()
+    def run() -> tuple[list[list[int]], list[float]]:
+        engine.reset()
+        marks = _Marks()
+        for index in range(cell.new_tokens):
+            engine.step(index)
+            if (index + 1) % POSITION_STEP == 0 or index + 1 == cell.new_tokens:
+                marks.add()
+        seconds = marks.seconds()
+        engine.check()
+        return engine.new_tokens(cell.new_tokens), seconds
+
+    with torch.inference_mode():
+        engine = make_engine(model, request)
+        engine.warm_up()
+    return run
+
+
+def _transformers(model: GPT2, cell: DecodeCell) -> Run:
+    from transformers import AutoModelForCausalLM
+    from transformers import GPT2Config as TransformersConfig
+
+    config = model.config
+    reference = AutoModelForCausalLM.from_config(
+        TransformersConfig(n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head),
+        dtype=model.dtype,
+    )
+    reference.load_state_dict(
+        {f"transformer.{name}": value for name, value in model.state_dict().items()}
+        | {"lm_head.weight": model.wte.weight}
+    )
+    reference = reference.to("cuda").eval()
+    ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
+
+    def run() -> tuple[list[list[int]], list[float]]:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        tokens = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=cell.new_tokens,
+            min_new_tokens=cell.new_tokens,
+            do_sample=False,
+            cache_implementation="static",  # which compiles the forward pass
+            pad_token_id=0,
+        )
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        return tokens[:, len(PROMPT) :].tolist(), [seconds]
+
+    return run
+
+
+def _recipe(model: GPT2, cell: DecodeCell) -> Run:
+    """Return gpt-fast's recipe: a static cache, and one compiled step that a CUDA graph replays."""
+    config = model.config
+    capacity = len(PROMPT) + cell.new_tokens
+    cache = KVCache.allocate(model, cell.batch, capacity)
+    places = torch.arange(capacity, device="cuda")
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        mask = (places <= position)[None, None, None]
+        x = F.embedding(token, model.wte.weight) + F.embedding(position, model.wpe.weight)
+        shape = (cell.batch, 1, 3, config.n_head, config.head_dim)
+        for layer, block in enumerate(model.blocks()):
+            weights = block.attn.c_attn
+            qkv = torch.addmm(weights.bias, block.ln_1(x), weights.weight).view(shape)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            cache.kv[layer, 0].index_copy_(2, position, k)
+            cache.kv[layer, 1].index_copy_(2, position, v)
+            k, v = cache.kv[layer].unbind()
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            proj, fc, out = block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+            x = x + torch.addmm(proj.bias, o.reshape(x.shape), proj.weight)
+            hidden = torch.addmm(fc.bias, block.ln_2(x), fc.weight)
+            x = x + torch.addmm(out.bias, F.gelu(hidden, approximate="tanh"), out.weight)
+        return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    prompt = torch.tensor([PROMPT] * cell.batch, device="cuda")
+    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device="cuda")
+
+    @torch.inference_mode()
+    def run() -> tuple[list[list[int]], list[float]]:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        token = model(prompt, cache=cache)[:, 0].argmax(-1)
+        position = torch.tensor([len(PROMPT)], device="cuda")
+        tokens[:, 0] = token
+        for index in range(1, cell.new_tokens):
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            token = compiled(token, position).clone()
+            tokens[:, index] = token
+            position += 1
+        torch.cuda.synchronize()
+        return tokens.tolist(), [time.perf_counter() - started]
+
+    return run
+
+
+class _Marks:
+    """Moments on the device, from its creation on."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._events: list[torch.cuda.Event] = []
+        self.add()
+
+    def add(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Wait for the device; return the seconds from the first mark to each other."""
+        self._events[-1].synchronize()
+        first, *others = self._events
+        return [first.elapsed_time(other) / 1e3 for other in others]

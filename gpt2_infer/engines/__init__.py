@@ -1,0 +1,54 @@
+"""How steps run: eagerly, in captured CUDA graphs, or fused in one kernel of our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpt2_infer.engines.base import Engine, EngineName
+from gpt2_infer.engines.cached import Cached
+from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused, unsupported_reasons
+from gpt2_infer.engines.recompute import Recompute
+from gpt2_infer.errors import RequestError
+from gpt2_infer.model import GPT2
+
+if TYPE_CHECKING:
+    from gpt2_infer.generation import Request
+
+__all__ = ["DECODE_ATTENTION", "ENGINES", "Engine", "make_engine"]
+
+ENGINES = ("auto", "eager", "graph", "fused")
+
+
+def make_engine(model: GPT2, request: Request) -> Engine:
+    """Return the engine that a request names; for auto the fastest that supports the case.
+
+    Raises RequestError with all reasons, and UnavailableBackendError or UnsupportedError of the
+    backend that decodes.
+    """
+    against = _reasons(model, request)
+    able = [name for name, reasons in against.items() if not reasons]
+    name: EngineName = able[0] if request.engine == "auto" else request.engine
+    if name not in able:
+        reasons = "; ".join(against[name])
+        raise RequestError(f"the {name} engine does not support this: {reasons}")
+    if request.mode == "recompute":
+        return Recompute(model, request, name)
+    if name == "fused":
+        return Fused(model, request, name)
+    model.check_decode()  # the prefill may take long
+    return Cached(model, request, name)
+
+
+def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
+    """Return what speaks against each engine, the fastest first."""
+    is_cached = request.mode == "kv-cache"
+    graph = []
+    if model.device.type != "cuda":
+        graph.append("it needs a CUDA device")
+    graph += [
+        f"{spec.name} cannot be captured in a CUDA graph"
+        for spec in [model.attention, *([model.decode_attention] if is_cached else [])]
+        if not spec.cuda_graphs
+    ]
+    fused = unsupported_reasons(model, request) if is_cached else ["it is for --kv-cache"]
+    return {"fused": fused, "graph": graph, "eager": []}

@@ -1,0 +1,237 @@
+"""The fused engine: its kernel, emulated on the CPU, against the modules that it replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from attention_kernels.ladder import header
+from gpt2_infer import GPT2, Sampling, generate
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines import fused
+from gpt2_infer.engines.fused import Shape, Stage, Step
+from gpt2_infer.model import KVCache
+
+# Two passes over a row of the second MLP product, several tiles, an odd vocabulary, two splits.
+CONFIG = GPT2Config(
+    vocab_size=101,
+    n_positions=160,
+    n_embd=64,
+    n_layer=3,
+    n_head=2,
+    n_inner=192,
+    scale_attn_by_inverse_layer_idx=True,
+)
+BLOCKS = 16
+
+
+def random_model(dtype: torch.dtype, config: GPT2Config = CONFIG) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(config).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+    return model.to(dtype)
+
+
+@dataclasses.dataclass
+class State:
+    cache: KVCache
+    newest: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+@torch.inference_mode()
+def state_after(model: GPT2, lengths: list[int]) -> State:
+    """The state after prompts of these lengths."""
+    prompts = [
+        torch.randint(0, 101, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths
+    ]
+    tokens = torch.zeros(len(lengths), CONFIG.n_positions, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    cache = KVCache.allocate(model, len(lengths), CONFIG.n_positions)
+    counts = torch.tensor(lengths)
+    logits = model(tokens[:, : max(lengths)], seqlens=counts, cache=cache)[:, 0]
+    newest = logits.argmax(-1)
+    tokens[torch.arange(len(lengths)), counts] = newest
+    return State(cache, newest, tokens, counts + 1)
+
+
+def step_of(model: GPT2, state: State, **fields) -> Step:
+    fields = {"is_greedy": True, "blocks": BLOCKS, **fields}
+    return Step(model, state.cache, state.newest, state.tokens, state.lengths, **fields)
+
+
+@torch.inference_mode()
+def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -> torch.Tensor:
+    """Run steps beside model.decode(); return the fused logits of the last."""
+    expected, state = state_after(model, lengths), state_after(model, lengths)
+    step = step_of(model, state)
+    for _ in range(steps):
+        logits = model.decode(expected.newest, expected.cache).float()
+        step()
+        step.check()
+        torch.testing.assert_close(step.logits, logits, rtol=0, atol=tolerance)
+        chosen = step.logits.argmax(-1)
+        assert torch.equal(state.newest, chosen)
+        assert torch.equal(state.tokens[torch.arange(len(lengths)), state.lengths - 1], chosen)
+        assert torch.equal(state.cache.seqlens, expected.cache.seqlens)
+        expected.newest.copy_(chosen)
+        state.newest.copy_(chosen)
+    return step.logits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, 2e-4),
+        pytest.param(torch.bfloat16, 0.25, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 0.05, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_what_the_modules_compute(dtype, tolerance):
+    model = random_model(dtype)
+    both = check_steps(model, [3, 127], 3, tolerance)  # across the end of a split
+    alone = check_steps(model, [127], 3, tolerance)
+    assert torch.equal(alone[0], both[1])
+
+
+def test_packing_loses_no_weight():
+    for stage in (
+        Stage(10, 64, 4, 2, 4, 1, 12),
+        Stage(101, 64, 8, 2, 8, 2, 4),  # idle lanes, an odd number of rows
+        Stage(64, 256, 4, 1, 3, 1, 4),  # several passes
+    ):
+        weight = 1.0 + torch.arange(stage.rows * stage.columns).view(stage.rows, stage.columns)
+        out = torch.zeros(stage.blocks, stage.steps, 32 * stage.warps, stage.per_chunk)
+        stage.pack(weight, out)
+        assert torch.equal(out[out > 0].sort().values, weight.flatten())
+
+
+def test_a_poll_without_its_tag_is_caught(tmp_path, monkeypatch):
+    """The control: a kernel that takes the words of the residual stream as they are."""
+    text = fused.SOURCE.read_text()
+    right = "== tag && static_cast<unsigned>(pair.y >> 32) == tag"
+    assert text.count(right) == 1
+    broken = tmp_path / "csrc" / fused.SOURCE.name
+    broken.parent.mkdir()
+    broken.write_text(text.replace(right, "!= tag + 1"))
+    monkeypatch.setattr(fused, "SOURCE", broken)
+    parse = header.parse_header
+    monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "broken_step_"))
+    with pytest.raises(AssertionError):
+        check_steps(random_model(torch.float32), [5], 2, 2e-4)
+
+
+def test_logits_that_are_not_finite_give_no_token():
+    model = random_model(torch.float32)
+    model.ln_f.bias.fill_(torch.nan)
+    state = state_after(random_model(torch.float32), [4])
+    step = step_of(model, state)
+    step()
+    assert state.newest.tolist() == [-1]
+
+
+@pytest.mark.parametrize("size", [(768, 12), (1024, 16), (1280, 20), (1600, 25)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_every_published_size_has_a_geometry(size, dtype, batch):
+    width, heads = size
+    config = GPT2Config(n_embd=width, n_head=heads)
+    shape = Shape(config, dtype, batch, 96, 227 * 1024)
+    assert width <= 64 * shape.warps <= 64 * fused.MAX_WARPS
+    stages = [*shape.layer, shape.head]
+    packed = sum(stage.steps for stage in stages) * 96 * 32 * shape.warps * shape.per_chunk
+    weights = sum(stage.rows * stage.columns for stage in stages)
+    assert packed < 1.2 * weights  # padding
+
+
+# On a GPU
+
+
+@functools.cache
+def published(name: str, dtype: torch.dtype) -> GPT2:
+    return GPT2.from_pretrained(name, random_weights=True, device="cuda", dtype=dtype)
+
+
+@torch.inference_mode()
+def check_on_gpu(model: GPT2, batch: int, length: int, steps: int, tolerance: float) -> None:
+    """Compare logits with model.decode()'s after prompts of `length` tokens."""
+    capacity = model.config.n_positions
+    prompts = torch.randint(0, 50257, (batch, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.zeros(batch, capacity, dtype=torch.long, device="cuda")
+    tokens[:, :length] = prompts.cuda()
+    expected = KVCache.allocate(model, batch, capacity)
+    newest = model(tokens[:, :length], cache=expected)[:, 0].argmax(-1)
+    cache = KVCache(expected.kv.clone(), expected.seqlens.clone())
+    ours, lengths = newest.clone(), torch.full((batch,), length + 1, device="cuda")
+    step = Step(model, cache, ours, tokens, lengths, is_greedy=True)
+    for _ in range(steps):
+        logits = model.decode(newest, expected).float()
+        step()
+        step.check()
+        torch.testing.assert_close(step.logits, logits, rtol=0, atol=tolerance)
+        assert torch.equal(ours, step.logits.argmax(-1))
+        newest.copy_(ours)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)],
+)
+def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
+    for batch in (1, 8) if name != "gpt2" else (1, 2, 4, 8):
+        for length in (1, 1000):
+            check_on_gpu(published(name, dtype), batch, length, 16, tolerance)
+    published.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits_again_and_in_any_batch():
+    model = published("gpt2", torch.float32)
+    prompts = [[1, 2, 3], [4] * 200, [5, 6]]
+    texts = [generate(model, [p], max_new_tokens=200, mode="kv-cache").tokens[0] for p in prompts]
+    assert generate(model, prompts, max_new_tokens=200, mode="kv-cache").tokens == texts
+    sampling = Sampling(temperature=1.0, top_k=50, seed=3)
+    first = generate(model, prompts, max_new_tokens=50, mode="kv-cache", sampling=sampling)
+    again = generate(model, prompts, max_new_tokens=50, mode="kv-cache", sampling=sampling)
+    assert first.engine == "fused"
+    assert first.tokens == again.tokens
+
+
+@pytest.mark.gpu
+def test_greedy_text_of_all_engines_is_the_same():
+    model = published("gpt2", torch.float32)
+    texts = {
+        engine: generate(model, [[15496, 11]], max_new_tokens=512, mode="kv-cache", engine=engine)
+        for engine in ("eager", "graph", "fused")
+    }
+    for engine, text in texts.items():
+        assert text.engine == engine
+        assert text.tokens == texts["eager"].tokens, engine
+
+
+@pytest.mark.gpu
+def test_a_full_context_and_an_interruption_leave_the_gpu_usable():
+    model = published("gpt2", torch.float32)
+    full = generate(model, [[1]], max_new_tokens=1023, mode="kv-cache", ignore_eos=True)
+    assert len(full.tokens[0]) == 1023
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(_row: int, _piece: str) -> None:
+        raise StoppedError
+
+    demo = GPT2.from_pretrained("demo", device="cuda")
+    with pytest.raises(StoppedError):
+        generate(demo, "Once", max_new_tokens=50, mode="kv-cache", on_text=stop)
+    text = generate(demo, "Once", max_new_tokens=50, mode="kv-cache")
+    assert text.engine == "fused"
+    assert text.tokens == generate(demo, "Once", max_new_tokens=50).tokens
