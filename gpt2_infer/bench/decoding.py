@@ -195,6 +195,8 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     config = model.config
     capacity = len(PROMPT) + cell.new_tokens
     cache = KVCache.allocate(model, cell.batch, capacity)
+    # Otherwise torch.compile takes the cache for an input that changes, and captures no graph.
+    torch._dynamo.mark_static_address(cache.kv)
     places = torch.arange(capacity, device="cuda")
 
     def step(token: Tensor, position: Tensor) -> Tensor:
