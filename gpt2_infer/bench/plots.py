@@ -228,9 +228,14 @@ def decode_bars(results: DecodeTiming) -> Figure | None:
             for speed, limit in zip(speeds, limits, strict=True)
         ],
     )
-    axes.barh(
-        range(len(group)), speeds, color=[_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
-    )
+    seconds = [(one.median, *one.spread) for one in group]
+    whiskers = [
+        [v - v * median / most for v, (median, _, most) in zip(speeds, seconds, strict=True)],
+        [v * median / least - v for v, (median, least, _) in zip(speeds, seconds, strict=True)],
+    ]
+    colours = [_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
+    style = {"linewidth": 0.8}
+    axes.barh(range(len(group)), speeds, color=colours, xerr=whiskers, error_kw=style)
     how = f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
     _title(axes, "Decoding with a cache", how)
     axes.set_xlabel("new tokens per second; the limit is one reading of the weights per step")
