@@ -49,7 +49,7 @@ constexpr int kVocab = STEP_VOCAB;
 constexpr int kBatch = STEP_BATCH;           // 1, 2, 4 or 8
 constexpr int kBlocks = STEP_BLOCKS;         // all of them run at once
 constexpr int kWarps = STEP_WARPS;           // that compute; one more fills the ring
-constexpr int kMaxTile = STEP_TILE;       // weights that a thread has in registers at once
+constexpr int kMaxTile = STEP_TILE;          // weights that a thread has in registers at once
 constexpr int kMaxSplits = STEP_MAX_SPLITS;  // of the keys of the longest row
 constexpr int kSmemBytes = STEP_SMEM;        // that a block may have
 
@@ -173,8 +173,9 @@ struct alignas(16) Shared {  // memory after the ring
 
 // Chunks of a thread in the ring: what the shared memory of a block has room for.
 constexpr int kDepth = min_of(kTurns, (kSmemBytes - sizeof(Shared)) / (sizeof(uint4) * kThreads));
-static_assert(kDepth >= max_of(max_of(Qkv::kTileChunks, Proj::kTileChunks),
-                               max_of(max_of(Fc::kTileChunks, Fc2::kTileChunks), Head::kTileChunks)),
+static_assert(kDepth >=
+                  max_of(max_of(Qkv::kTileChunks, Proj::kTileChunks),
+                         max_of(max_of(Fc::kTileChunks, Fc2::kTileChunks), Head::kTileChunks)),
               "the ring has no room for a tile");
 constexpr size_t kRingBytes = sizeof(uint4) * kThreads * kDepth;
 
@@ -366,8 +367,8 @@ __device__ float fold(const float (&a)[V]) {
   }
 }
 
-// One product: take_x(x) gives the thread its part of x once weights are at hand; what the warps of
-// a group have summed goes to sums[row of the block][batch][warp].
+// Multiplies the rows of one tile. What each warp of a group has summed goes to
+// sums[row of the block][batch][warp].
 template <typename S, int kFirst, int kCount, int P>
 __device__ void multiply_tile(Stream& stream, const float (&x)[P][kBatch][kPerChunk],
                               const uint4 (&w)[P][kCount], float* sums) {
@@ -399,7 +400,7 @@ __device__ void multiply_tile(Stream& stream, const float (&x)[P][kBatch][kPerCh
   }
 }
 
-// The tiles from kTile on; each ends with a barrier of the block.
+// The tiles from kTile on.
 template <typename S, int kTile, int P>
 __device__ void multiply_tiles(Stream& stream, const float (&x)[P][kBatch][kPerChunk],
                                float* sums) {
@@ -453,7 +454,7 @@ __device__ int chunk_at(int pass) {
   return pass * S::kLanes + lane;
 }
 
-// The thread's part of (kBatch, K) in shared memory; 0 beyond its end.
+// Reads the thread's part of (kBatch, K); 0 beyond the end of K.
 template <typename S, int K, int P>
 __device__ void read_x(const float (&in)[kBatch][K], float (&x)[P][kBatch][kPerChunk]) {
 #pragma unroll
@@ -473,7 +474,7 @@ __device__ void read_x(const float (&in)[kBatch][K], float (&x)[P][kBatch][kPerC
   }
 }
 
-// LayerNorm of shared.x, which this thread's two values have just been written to by itself alone.
+// LayerNorm, into shared.in. Each thread with a pair has two values of x for each row of the batch.
 __device__ inline void normalize(Shared& shared, const float (&mine)[kBatch][2], bool has_mine,
                                  const float2& weight, const float2& bias, float epsilon) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
