@@ -7,6 +7,7 @@ strings) tokens are copied to pinned memory and read one step late, while the ne
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -104,6 +105,8 @@ class Generation:
     """From the start to the first new token."""
     generation_s: float
     """From the start to the last new token, prefill included."""
+    intervals_s: list[float] = field(default_factory=list)
+    """Between a token and the next, on the device; empty if nobody watched for the text's end."""
     texts: list[str] = field(default_factory=list)
     """The new text per row, cut before a stop string; empty without a tokenizer."""
 
@@ -220,7 +223,7 @@ def run(
         if tokenizer
         else []
     )
-    prefill_s, generation_s = marks.elapsed()
+    seconds = marks.seconds()  # the start, the first token, ... the end
     return Generation(
         prompts=rows,
         tokens=[w.tokens for w in watchers],
@@ -231,8 +234,9 @@ def run(
         engine=engine.name,
         length_step=engine.length_step if mode == "recompute" else 1,
         warm_up_s=warm_up_s,
-        prefill_s=prefill_s,
-        generation_s=generation_s,
+        prefill_s=seconds[1] if len(seconds) > 1 else 0.0,
+        generation_s=seconds[-1] if seconds else 0.0,
+        intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])],
         texts=texts,
     )
 
@@ -279,16 +283,16 @@ def _run(
     engine: Engine, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool
 ) -> None:
     """Run all steps, or until every watcher has finished; without watchers nothing is read."""
-    reader = _Reader(engine, steps) if watchers else None
+    reader = _Reader(engine, steps, marks) if watchers else None
     lag = 1 if engine.device.type == "cuda" else 0
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
         for step in range(steps + lag):
             if step < steps:
                 engine.step(step)
-                if step == 0:
-                    marks.add()
                 if reader:
                     reader.push(step)
+                if reader or step == 0:
+                    marks.add()
             if reader and step >= lag:
                 _see(engine, watchers, step - lag, reader.read(step - lag))
                 bar.update()
@@ -313,20 +317,17 @@ def _see(engine: Engine, watchers: list[_Watcher], step: int, tokens: Sequence[i
 class _Reader:
     """Copy new tokens to the host: on CUDA through pinned memory, one step late."""
 
-    def __init__(self, engine: Engine, steps: int) -> None:
+    def __init__(self, engine: Engine, steps: int, marks: _Marks) -> None:
+        self._marks = marks  # one after each push
         self._newest = engine.newest[: engine.batch]
-        self._is_cuda = engine.device.type == "cuda"
-        self._host = torch.empty(steps, engine.batch, dtype=torch.long, pin_memory=self._is_cuda)
-        self._events = [_event() for _ in range(steps)] if self._is_cuda else []
+        is_cuda = engine.device.type == "cuda"
+        self._host = torch.empty(steps, engine.batch, dtype=torch.long, pin_memory=is_cuda)
 
     def push(self, step: int) -> None:
         self._host[step].copy_(self._newest, non_blocking=True)
-        if self._is_cuda:
-            self._events[step].record()
 
     def read(self, step: int) -> list[int]:
-        if self._is_cuda:
-            self._events[step].synchronize()
+        self._marks.wait(step + 1)
         ids: list[int] = self._host[step].tolist()
         return ids
 
@@ -396,7 +397,7 @@ class _Marks:
 
     def add(self) -> None:
         if self._device.type == "cuda":
-            event = _event(timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
         else:
@@ -406,14 +407,13 @@ class _Marks:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def elapsed(self) -> tuple[float, float]:
-        """Seconds from the first mark to the second and to the last; zeros without marks."""
+    def wait(self, index: int) -> None:
+        """Wait until the device has come to a mark."""
         if self._device.type == "cuda":
-            seconds = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
-        else:
-            seconds = [moment - self._times[0] for moment in self._times]
-        return (seconds[1], seconds[-1]) if len(seconds) > 1 else (0.0, 0.0)
+            self._events[index].synchronize()
 
-
-def _event(*, timing: bool = False) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    def seconds(self) -> list[float]:
+        """Return the seconds from the first mark to each."""
+        if self._device.type == "cuda":
+            return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        return [moment - self._times[0] for moment in self._times]

@@ -235,6 +235,12 @@ class GPT2(nn.Module):
         return self.wte.weight.dtype
 
     @property
+    def step_bytes(self) -> int:
+        """The bytes of weights that decoding a token reads: all but embeddings that no head is."""
+        looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
+        return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
+
+    @property
     def attention(self) -> BackendSpec:
         """The backend that computes attention over whole sequences."""
         return self._attention or default_backend(self.device.type)

@@ -79,14 +79,6 @@ def compare_decoding(
     return results
 
 
-def weight_bytes(model: GPT2) -> int:
-    """Return the bytes that a step must read: all weights, but one row of each embedding."""
-    config = model.config
-    return sum(p.nbytes for p in model.parameters()) - config.n_positions * config.n_embd * (
-        model.dtype.itemsize
-    )
-
-
 def _time(
     model: GPT2, cell: DecodeCell, engines: Sequence[EngineName], *, peers: bool, rounds: int
 ) -> list[DecodeSeries]:
@@ -114,7 +106,7 @@ def _time(
             name=name,
             program=programs[name],
             cell=cell,
-            weight_bytes=weight_bytes(model),
+            weight_bytes=model.step_bytes,
             same_text=texts[name] == expected if cell.dtype == "float32" else None,
         )
         if isinstance(marks, RejectedError):

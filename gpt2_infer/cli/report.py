@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,11 @@ def make_report(
             "generation_s": round(result.generation_s, 4),
             "tokens_per_second": round(result.tokens_per_second, 1),
         }
+        if len(result.intervals_s) > 1:
+            at = statistics.quantiles(result.intervals_s, n=100, method="inclusive")
+            report |= {"interval_p50_s": round(at[49], 6), "interval_p99_s": round(at[98], 6)}
+        if result.mode == "kv-cache" and result.intervals_s:
+            report["weights_gb_s"] = round(model.step_bytes / report["interval_p50_s"] / 1e9, 1)
     return report | {"peak_memory_bytes": memory}
 
 
@@ -96,5 +102,10 @@ def format_report(report: dict[str, Any]) -> str:
             "generation": f"{report['generation_s']:.3f} s, prefill included",
             "speed": f"{report['tokens_per_second']:.1f} tokens/s",
         }
+        if "interval_p50_s" in report:
+            p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
+            lines["between tokens"] = f"{p50:.3f} ms in half of the cases, {p99:.3f} ms in 99 %"
+        if "weights_gb_s" in report:
+            lines["weights"] = f"read at {report['weights_gb_s']:.0f} GB/s, once per step"
     lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
     return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())

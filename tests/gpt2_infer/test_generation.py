@@ -315,3 +315,18 @@ def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
         model.with_attention(None, "TEST_PREFILL_ONLY").check_backends(decode=True)
     with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
         GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
+
+
+def test_the_time_between_tokens_is_told_where_someone_watches(demo):
+    watched = generate(demo, "Once", max_new_tokens=5, mode="kv-cache", stop="no such text")
+    assert len(watched.intervals_s) == len(watched.tokens[0]) - 1 == 4
+    assert 0 < sum(watched.intervals_s) <= watched.generation_s - watched.prefill_s
+    assert not generate(demo, "Once", max_new_tokens=5, ignore_eos=True).intervals_s
+
+
+def test_an_engine_that_cannot_run_says_why(demo):
+    with pytest.raises(RequestError, match="the fused engine does not support this: it needs"):
+        generate(demo, "Once", max_new_tokens=2, mode="kv-cache", engine="fused")
+    with pytest.raises(RequestError, match="engine must be one of auto, eager, graph, fused"):
+        generate(demo, "Once", max_new_tokens=2, engine="warp")
+    assert generate(demo, "Once", max_new_tokens=2, mode="kv-cache").engine == "eager"
