@@ -148,7 +148,7 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     if values["Layout"] not in LAYOUTS:
         raise HeaderError(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
     if (role := values.get("Role", "attention")) not in ROLES:
-        raise HeaderError(f"Role is {' or '.join(ROLES)}, not {role!r}")
+        raise HeaderError(f"Role is {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
     if role == "decode" and values["Layout"] != "strided":
         raise HeaderError("a decode kernel reads the cache where it lies: Layout is strided")
     return values

@@ -134,7 +134,12 @@ def _arch(device_type: str) -> str:
 
 
 def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
-    """Return a backend of a version file; nothing is compiled yet."""
+    """Return a backend of a version file; nothing is compiled yet.
+
+    Raises HeaderError for one whose parameters are its own.
+    """
+    if version.role == "struct":
+        raise HeaderError(f"{version.path.name}: it takes a struct of its own, and is no backend")
     op = _Op(name, version)
     return BackendSpec(
         name=name,

@@ -41,7 +41,11 @@ def test_a_header_is_read_field_by_field(csrc):
         ("// v01", "v01", "the first line must be"),
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
         ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
-        ("// Flags", "// Role:   train\n// Flags", "Role is attention or decode, not 'train'"),
+        (
+            "// Flags",
+            "// Role:   train\n// Flags",
+            "Role is attention, decode or struct, not 'train'",
+        ),
         (
             "// Flags",
             "// Role:   decode\n// Flags",
