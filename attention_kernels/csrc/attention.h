@@ -6,11 +6,12 @@
 //   cudaError_t launch(const Params& params, cudaStream_t stream);
 //
 // If its header says `Role: decode`, they take DecodeParams instead; with `Role: struct`, for a
-// kernel that is more than attention, a StructParams that the file defines and its caller fills. The
-// first says how many floats of scratch launch() needs; launch() enqueues the work and does nothing else:
-// it never allocates, synchronizes, prints, exits or copies from the host. A head_dim it has no
-// kernel for, or more shared memory than the device has, is returned as the cudaError_t it is; the
-// caller turns it into an exception.
+// kernel that is more than attention, a StructParams that the file defines and its caller fills.
+//
+// The first says how many floats of scratch launch() needs; launch() enqueues the work and does
+// nothing else: it never allocates, synchronizes, prints, exits or copies from the host. A head_dim
+// it has no kernel for, or more shared memory than the device has, is returned as the cudaError_t
+// it is; the caller turns it into an exception.
 //
 // The file also runs on the CPU, in the emulator, which has most of CUDA but no inline PTX other
 // than ptx.cuh's functions, no clock64() and no cooperative groups: a kernel that uses one of these
