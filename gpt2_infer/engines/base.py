@@ -30,9 +30,9 @@ class Engine:
     """
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
-        prompts, new_tokens, sampling = self.padded_rows(request), request.max_new_tokens, request
+        prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
         self.name = name
-        self.model, self.sampling = model, sampling.sampling
+        self.model, self.sampling = model, request.sampling
         self.check_finite = request.check_finite
         self.device = model.device
         self.batch = len(request.rows)

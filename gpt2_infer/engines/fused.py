@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import header
+from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_struct_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.cached import Cached
@@ -49,6 +49,8 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append("it needs a CUDA device")
     elif torch.cuda.get_device_capability(model.device) < (9, 0):
         reasons.append("it needs compute capability 9.0 or higher")
+    elif missing := compilers.missing_compiler("cuda"):
+        reasons.append(missing)
     if dtype not in WEIGHTS:
         reasons.append(f"dtype {dtype} (it takes {', '.join(WEIGHTS)})")
     if len(request.rows) > MAX_BATCH:
@@ -66,6 +68,8 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append("logits that are not checked to be finite")
     if model.decodes_with_named_backend:
         reasons.append(f"the named backend {model.decode_attention.name} is to decode")
+    if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
+        reasons.append("the shared memory of a block has no room for the ring of weights")
     return reasons
 
 
@@ -74,8 +78,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_two(n: int) -> int:
+    """Return the least power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
 class Fused(Cached):
     """Decodes in one kernel per step; a graph adds the sampler if the text is not greedy."""
+
+    fused_step: Step | None = None
 
     @property
     def decode_attention(self) -> str:
@@ -85,7 +96,7 @@ class Fused(Cached):
     def padded_rows(self, request: Request) -> list[list[int]]:
         """Return a power of two of rows: the first prompt again where there are fewer."""
         rows = request.rows
-        return rows + [rows[0]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))
+        return rows + [rows[0]] * (power_of_two(len(rows)) - len(rows))
 
     def prepare_decode(self) -> None:
         """Build the kernel and pack the weights."""
@@ -95,13 +106,15 @@ class Fused(Cached):
 
     def decode(self) -> None:
         """Run the newest token of each row and accept the next."""
-        self.fused_step()
+        step = self.fused_step
+        assert step is not None, "prepare_decode() was first"
+        step()
         if not self.sampling.is_greedy:
-            self.accept(self.fused_step.logits)
+            self.accept(step.logits)
 
     def check(self) -> None:
         """Raise EngineError if the blocks of a step waited for each other in vain."""
-        if hasattr(self, "fused_step"):
+        if self.fused_step is not None:
             self.fused_step.check()
 
 
@@ -249,6 +262,19 @@ class Shape:
         return self._stage(self.config.vocab_size, self.config.n_embd, self.warps, tile)
 
     @property
+    def fits(self) -> bool:
+        """Whether the ring has room for a tile beside the kernel's Shared."""
+        config, batch, warps = self.config, self.batch, self.warps
+        stages = [*self.layer, self.head]
+        largest = max(len(tile) * stage.passes for stage in stages for tile in stage.tiles())
+        rows = max(*(stage.thread_rows for stage in self.layer), len(next(self.head.tiles())))
+        floats = 2 * batch * (config.n_embd + rows * warps + warps)
+        floats += warps * (config.head_dim + 2)
+        barriers_and_padding = 2 * 64 * 8 + 64
+        room = self.shared_bytes - 4 * floats - barriers_and_padding
+        return room >= largest * 16 * 32 * warps
+
+    @property
     def max_splits(self) -> int:
         """Splits of the keys of the longest row."""
         return ceil_div(self.config.n_positions, SPLIT)
@@ -370,13 +396,24 @@ def _pack(model: GPT2, shape: Shape) -> Packed:
     return Packed(weights, torch.cat(vectors), ln_f)
 
 
+def shape_on(model: GPT2, batch: int) -> Shape:
+    """Return what the kernel is compiled for on a model's GPU."""
+    properties = torch.cuda.get_device_properties(model.device)
+    blocks = properties.multi_processor_count
+    if batch <= MAX_BLOCKS_UP_TO_BATCH:
+        blocks = min(blocks, MAX_BLOCKS)
+    # torch's stubs lack this field.
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Shape(model.config, model.dtype, batch, blocks, shared)
+
+
 class Step:
     """A decode step of one model over one cache; called, it enqueues the kernel.
 
     newest, int64 (batch,): the tokens to read. If is_greedy, the step replaces them by the most
     likely next ones (-1 where logits are not finite), writes these to tokens (batch, capacity) at
     `lengths` (batch,) and adds 1 to lengths. It adds 1 to cache.seqlens. logits: float32 (batch,
-    vocab_size). On a CPU the emulator runs it.
+    vocab_size). shape: of another grid; on a CPU, where the emulator runs the step, it is needed.
     """
 
     def __init__(
@@ -388,20 +425,11 @@ class Step:
         lengths: Tensor,
         is_greedy: bool,
         *,
-        blocks: int | None = None,
-        shared_bytes: int | None = None,
+        shape: Shape | None = None,
     ) -> None:
         config, device = model.config, model.device
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            blocks = blocks or properties.multi_processor_count
-            if newest.shape[0] <= MAX_BLOCKS_UP_TO_BATCH:
-                blocks = min(blocks, MAX_BLOCKS)
-            # torch's stubs lack this field.
-            optin = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-            shared_bytes = shared_bytes or optin
         batch = newest.shape[0]
-        shape = Shape(config, model.dtype, batch, blocks or 8, shared_bytes or 227 * 1024)
+        shape = shape or shape_on(model, batch)
         self.packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, device=device)
         self.exchange = torch.zeros(shape.exchange_words, dtype=torch.int64, device=device)

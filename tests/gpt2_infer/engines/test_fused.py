@@ -62,7 +62,8 @@ def state_after(model: GPT2, lengths: list[int]) -> State:
 
 
 def step_of(model: GPT2, state: State, **fields) -> Step:
-    fields = {"is_greedy": True, "blocks": BLOCKS, **fields}
+    shape = Shape(model.config, model.dtype, len(state.newest), BLOCKS, 227 * 1024)
+    fields = {"is_greedy": True, "shape": shape, **fields}
     return Step(model, state.cache, state.newest, state.tokens, state.lengths, **fields)
 
 
@@ -153,6 +154,8 @@ def test_every_published_size_has_a_geometry(size, dtype, batch):
     packed = sum(stage.steps for stage in stages) * 96 * 32 * shape.warps * shape.per_chunk
     weights = sum(stage.rows * stage.columns for stage in stages)
     assert packed < 1.2 * weights  # padding
+    assert shape.fits
+    assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
 
 
 # On a GPU
