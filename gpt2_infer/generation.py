@@ -198,7 +198,7 @@ def run(
     watch = wants_text or bool(eos) or progress
     started = time.perf_counter()
     interrupted = False
-    marks = _Marks(model.device)
+    marks = Marks(model.device)
     warm_up_s = 0.0
     try:
         engine.warm_up()
@@ -280,7 +280,7 @@ def encode_prompts(
 
 
 def _run(
-    engine: Engine, watchers: list[_Watcher], steps: int, marks: _Marks, progress: bool
+    engine: Engine, watchers: list[_Watcher], steps: int, marks: Marks, progress: bool
 ) -> None:
     """Run all steps, or until every watcher has finished; without watchers nothing is read."""
     reader = _Reader(engine, steps, marks) if watchers else None
@@ -317,7 +317,7 @@ def _see(engine: Engine, watchers: list[_Watcher], step: int, tokens: Sequence[i
 class _Reader:
     """Copy new tokens to the host: on CUDA through pinned memory, one step late."""
 
-    def __init__(self, engine: Engine, steps: int, marks: _Marks) -> None:
+    def __init__(self, engine: Engine, steps: int, marks: Marks) -> None:
         self._marks = marks  # one after each push
         self._newest = engine.newest[: engine.batch]
         is_cuda = engine.device.type == "cuda"
@@ -387,7 +387,7 @@ class _Watcher:
             self.sent = upto
 
 
-class _Marks:
+class Marks:
     """Points in time: CUDA events, which cost no synchronization, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -396,6 +396,7 @@ class _Marks:
         self._times: list[float] = []
 
     def add(self) -> None:
+        """Mark the moment at which the device comes here."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -404,6 +405,7 @@ class _Marks:
             self._times.append(time.perf_counter())
 
     def synchronize(self) -> None:
+        """Wait for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import DecodeCell, DecodeSeries, DecodeTiming
 from gpt2_infer.bench.timing import RejectedError, device_seconds, interleave
+from gpt2_infer.bench.transformers import PROMPT, reference_of
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import EngineName
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Request
+from gpt2_infer.generation import Marks, Request
 from gpt2_infer.model import GPT2, KVCache
 
-PROMPT = (15496, 11, 314, 1101, 257, 3303, 2746, 11)  # "Hello, I'm a language model,"
 POSITION_STEP = 64  # tokens between two marks of a text
 TRANSFORMERS = "transformers, static cache, compiled"
 RECIPE = "gpt-fast recipe"
@@ -132,14 +132,16 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
     @torch.inference_mode()
     def run() -> tuple[list[list[int]], list[float]]:
         engine.reset()
-        marks = _Marks()
+        marks = Marks(model.device)
+        marks.synchronize()
+        marks.add()
         for index in range(cell.new_tokens):
             engine.step(index)
             if (index + 1) % POSITION_STEP == 0 or index + 1 == cell.new_tokens:
                 marks.add()
-        seconds = marks.seconds()
+        marks.synchronize()
         engine.check()
-        return engine.new_tokens(cell.new_tokens), seconds
+        return engine.new_tokens(cell.new_tokens), marks.seconds()[1:]
 
     with torch.inference_mode():
         engine = make_engine(model, request)
@@ -148,19 +150,7 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
-    from transformers import AutoModelForCausalLM
-    from transformers import GPT2Config as TransformersConfig
-
-    config = model.config
-    reference = AutoModelForCausalLM.from_config(
-        TransformersConfig(n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head),
-        dtype=model.dtype,
-    )
-    reference.load_state_dict(
-        {f"transformer.{name}": value for name, value in model.state_dict().items()}
-        | {"lm_head.weight": model.wte.weight}
-    )
-    reference = reference.to("cuda").eval()
+    reference = reference_of(model)
     ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
 
     def run() -> tuple[list[list[int]], list[float]]:
@@ -229,23 +219,3 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return tokens.tolist(), [time.perf_counter() - started]
 
     return run
-
-
-class _Marks:
-    """Moments on the device, from its creation on."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        self._events: list[torch.cuda.Event] = []
-        self.add()
-
-    def add(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
-
-    def seconds(self) -> list[float]:
-        """Wait for the device; return the seconds from the first mark to each other."""
-        self._events[-1].synchronize()
-        first, *others = self._events
-        return [first.elapsed_time(other) / 1e3 for other in others]

@@ -236,8 +236,7 @@ def decode_bars(results: DecodeTiming) -> Figure | None:
     colours = [_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
     style = {"linewidth": 0.8}
     axes.barh(range(len(group)), speeds, color=colours, xerr=whiskers, error_kw=style)
-    how = f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
-    _title(axes, "Decoding with a cache", how)
+    _title(axes, "Decoding with a cache", _how(results))
     axes.set_xlabel("new tokens per second; the limit is one reading of the weights per step")
     return figure
 
@@ -259,8 +258,7 @@ def decode_positions(results: DecodeTiming) -> Figure | None:
     axes.set(xlabel="position", ylabel="microseconds per step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    how = f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
-    _title(axes, f"Time of a step by position, {group[0].cell.model}, batch 1", how)
+    _title(axes, f"Time of a step by position, {group[0].cell.model}, batch 1", _how(results))
     return figure
 
 
@@ -293,7 +291,7 @@ def _at_one_seqlen(results: KernelTiming) -> list[KernelSeries]:
     return [series for series in group if series.cell.length == chosen]
 
 
-def _how(results: GenerationTiming | KernelTiming) -> str:
+def _how(results: GenerationTiming | KernelTiming | DecodeTiming) -> str:
     return f"{where(results.provenance)}; medians of {results.rounds} interleaved rounds"
 
 

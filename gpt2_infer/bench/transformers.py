@@ -64,9 +64,18 @@ def _demo() -> tuple[GPT2, Any]:
 
 def _random_weights() -> tuple[GPT2, Any]:
     model = GPT2.from_pretrained("gpt2", random_weights=True, device="cuda")
-    reference = AutoModelForCausalLM.from_config(TransformersConfig())
+    return model, reference_of(model)
+
+
+def reference_of(model: GPT2) -> Any:
+    """Return transformers' model of a published size with a copy of our weights."""
+    config = model.config
+    reference = AutoModelForCausalLM.from_config(
+        TransformersConfig(n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head),
+        dtype=model.dtype,
+    )
     reference.load_state_dict(
         {f"transformer.{name}": value for name, value in model.state_dict().items()}
         | {"lm_head.weight": model.wte.weight}
     )
-    return model, reference.to("cuda").eval()
+    return reference.to(model.device).eval()
