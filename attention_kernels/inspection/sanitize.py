@@ -23,7 +23,7 @@ from attention_kernels import ladder
 from attention_kernels.conformance import Case
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import child
-from attention_kernels.ladder import build, compilers
+from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
@@ -39,7 +39,7 @@ _EXIT = 77  # compute-sanitizer's, where it found something
 def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> list[str]:
     """Run backends, by name or version file, under the device's sanitizers; a sentence per fault.
 
-    The first fault ends a run, and timeout_s limits each: a build, or all cases under one
+    The first fault ends a run, and timeout_s limits each: building, and all cases under one
     sanitizer. Raises UnavailableBackendError where a sanitizer is missing, and UnsupportedError on
     the CPU for a backend that is not emulated.
     """
@@ -66,12 +66,11 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     libraries = [compilers.execute([gxx, f"-print-file-name={name}"])[1].strip() for name in names]
     if not os.path.isabs(libraries[0]):
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
-    environment = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": _ASAN_OPTIONS}
-    # Built without LD_PRELOAD, or the compiler would run under it, too.
-    built = _worker(["build", *whats], environment, timeout_s)
-    if built.returncode != 0:
-        return [f"the sanitizer's build failed: {_last_line(built.stderr)}"]
-    environment["LD_PRELOAD"] = ":".join(libraries)
+    environment = {
+        "ATTENTION_KERNELS_FLAGS": ASAN_FLAGS,
+        "ASAN_OPTIONS": _ASAN_OPTIONS,
+        "LD_PRELOAD": ":".join(libraries),
+    }
     done = _worker(["cpu", *whats], environment, timeout_s)
     if done.returncode == 0:
         return []
@@ -111,7 +110,7 @@ def _worker(
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments]
-    what = "building with a sanitizer" if arguments[0] == "build" else "running under a sanitizer"
+    what = "running under a sanitizer"
     try:
         return child.run(
             command,
@@ -149,17 +148,12 @@ def _run(spec: BackendSpec, device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(mode: str, *whats: str) -> None:
-    """Do what one run under a sanitizer does; the mode is build, cpu or cuda."""
+def main(device: str, *whats: str) -> None:
+    """Do what one run under a sanitizer does, on a device."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with who started this
+    os.environ.pop("LD_PRELOAD", None)  # or the compiler would run under the sanitizer, too
     for what in whats:
-        spec = ladder.resolve(what)
-        if mode == "build":
-            if spec.version is None:
-                raise UnsupportedError(spec.name, ["it has no version file"])
-            build.build(spec.version, "emulator")
-        else:
-            _run(spec, mode)
+        _run(ladder.resolve(what), device)
 
 
 if __name__ == "__main__":

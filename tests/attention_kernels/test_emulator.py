@@ -249,4 +249,4 @@ def test_what_the_emulator_has_not_is_told_by_the_compiler(statement, told, tmp_
 
 def test_the_time_of_a_sanitizer_is_limited():
     (fault,) = sanitize([str(FILE)], "cpu", timeout_s=0.2)
-    assert "building with a sanitizer took more than 0.2 s" in fault
+    assert "running under a sanitizer took more than 0.2 s" in fault
