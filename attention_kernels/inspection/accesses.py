@@ -69,10 +69,10 @@ def count_accesses(
 ) -> list[Access]:
     """Count the accesses of one launch of a version, in the order of their lines.
 
-    All inputs are zeros. timeout_s: seconds that the launch may take; ATTENTION_EMULATOR_TIMEOUT
-    limits each of its blocks. Raises UnsupportedError for a version that it cannot count, that
-    refuses the case or that does not end in time, and BuildError where a compiler is missing or the
-    version does not compile.
+    All inputs are zeros, of the first dtype that it takes. timeout_s: seconds that the launch may
+    take; ATTENTION_EMULATOR_TIMEOUT limits each of its blocks. Raises UnsupportedError for a
+    version that it cannot count, that refuses the case or that does not end in time, and BuildError
+    where a compiler is missing or the version does not compile.
     """
     reasons = []
     if version.is_host:
@@ -87,6 +87,7 @@ def count_accesses(
     reasons += [f"{name} {size} (1 or more)" for name, size in sizes.items() if size < 1]
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
+    version = version.builds()[0]
     flags = [*compilers.compile_flags(version, "emulator", ""), "-fno-pie"]
     element = getattr(torch, version.dtype).itemsize
     arguments = map(str, (batch, seqlen, num_heads, head_dim, element, int(is_causal)))

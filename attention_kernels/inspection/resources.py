@@ -59,6 +59,7 @@ class Resources:
 
     version: str
     arch: str
+    dtype: str
     kernel: str
     head_dim: int
     threads: int
@@ -103,7 +104,7 @@ def resource_table(
     archs: Sequence[str] = ARCHS,
     head_dims: Iterable[int] = (32, 64, 128),
 ) -> list[Resources]:
-    """Return the resources of every kernel, one row per head_dim and architecture.
+    """Return the resources of every kernel, one row per dtype, architecture and head_dim.
 
     Raises BuildError where a compiler is missing or a version does not compile.
     """
@@ -112,23 +113,26 @@ def resource_table(
             f"no limits known for {', '.join(sorted(unknown))}: there are {', '.join(LIMITS)}"
         )
     head_dims = list(head_dims)
+    builds = [(version, build) for version in versions for build in version.builds()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         launches = {
-            v.op: pool.submit(_launches, v, [d for d in head_dims if d in v.head_dims])
-            for v in versions
+            b.op: pool.submit(_launches, b, [d for d in head_dims if d in b.head_dims])
+            for _, b in builds
         }
-        compiled = {(v.op, a): pool.submit(_compile, v, a) for v in versions for a in archs}
+        compiled = {(b.op, a): pool.submit(_compile, b, a) for _, b in builds for a in archs}
         for future in tqdm(compiled.values(), "compiling kernels", unit=""):
             future.exception()
     return [
-        _row(version.op, arch, launch, compiled[version.op, arch].result())
-        for version in versions
+        _row(version.op, arch, build.dtype, launch, compiled[build.op, arch].result())
+        for version, build in builds
         for arch in archs
-        for launch in dict.fromkeys(launches[version.op].result())  # some are launched often
+        for launch in dict.fromkeys(launches[build.op].result())  # some are launched often
     ]
 
 
-def _row(version: str, arch: str, launch: _Launch, compiled: dict[str, _Compiled]) -> Resources:
+def _row(
+    version: str, arch: str, dtype: str, launch: _Launch, compiled: dict[str, _Compiled]
+) -> Resources:
     if launch.symbol not in compiled:
         raise BuildError(f"{version} launches {launch.kernel}, which ptxas has not compiled")
     kernel = compiled[launch.symbol]
@@ -137,6 +141,7 @@ def _row(version: str, arch: str, launch: _Launch, compiled: dict[str, _Compiled
     return Resources(
         version=version,
         arch=arch,
+        dtype=dtype,
         kernel=launch.kernel,
         head_dim=launch.head_dim,
         threads=launch.threads,
@@ -211,7 +216,7 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
     Raises BuildError where there is no nvcc or it does not compile.
     """
-    kernels = _compile(version, arch).values()
+    kernels = [kernel for one in version.builds() for kernel in _compile(one, arch).values()]
     registers = sorted({kernel.registers for kernel in kernels})
     most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
     spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
@@ -234,7 +239,7 @@ def parse_ptxas(output: str) -> dict[str, _Compiled]:
 
 
 COLUMNS = (
-    "version", "arch", "head_dim", "kernel", "threads", "registers", "spills st/ld",
+    "version", "arch", "dtype", "head_dim", "kernel", "threads", "registers", "spills st/ld",
     "static smem", "dynamic smem", "blocks/SM", "warps/SM", "occupancy", "limited by",
 )  # fmt: skip
 
@@ -247,6 +252,7 @@ def format_table(rows: Iterable[Resources]) -> str:
             (
                 r.version,
                 f"sm_{r.arch}",
+                r.dtype,
                 str(r.head_dim),
                 r.kernel,
                 str(r.threads),

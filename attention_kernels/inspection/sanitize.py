@@ -14,13 +14,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attention_kernels import ladder
-from attention_kernels.conformance import Case
+from attention_kernels.conformance import Case, DecodeCase
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import child
 from attention_kernels.ladder import compilers
@@ -50,8 +51,6 @@ def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> 
         in_ladder = spec.version is not None and device in spec.emulated_on
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
-        if not spec.has_attention():
-            raise UnsupportedError(spec.name, ["a decode kernel has no run under a sanitizer"])
     if device == "cpu":
         return _address_sanitizer(specs[0].name, list(whats), timeout_s)
     if shutil.which("compute-sanitizer") is None:
@@ -126,24 +125,38 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it died without a word"])[-1]
 
 
-def _run(spec: BackendSpec, device: str) -> None:
-    """Run every shape once; in the emulator in every order."""
-    for seqlen, head_dim, batch, num_heads in SHAPES:
-        if spec.head_dims and head_dim not in spec.head_dims:
+def _cases(spec: BackendSpec) -> Iterator[Case | DecodeCase]:
+    for dtype in (getattr(torch, name) for name in spec.dtypes):
+        if not spec.has_attention():
+            for head_dim in spec.head_dims or (32, 64, 128):
+                yield DecodeCase(head_dim, dtype, lengths=(1, 33, 130), max_seqlen=130)
             continue
-        for dtype, is_causal in ((d, c) for d in spec.dtypes for c in (True, False)):
-            case = Case(seqlen, head_dim, 1.0, batch, num_heads, dtype=getattr(torch, dtype))
-            inputs = case.inputs(device)
-            try:
-                expected = spec.attention(*inputs, is_causal=is_causal)
-            except UnsupportedError:  # too much shared memory for this device
-                continue
-            for order in ORDERS if device == "cpu" else ():
-                os.environ["ATTENTION_EMULATOR_ORDER"] = order
-                if not torch.equal(spec.attention(*inputs, is_causal=is_causal), expected):
-                    what = "the order of its blocks or threads changes the output"
-                    sys.exit(f"{spec.name}: {case}: {what}")
-                del os.environ["ATTENTION_EMULATOR_ORDER"]
+        for seqlen, head_dim, batch, num_heads in SHAPES:
+            if not spec.head_dims or head_dim in spec.head_dims:
+                for is_causal in (True, False):
+                    yield Case(seqlen, head_dim, 1.0, batch, num_heads, is_causal, dtype=dtype)
+
+
+def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Tensor:
+    if isinstance(case, DecodeCase):
+        return spec.decode(*inputs)
+    return spec.attention(*inputs, is_causal=case.is_causal)
+
+
+def _run(spec: BackendSpec, device: str) -> None:
+    """Run every case once; in the emulator in every order."""
+    for case in _cases(spec):
+        inputs = case.inputs(device)
+        try:
+            expected = _call(spec, case, inputs)
+        except UnsupportedError:  # too much shared memory for this device
+            continue
+        for order in ORDERS if device == "cpu" else ():
+            os.environ["ATTENTION_EMULATOR_ORDER"] = order
+            if not torch.equal(_call(spec, case, inputs), expected):
+                what = "the order of its blocks or threads changes the output"
+                sys.exit(f"{spec.name}: {case}: {what}")
+            del os.environ["ATTENTION_EMULATOR_ORDER"]
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -115,7 +115,13 @@ def sources(version: VersionHeader) -> list[Path]:
 
     Raises BuildError.
     """
-    command = [*compile_flags(version, "emulator", ""), "-MM", "-x", "c++", str(version.path)]
+    command = [
+        *compile_flags(version.builds()[0], "emulator", ""),
+        "-MM",
+        "-x",
+        "c++",
+        str(version.path),
+    ]
     names = _names(output_of(command))
     return sorted({csrc_of(version) / "binding.cpp", *(Path(os.path.normpath(n)) for n in names)})
 

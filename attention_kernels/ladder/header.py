@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention_kernels.errors import AttentionError
@@ -17,10 +17,9 @@ OPTIONAL = ("Role", "Takes", "Error")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
+_DTYPE = "(?:float16|bfloat16|float32|float64)"
 # What a version takes, if that is not float32 with every one of HEAD_DIMS.
-TAKES = re.compile(
-    r"(float16|bfloat16|float32|float64)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?"
-)
+TAKES = re.compile(rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?")
 # How many times the budget of its precision class a version needs, and why.
 ERROR = re.compile(r"(\d+)x: \S.*")
 
@@ -38,7 +37,7 @@ class VersionHeader:
     name: str
     """The version's namespace, e.g. "v07"."""
     op: str
-    """Its op in torch.ops.attention_kernels."""
+    """Its op in torch.ops.attention_kernels; with several dtypes, how their ops' names begin."""
     title: str
     change: str
     why: str
@@ -51,12 +50,25 @@ class VersionHeader:
     expect: str
     role: str = "attention"
     """What it computes: "attention", "decode" or, with parameters of its own, "struct"."""
-    dtype: str = "float32"
+    dtypes: tuple[str, ...] = ("float32",)
+    """The dtypes that it takes: the file is built for one at a time."""
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False
     """Whether it is host code, which is neither emulated nor built for a GPU."""
     error_slack: float = 1.0
     """How many times the budget of its precision class its algorithm needs."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of a version that takes one, as each of builds() does."""
+        (dtype,) = self.dtypes
+        return dtype
+
+    def builds(self) -> list[VersionHeader]:
+        """Return the versions to build: itself, or one for each of several dtypes."""
+        if len(self.dtypes) == 1:
+            return [self]
+        return [replace(self, op=f"{self.op}_{dtype}", dtypes=(dtype,)) for dtype in self.dtypes]
 
 
 def version_files(folder: Path) -> list[Path]:
@@ -79,9 +91,9 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     """Read the comment that opens a version file.
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. After Layout may come `Role: decode`, then `Takes:  float16, head_dim 32 64` or
-    `Takes:  float32, on the CPU`, then `Error:  2x: why`. Raises HeaderError naming the file and
-    what is wrong with it.
+    more lines. After Layout may come `Role: decode`, then `Takes:  float16, head_dim 32 64`,
+    `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`, then `Error:  2x: why`. Raises
+    HeaderError naming the file and what is wrong with it.
     """
     try:
         return _parse(path, op_prefix)
@@ -119,7 +131,7 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         path.absolute(),
         version_number(path),
         flags=split,
-        dtype=takes[1],
+        dtypes=tuple(dict.fromkeys(takes[1].split())),
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
         error_slack=float(slack[1]),

@@ -3,7 +3,7 @@
 Nothing is compiled before the first call: with nvcc for the GPUs of this machine if the tensors are
 on CUDA, with g++ for the emulator if they are on the CPU. The op of v07_*.cu is
 torch.ops.attention_kernels.<op_prefix>v07; code that calls it directly calls the backend's
-prepare() first.
+prepare() first. A file that takes several dtypes has an op for each: <op_prefix>v07_bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,10 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
     Build errors are reported on first use.
     """
     wanted = [
-        spec.version
+        version
         for spec in specs
         if spec.version is not None and device_type in spec.device_types
+        for version in spec.version.builds()
     ]
     build.build_many(wanted, TARGETS[device_type], _arch(device_type))
 
@@ -140,21 +141,45 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
     """
     if version.role == "struct":
         raise HeaderError(f"{version.path.name}: it takes a struct of its own, and is no backend")
-    op = _Op(name, version)
+    ops = {getattr(torch, one.dtype): _Op(name, one) for one in version.builds()}
+
+    def probe(device_type: str) -> str | None:
+        return next(filter(None, (op.probe(device_type) for op in ops.values())), None)
+
     return BackendSpec(
         name=name,
         family=family,
         summary=f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
-        loader=op.kernels,
-        precisions={version.dtype: PLAIN_PRECISIONS[version.dtype]},
+        loader=functools.partial(_kernels, version, ops),
+        precisions={dtype: PLAIN_PRECISIONS[dtype] for dtype in version.dtypes},
         head_dims=version.head_dims,
         device_types=("cpu",) if version.is_host else ("cuda", "cpu"),
-        probe=op.probe,
+        probe=probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",
         error_slack=version.error_slack,
         version=version,
     )
+
+
+def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
+    """Define a version's ops, one for each dtype, and return its kernels; nothing is compiled."""
+    for op in ops.values():
+        op.define()
+
+    def kernel(q: Tensor, *others: Any) -> Tensor:
+        return ops[q.dtype](q, *others)
+
+    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        return ops[q.dtype].explain(q, k, v, is_causal)
+
+    def prepare(device_type: str) -> None:
+        for op in ops.values():
+            op.prepare(device_type)
+
+    if version.role == "decode":
+        return Kernels(decode=kernel, prepare=prepare)
+    return Kernels(kernel, explain=explain, prepare=prepare)
 
 
 class _Op:
@@ -168,6 +193,12 @@ class _Op:
     def probe(self, device_type: str) -> str | None:
         reason = compilers.missing_compiler(TARGETS[device_type])
         return reason or self.failed.get(device_type)
+
+    def define(self) -> None:
+        """Define the op for torch; nothing is compiled yet."""
+        define_op(self.version.op, DECODE_SCHEMA if self.version.role == "decode" else SCHEMA)
+        self.loaded.clear()
+        self.op = getattr(torch.ops.attention_kernels, self.version.op).default
 
     def prepare(self, device_type: str) -> None:
         with _lock:
@@ -190,41 +221,32 @@ class _Op:
     # torch.compile runs it as it is and traces none of it; see BackendSpec._load().
     _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def kernels(self) -> Kernels:
-        """Return the kernels; nothing is compiled yet."""
-        is_decode = self.version.role == "decode"
-        define_op(self.version.op, DECODE_SCHEMA if is_decode else SCHEMA)
-        self.loaded.clear()
-        op = getattr(torch.ops.attention_kernels, self.version.op).default
+    def __call__(self, q: Tensor, *others: Any) -> Tensor:
+        """Run the op, built first if need be."""
+        if torch.compiler.is_compiling() or q.device.type not in self.loaded:
+            self._prepare(q.device.type)
+        try:
+            return self.op(q, *others)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise self.fault(error) from error
 
-        def kernel(q: Tensor, *others: Any) -> Tensor:
-            if torch.compiler.is_compiling() or q.device.type not in self.loaded:
-                self._prepare(q.device.type)
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        """Return the op's own reasons against a call of attention."""
+        self.prepare(q.device.type)
+        if self.version.layout == "contiguous":
+            q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
+        reasons: list[str] = []
+        # One row shows whether it launches and begins aligned. The others run nothing, but
+        # sizes and strides are checked, those of the empty dimension excepted.
+        for part in (slice(1), slice(1), slice(1)), (slice(0),), (slice(None), slice(0)):
             try:
-                return op(q, *others)  # type: ignore[no-any-return]
+                self.op(q[part], k[part], v[part], 1.0, is_causal)
             except RuntimeError as error:
-                raise self.fault(error) from error
-
-        def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-            self.prepare(q.device.type)
-            if self.version.layout == "contiguous":
-                q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
-            reasons: list[str] = []
-            # One row shows whether it launches and begins aligned. The others run nothing, but
-            # sizes and strides are checked, those of the empty dimension excepted.
-            for part in (slice(1), slice(1), slice(1)), (slice(0),), (slice(None), slice(0)):
-                try:
-                    op(q[part], k[part], v[part], 1.0, is_causal)
-                except RuntimeError as error:
-                    fault = self.fault(error)
-                    if not isinstance(fault, UnsupportedError):
-                        raise fault from error
-                    reasons += fault.reasons
-            return list(dict.fromkeys(reasons))
-
-        if is_decode:
-            return Kernels(decode=kernel, prepare=self.prepare)
-        return Kernels(kernel, explain=explain, prepare=self.prepare)
+                fault = self.fault(error)
+                if not isinstance(fault, UnsupportedError):
+                    raise fault from error
+                reasons += fault.reasons
+        return list(dict.fromkeys(reasons))
 
     def fault(self, error: RuntimeError) -> Exception:
         """Return the error to raise for an error of binding.cpp's: a refusal or a failed kernel."""

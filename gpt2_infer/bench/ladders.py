@@ -54,7 +54,8 @@ def versions_table(family: str) -> str:
     rows = []
     for name, version in ladder.versions(family).items():
         flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
-        takes = f"{version.dtype}, head_dim {', '.join(map(str, version.head_dims))}"
+        head_dims = ", ".join(map(str, version.head_dims))
+        takes = f"{', '.join(version.dtypes)}, head_dim {head_dims}"
         rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
     head = ["backend", "change", "tile", "takes"]
     if len({takes for *_, takes in rows}) > 1:

@@ -21,8 +21,9 @@ LAST = {version.path.parent: version for version in VERSIONS}.values()
 def test_every_version_compiles_without_spills(version):
     """For sm_75: none has code of its own for a later architecture."""
     assert "__CUDA_ARCH__" not in version.path.read_text("utf-8")
-    for kernel in resources._compile(version, "75").values():
-        assert kernel.spill_stores <= 64 >= kernel.spill_loads
+    for one in version.builds():
+        for kernel in resources._compile(one, "75").values():
+            assert kernel.spill_stores <= 64 >= kernel.spill_loads
 
 
 @pytest.mark.slow
@@ -95,11 +96,12 @@ def test_each_number_is_in_its_column():
     launch = resources._Launch(64, 80, 1024, "_Zone", "kernel<64>")
     compiled = {"_Zone": resources._Compiled(40, 16, 24, 400)}
     head, line = resources.format_table(
-        [resources._row("v01", "90", launch, compiled)]
+        [resources._row("v01", "90", "float16", launch, compiled)]
     ).splitlines()
     assert dict(zip(re.split("  +", head), re.split("  +", line), strict=True)) == {
         "version": "v01",
         "arch": "sm_90",
+        "dtype": "float16",
         "head_dim": "64",
         "kernel": "kernel<64>",
         "threads": "80",  # three warps, the last not full
@@ -117,7 +119,7 @@ def test_each_number_is_in_its_column():
 def test_shared_memory_of_both_kinds_limits_the_blocks():
     launch = resources._Launch(64, 128, 40 * 1024, "_Zone", "kernel")
     compiled = {"_Zone": resources._Compiled(32, 0, 0, 40 * 1024)}
-    row = resources._row("v01", "90", launch, compiled)
+    row = resources._row("v01", "90", "float16", launch, compiled)
     assert (row.blocks, row.limited_by) == (2, "shared memory")
     with pytest.raises(BuildError, match="v01 launches kernel, which ptxas has not compiled"):
-        resources._row("v01", "90", launch, {})
+        resources._row("v01", "90", "float16", launch, {})

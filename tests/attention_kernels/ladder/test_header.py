@@ -40,6 +40,7 @@ def test_a_header_is_read_field_by_field(csrc):
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
         ("// v01", "v01", "the first line must be"),
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
+        ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes is like"),
         ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
         (
             "// Flags",
@@ -61,6 +62,21 @@ def test_a_broken_header_is_named(csrc, old, new, words):
         header.parse_header(file)
     assert "v01_first.cu: " in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_a_version_of_several_dtypes_is_built_for_each(csrc):
+    file = csrc / "fp32" / "v01_first.cu"
+    takes = "// Takes:  float32 bfloat16, head_dim 64\n// Flags"
+    file.write_text(file.read_text().replace("// Flags", takes))
+    version = header.parse_header(file)
+    assert version.dtypes == ("float32", "bfloat16")
+    builds = version.builds()
+    assert [(one.op, one.dtype) for one in builds] == [
+        ("v01_float32", "float32"),
+        ("v01_bfloat16", "bfloat16"),
+    ]
+    assert "-DATTENTION_DTYPE=bfloat16" in compilers.compile_flags(builds[1], "emulator", "")
+    assert builds[1].builds() == [builds[1]]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,13 @@ def test_totals_are_sums_and_of_the_ways_the_most():
 def test_the_worst_of_several_kernels_is_told():
     def row(registers: int, warps: int, spills: int) -> Resources:
         numbers = {"threads": 32, "head_dim": 64, "blocks": 1, "max_warps": 64}
-        names = {"version": "v01", "arch": "90", "kernel": "k", "limited_by": "registers"}
+        names = {
+            "version": "v01",
+            "arch": "90",
+            "dtype": "float32",
+            "kernel": "k",
+            "limited_by": "registers",
+        }
         smem = {"static_smem": 1000 * spills, "dynamic_smem": 24}
         spilled = {"spill_stores": spills, "spill_loads": 2 * spills}
         return Resources(registers=registers, warps=warps, **numbers, **names, **smem, **spilled)
