@@ -23,6 +23,7 @@ Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 SCALES = (0.02, 1.0, 8.0)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 EVERY_LENGTH_TO = 130
+EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST = 2500
 # What random cases are drawn from: powers of two and what is none, GPT-2's 12, 16, 20 and 25 heads.
 BATCHES = (1, 2, 3, 5)
@@ -71,15 +72,8 @@ class Case:
         """
         shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
         generator = torch.Generator().manual_seed(self.seed + 1)
-        qkv = torch.randn(shape, generator=generator) * self.scale
-        if self.kind == "offset":
-            qkv[:, :, 2] += 2.5
-        if self.kind == "equal":
-            qkv[:, :, :2] = self.scale
-            qkv[:, :, 2] = 1.0
-            qkv[:, self.seqlen // 2 :, 2] = 3.0
-        qkv = qkv.to(device=device, dtype=self.dtype)
-        return arrange(qkv, self.layout)
+        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
+        return arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
 
     def __str__(self) -> str:
         """Name what tells this case from the others."""
@@ -108,6 +102,8 @@ class DecodeCase:
     softmax_scale: float | None = None
     layout: Layout = "transposed"
     """Of the cache."""
+    kind: Kind = "normal"
+    """As in Case."""
 
     @property
     def seqlen(self) -> int:
@@ -118,7 +114,7 @@ class DecodeCase:
         """Draw q, k_cache, v_cache and seqlens. What lies past a row's length is large."""
         shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
         generator = torch.Generator().manual_seed(self.seed)
-        qkv = torch.randn(shape, generator=generator) * self.scale
+        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             row[length:] *= 1e3
@@ -129,12 +125,24 @@ class DecodeCase:
     def __str__(self) -> str:
         """Name what tells this case from the others."""
         softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
+        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
         lengths = ", ".join(map(str, self.lengths))
         return (
             f"decode, head_dim {self.head_dim}, {self.num_heads} heads, lengths {lengths} of "
-            f"{self.max_seqlen}, scale {self.scale}, {softmax}{self.layout} layout, "
+            f"{self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
             f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
+
+
+def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
+    """Change normal numbers in place to a kind: (batch, seqlen, 3, num_heads, head_dim)."""
+    if kind == "offset":
+        qkv[:, :, 2] += 2.5
+    if kind == "equal":
+        qkv[:, :, :2] = scale
+        qkv[:, :, 2] = 1.0
+        qkv[:, qkv.shape[1] // 2 :, 2] = 3.0
+    return qkv
 
 
 def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,9 +277,20 @@ def random_cases(
 def decode_cases(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
 ) -> Iterator[DecodeCase]:
-    """Yield one fixed case of each head_dim and dtype, then random ones that cover all pairs."""
-    for dtype, head_dim in itertools.product(dtypes, head_dims):
-        yield DecodeCase(head_dim, dtype, seed)
+    """Yield fixed cases of each dtype, then random ones that cover all pairs.
+
+    The fixed ones have lengths around the edges of tiles in one batch: of each head_dim, and of one
+    head_dim the inputs of hard_cases().
+    """
+    edges: dict[str, Any] = {"lengths": EDGES, "max_seqlen": max(EDGES)}
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            yield DecodeCase(head_dim, dtype, seed, **edges)
+        usual = 64 if 64 in head_dims else head_dims[0]
+        yield DecodeCase(usual, dtype, seed, scale=19.3, kind="equal", **edges)
+        yield DecodeCase(usual, dtype, seed, kind="offset", **edges)
+        if dtype in (torch.float32, torch.float64):  # 16 bits round scores of 1e8 by many units
+            yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
     ends = (32, 70, 128, 300) if is_emulated else (32, 70, 128, 512, 1024, 1200)
     conditions: dict[str, Sequence[Any]] = {

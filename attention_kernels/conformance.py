@@ -301,8 +301,8 @@ def verify(
     checks: list[_Check] = [
         (case, functools.partial(run_case, spec, case, device)) for case in todo
     ]
+    checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted[0], seed)
     if spec.has_attention():
-        checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted[0], seed)
         checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
     report = Report(seed=seed, total=len(todo))
     refused = _Refused()
@@ -377,14 +377,16 @@ def _more_checks(spec: BackendSpec, device: str, dtype: torch.dtype, seed: int) 
     is_emulated = device in spec.emulated_on
     head_dim = spec.head_dims[0] if spec.head_dims else 32
     times = EMULATED_REPEATS if is_emulated else REPEATS
+    if spec.has_decode(device):
+        decoding = [DecodeCase(head_dim, dtype, seed + n, layout="contiguous") for n in (0, 1)]
+        yield f"{times // 10} calls of decode", lambda: repeat(spec, decoding, device, times // 10)
+    if not spec.has_attention():
+        return
     small = [
         Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous")
         for seqlen, more in itertools.product((33, 80), (0, 1))
     ]
     yield f"{times} calls", lambda: repeat(spec, small, device, times)
-    if spec.has_decode(device):
-        decoding = [DecodeCase(head_dim, dtype, seed + n, layout="contiguous") for n in (0, 1)]
-        yield f"{times // 10} calls of decode", lambda: repeat(spec, decoding, device, times // 10)
 
     def with_threads(count: int, case: Case) -> Verdict:
         with _threads(count), torch.inference_mode():

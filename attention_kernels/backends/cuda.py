@@ -22,3 +22,7 @@ register_ladder(
     CSRC / "ablation",
     name=lambda file: f"ABLATION_STEP_{version_number(file)}",
 )
+register_ladder(
+    CSRC / "decode",
+    name=lambda file: f"DECODE_SPLIT_KV_VERSION_{version_number(file)}",
+)

@@ -573,6 +573,11 @@ def decode_forgets_the_newest_key(q, k, v, seqlens, scale):
     return right_decode(q, k, v, (seqlens - 1).clamp(min=1), scale)
 
 
+@decode("decode.*129")
+def decode_forgets_the_first_key_of_a_split(q, k, v, seqlens, scale):
+    return right_decode(q, k, v, seqlens - (seqlens == 129).int(), scale)
+
+
 @decode("decode.*12 heads")
 def decode_reverses_twelve_heads(q, k, v, seqlens, scale):
     o = right_decode(q, k, v, seqlens, scale)

@@ -20,14 +20,14 @@ from attention_kernels import (
     ladder,
     list_backends,
 )
-from attention_kernels.conformance import Case, cases, future_leaks, run_case
+from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import build, compilers, header, op
 from attention_kernels.ladder.header import HeaderError
 from tests.conftest import DEVICES, usable
 
-NAMES = [spec.name for spec in list_backends() if spec.name in ladder.versions()]
+NAMES = [name for name, version in ladder.versions().items() if version.role == "attention"]
 FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
 PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends()}
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
@@ -448,13 +448,21 @@ def repaired(file: Path, folder: Path) -> Path:
     return folder / file.name
 
 
-def test_but_for_its_fault_a_negative_control_is_right(tmp_path):
+@pytest.mark.parametrize(
+    ("stem", "cases"),
+    [
+        (
+            "v01_dropped_barrier",
+            [Case(n, d, is_causal=c) for n, d in ((31, 32), (65, 64)) for c in (True, False)],
+        ),
+        ("v05_unscaled_join", [DecodeCase(32, lengths=(1, 64, 65, 130), max_seqlen=130)]),
+    ],
+)
+def test_but_for_its_fault_a_negative_control_is_right(stem, cases, tmp_path):
     """That each control is caught is in test_conformance.py."""
-    file = repaired(NEGATIVE / "v01_dropped_barrier.cu", tmp_path)
+    file = repaired(NEGATIVE / f"{stem}.cu", tmp_path)
     spec = spec_of(header.parse_header(file, "repaired_"))
-    for seqlen, head_dim in ((31, 32), (65, 64)):
-        for is_causal in (True, False):
-            assert run_case(spec, Case(seqlen, head_dim, is_causal=is_causal), "cpu").passed
+    assert all(run_case(spec, case, "cpu").passed for case in cases)
 
 
 WRITES_NOTHING = """
