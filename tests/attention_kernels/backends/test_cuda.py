@@ -527,8 +527,12 @@ def test_compute_sanitizer_is_silent_or_read(tool, status, out, fault, monkeypat
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing():
-    """In one version of two ladders; compute-sanitizer runs all of them on a GPU."""
-    assert sanitize([FP32[-1], "FLASH_ATTENTION_1_TENSOR_CORE"], "cpu") == []
+    """In one version of two ladders, and in a decode kernel whose fault is another.
+
+    compute-sanitizer runs all of them on a GPU.
+    """
+    decodes = str(NEGATIVE / "v05_unscaled_join.cu")
+    assert sanitize([FP32[-1], "FLASH_ATTENTION_1_TENSOR_CORE", decodes], "cpu") == []
 
 
 def test_what_cannot_be_sanitized_is_told(monkeypatch):
