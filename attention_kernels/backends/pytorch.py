@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,9 @@ def load_naive() -> Kernels:
     return Kernels(_naive, _naive_decode, backward=True)
 
 
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
 def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
     def run(
         q: Tensor,
@@ -73,6 +77,10 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         mask: Tensor | None = None,
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if kernel == SDPBackend.FLASH_ATTENTION and q.device.type == "cpu":
+            # Pinning sets a dozen flags, which takes as long as decoding a short row.
+            o, _ = _flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+            return cast("Tensor", o)
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
@@ -99,7 +107,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
     ) -> Tensor:
         positions, mask = _visible(k_cache, seqlens)
         k, v = k_cache[:, :positions], v_cache[:, :positions]
-        if mask is not None and kernel == SDPBackend.CUDNN_ATTENTION:
+        if mask is not None:
             # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score outweighs
             # (pytorch issue 177842).
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
