@@ -285,17 +285,20 @@ class BackendSpec:
         except (Exception, SystemExit) as error:
             raise KernelError(self.name, f"raised {describe(error)}") from error
         q = tensors[0]
-        wanted = f"{tuple(q.shape)} {q.dtype} on {q.device}"
         if not isinstance(o, Tensor):
-            raise OutputError(self.name, type(o).__name__, wanted)
+            raise OutputError(self.name, type(o).__name__, _kind(q))
         if o.shape != q.shape or o.dtype != q.dtype or o.device != q.device:
-            raise OutputError(self.name, f"{tuple(o.shape)} {o.dtype} on {o.device}", wanted)
+            raise OutputError(self.name, _kind(o), _kind(q))
         if not o.is_contiguous():
             raise OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
         # A tensor that is being traced has no address.
         if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in tensors]:
             raise OutputError(self.name, "the memory of an input", "a new tensor")
         return o
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 _specs: dict[str, BackendSpec] = {}

@@ -29,26 +29,21 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
-        """Map (..., in_features) to (..., out_features); gelu applies GELU's tanh form."""
-        rows = x.reshape(-1, x.shape[-1])
-        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
+        """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""
+        if _takes_onednn(x, ONEDNN_MIN_ROWS):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            y = _linear_onednn()(rows, self.weight.t(), self.bias, kind, [], form)
-        else:
-            y = self._product(rows).add_(self.bias)
-            y = F.gelu(y, approximate="tanh") if gelu else y
-        return cast("Tensor", y.view(*x.shape[:-1], y.shape[-1]))
+            return cast("Tensor", _linear_onednn()(x, self.weight.t(), self.bias, kind, [], form))
+        y = self._product(x).add_(self.bias)
+        return F.gelu(y, approximate="tanh") if gelu else y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x W + b to residual, which may be overwritten, and return the sum."""
-        rows, into = x.reshape(-1, x.shape[-1]), residual.view(-1, residual.shape[-1])
-        if _takes_onednn(rows, ONEDNN_MIN_ROWS):
-            into = _linear_onednn().binary(rows, into, self.weight.t(), self.bias, "add")
-        elif x.device.type == "cpu":
-            into.add_(self.bias).add_(self._product(rows))
-        else:
-            into.add_(self.bias).addmm_(rows, self.weight)
-        return into.view(residual.shape)
+        if _takes_onednn(x, ONEDNN_MIN_ROWS):
+            weight = self.weight.t()
+            return cast("Tensor", _linear_onednn().binary(x, residual, weight, self.bias, "add"))
+        if x.device.type == "cpu":
+            return residual.add_(self.bias).add_(self._product(x))
+        return residual.add_(self.bias).addmm_(x, self.weight)
 
     def _product(self, rows: Tensor) -> Tensor:
         half, odd = divmod(rows.shape[1], 2)
@@ -59,7 +54,7 @@ class Linear(nn.Module):
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply (..., in_features) by the transpose of weight, (out_features, in_features)."""
+    """Multiply (rows, in_features) by the transpose of weight, (out_features, in_features)."""
     if _takes_onednn(x, min_rows=1):
         return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
     return F.linear(x, weight)
@@ -67,9 +62,9 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 def _takes_onednn(rows: Tensor, min_rows: int) -> bool:
     return (
-        rows.device.type == "cpu"
+        rows.shape[0] >= min_rows
+        and rows.device.type == "cpu"
         and rows.dtype == torch.float32
-        and rows.shape[0] >= min_rows
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
 

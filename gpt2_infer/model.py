@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -46,6 +46,15 @@ class KVCache:
     contiguous, as a decode kernel reads them."""
     seqlens: Tensor
     """int32 (batch,), on the device."""
+    layers: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
+    """Views of each layer, made once because a view costs as much as a small kernel: keys and
+    values, each (batch, max_seqlen, num_heads, head_dim), and both by place, (batch, max_seqlen, 2,
+    num_heads, head_dim)."""
+
+    def __post_init__(self) -> None:
+        self.layers = [
+            (*layer.transpose(2, 3).unbind(0), layer.permute(1, 3, 0, 2, 4)) for layer in self.kv
+        ]
 
     @classmethod
     def allocate(cls, model: GPT2, batch: int, max_seqlen: int) -> KVCache:
@@ -56,7 +65,10 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention; the backend is the model's."""
+    """Multi-head causal self-attention; the backend is the model's.
+
+    Both methods return the heads' outputs before c_proj, (rows, n_embd).
+    """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -67,35 +79,36 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def qkv(self, x: Tensor) -> Tensor:
-        """Return the fused projection, (batch, seqlen, 3, num_heads, head_dim)."""
-        return self.c_attn(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None
+    ) -> Tensor:
+        """Attend within sequences, and fill a given cache.
 
-    def forward(self, x: Tensor, backend: BackendSpec, cache: KVCache | None) -> Tensor:
-        """Return the heads' outputs before c_proj, (batch, seqlen, n_embd); fill a given cache."""
-        qkv = self.qkv(x)
+        x: (batch * seqlen, n_embd). shape: batch and seqlen.
+        """
+        qkv = self.c_attn(x).view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
-            cache.kv[self.layer, :, :, :, : x.shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
+            cache.kv[self.layer, :, :, :, : shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
         qkv = qkv.float() if self.upcast else qkv
         q, k, v = qkv.unbind(2)  # views, not copies
         o = backend.attention(q, k, v, softmax_scale=self.softmax_scale)
-        return o.reshape(x.shape).to(x.dtype)
+        return o.view(x.shape).to(x.dtype)
 
     def decode(
         self, x: Tensor, backend: BackendSpec, cache: KVCache, rows: Tensor, position: Tensor
     ) -> Tensor:
         """Attend from one token per row.
 
-        x: (batch, 1, n_embd). position: (batch,), the token's place in its row.
+        x: (batch, n_embd). position: (batch,), the token's place in its row.
         """
-        qkv = self.qkv(x)
-        cache.kv[self.layer].permute(1, 3, 0, 2, 4)[rows, position] = qkv[:, 0, 1:]
-        q = qkv[:, :, 0]
-        k_cache, v_cache = cache.kv[self.layer].transpose(2, 3).unbind(0)
+        qkv = self.c_attn(x).view(-1, 3, self.num_heads, self.head_dim)
+        k_cache, v_cache, places = cache.layers[self.layer]
+        places[rows, position] = qkv[:, 1:]
+        q = qkv[:, :1]
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
         o = backend.decode(q, k_cache, v_cache, cache.seqlens, softmax_scale=self.softmax_scale)
-        return o.reshape(x.shape).to(x.dtype)
+        return o.view(x.shape).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -110,7 +123,7 @@ class MLP(nn.Module):
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the hidden units before c_proj: (..., n_embd) -> (..., inner_dim)."""
+        """Return the hidden units before c_proj: (rows, n_embd) -> (rows, inner_dim)."""
         hidden: Tensor = self.c_fc(x, gelu=self.is_gelu_tanh)
         return hidden if self.activation is None else self.activation(hidden)
 
@@ -126,7 +139,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """Add both projections to the residual stream x, which is overwritten."""
+        """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
         x = self.attn.c_proj.add_to(x, heads)
         return self.mlp.c_proj.add_to(x, self.mlp(self.ln_2(x)))
 
@@ -299,7 +312,7 @@ class GPT2(nn.Module):
         positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
         cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
         """
-        seqlen = tokens.shape[1]
+        batch, seqlen = tokens.shape
         if seqlen > self.config.n_positions:
             raise ValueError(f"{seqlen} tokens do not fit n_positions, {self.config.n_positions}")
         if seqlens is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 1):
@@ -308,19 +321,22 @@ class GPT2(nn.Module):
                 "must be 1"
             )
         backend = self.attention
-        x = F.embedding(tokens, self.wte.weight) + self.wpe.weight[:seqlen]
+        x = (F.embedding(tokens, self.wte.weight) + self.wpe.weight[:seqlen]).flatten(0, 1)
         for block in self.blocks():
-            heads = block.attn(block.ln_1(x), backend, cache)
+            heads = block.attn(block.ln_1(x), tokens.shape, backend, cache)
             if block is self.h[-1]:
                 # Nothing mixes positions from here on: the rest is computed only where logits are
                 # asked for.
-                x, heads = (_keep(tensor, seqlens, logits_to_keep) for tensor in (x, heads))
+                x, heads = (
+                    _keep(rows.view(batch, seqlen, -1), seqlens, logits_to_keep)
+                    for rows in (x, heads)
+                )
             x = block.finish(x, heads)
         if cache is not None:
             cache.seqlens.copy_(
                 seqlens if seqlens is not None else torch.full_like(cache.seqlens, seqlen)
             )
-        return self._logits(x)
+        return self._logits(x).view(batch, -1, self.config.vocab_size)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -333,12 +349,10 @@ class GPT2(nn.Module):
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         position = cache.seqlens.long()
         cache.seqlens += 1
-        x = (
-            F.embedding(tokens, self.wte.weight) + F.embedding(position, self.wpe.weight)
-        ).unsqueeze(1)
+        x = F.embedding(tokens, self.wte.weight) + F.embedding(position, self.wpe.weight)
         for block in self.blocks():
             x = block.finish(x, block.attn.decode(block.ln_1(x), backend, cache, rows, position))
-        return self._logits(x)[:, 0]
+        return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         return project(self.ln_f(x), (self.wte if self.lm_head is None else self.lm_head).weight)
@@ -373,12 +387,12 @@ def check_backend(
 
 
 def _keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
-    """Return the positions of (batch, seqlen, n_embd) whose logits are wanted."""
+    """Return the positions of (batch, seqlen, n_embd) whose logits are wanted, as rows."""
     if seqlens is not None:
         index = (seqlens.long() - 1)[:, None, None].expand(-1, 1, x.shape[2])
-        return x.gather(1, index)
+        return x.gather(1, index)[:, 0]
     kept = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
-    return kept.contiguous()
+    return kept.flatten(0, 1)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -90,7 +90,7 @@ class Sampling:
         """
         if self.is_greedy:
             largest, token = logits.max(-1)
-            return token.masked_fill(largest - largest != 0, -1)  # NaN - NaN, inf - inf
+            return token.masked_fill((largest - largest).isnan(), -1)  # NaN - NaN, inf - inf
         # In float64 no token of the vocabulary is lost to the rounding of a running sum.
         cumulative = torch.softmax(self.log_weights(logits).double(), -1).cumsum(-1)
         threshold = uniform.double()[:, None] * cumulative[:, -1:]

@@ -15,7 +15,7 @@ def test_every_way_to_multiply_is_the_same_product(in_features, rows, threads, m
     layer = Linear(in_features, 5).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
-    x, residual = torch.randn(1, rows, in_features), torch.randn(1, rows, 5)
+    x, residual = torch.randn(rows, in_features), torch.randn(rows, 5)
     expected = x.double() @ layer.weight.double() + layer.bias.double()
     activated = torch.nn.functional.gelu(expected, approximate="tanh")
     added = residual.double() + expected
