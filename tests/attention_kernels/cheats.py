@@ -418,7 +418,7 @@ def is_nan_at_one_length(q, k, v, scale, causal):
 # State
 
 
-@made("call .* of 5000", missed=0.999**5000)
+@made("call .* of 5000", missed=0.999**5000, slow=True)
 def leaves_the_last_row_once_in_a_thousand_calls():
     draw = random.Random(0)
 
@@ -442,7 +442,7 @@ def returns_its_first_answer_again():
     return kernel
 
 
-@made("a later call changed an output")
+@made("a later call changed an output", slow=True)
 def has_one_buffer():
     buffers = {}
 
@@ -464,7 +464,7 @@ def is_wrong_in_every_seventh_call():
     return kernel
 
 
-@made("error")
+@made("error", slow=True)
 def is_wrong_after_a_thousand_calls():
     calls = iter(range(10**9))
 
@@ -504,7 +504,7 @@ def keeps_what_a_longer_call_left():
     return kernel
 
 
-@made("calls")
+@made("calls", slow=True)
 def answers_by_address():
     answers = {}
 
@@ -533,13 +533,13 @@ def needs_more_than_one_thread(q, k, v, scale, causal):
     return o if torch.get_num_threads() > 1 else o * 1.001
 
 
-@attention("5 threads")
+@attention("5 threads", slow=True)
 def is_wrong_with_many_threads(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o * 1.001 if torch.get_num_threads() > 4 else o
 
 
-@attention("thread")
+@attention("thread", slow=True)
 def is_wrong_in_inference_mode(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o * 1.001 if torch.is_inference_mode_enabled() else o

@@ -259,11 +259,16 @@ def test_the_command_line(capsys, mine, short_suite):
 
 def test_what_the_command_line_does_not_take():
     assert main(["verify", "naive"]) == 2
-    assert main(["verify", "naive-pytorch", "--device", "cpu", "--seed", str(2**64)]) == 2
     assert main(["verify", "naive-pytorch", "--device", "cpu", "--timeout", "0"]) == 2
     assert main(["verify", "naive-pytorch", "--dtypes", "float64", "--device", "cuda"]) == 2 or (
         torch.cuda.is_available()
     )
+
+
+@pytest.mark.slow
+def test_what_its_child_refuses_is_refused(capsys):
+    assert main(["verify", "naive-pytorch", "--device", "cpu", "--seed", str(2**64)]) == 2
+    assert "seed" in capsys.readouterr().err
 
 
 NEGATIVE = Path(__file__).parent / "negative"

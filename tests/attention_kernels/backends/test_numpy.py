@@ -53,7 +53,8 @@ def test_the_five_are_programs_of_the_cpu():
         assert not spec.has_decode("cpu")
 
 
-@in_both_dtypes
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 @for_every_backend
 def test_conformance(name, dtype):
     """A sixth of the suite up to 200, another for each, and one case of many tiles."""
