@@ -383,13 +383,32 @@ def default_backend(device_type: str) -> BackendSpec:
     )
 
 
-def default_decode_backend(device_type: str) -> BackendSpec:
+def default_decode_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> BackendSpec:
     """Return the backend to decode with where none is named, or the one named cannot decode.
 
-    On CUDA it is plain matrix-vector products: for one query per row, the fused kernels put each
-    head on one multiprocessor and leave the rest idle. On the CPU it is torch's own flash kernel.
+    On CUDA it is ours, which splits the keys of a head over blocks, if nvcc is here and it takes
+    the dtype and the head_dim; else plain matrix-vector products. On the CPU it is torch's own
+    flash kernel.
     """
-    return get_backend("NAIVE_PYTORCH" if device_type == "cuda" else "PYTORCH_SDPA_FLASH_ATTENTION")
+    return get_backend(
+        _default_cuda_decoder(dtype, head_dim)
+        if device_type == "cuda"
+        else "PYTORCH_SDPA_FLASH_ATTENTION"
+    )
+
+
+def _default_cuda_decoder(dtype: torch.dtype, head_dim: int) -> str:
+    if (dtype, head_dim) not in _cuda_decoders:  # every token asks
+        ours = get_backend("DECODE_SPLIT_KV_VERSION_1")
+        takes = not ours.static_reasons(dtype, head_dim, "cuda")
+        serves = takes and not ours.unavailable_reason("cuda")
+        _cuda_decoders[dtype, head_dim] = ours.name if serves else "NAIVE_PYTORCH"
+    return _cuda_decoders[dtype, head_dim]
+
+
+_cuda_decoders: dict[tuple[torch.dtype, int], str] = {}
+# torch.compile runs it as it is; see BackendSpec._load().
+_default_cuda_decoder._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _discovered: bool | None = False  # None during discovery

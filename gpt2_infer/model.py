@@ -265,7 +265,8 @@ class GPT2(nn.Module):
             return self._decode_attention
         if self._attention is not None and self._attention.has_decode(self.device.type):
             return self._attention
-        return default_decode_backend(self.device.type)
+        dtype = _attention_dtype(self.config, self.dtype)
+        return default_decode_backend(self.device.type, dtype, self.config.head_dim)
 
     @property
     def decodes_with_named_backend(self) -> bool:
@@ -362,6 +363,10 @@ def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:
     return ladder.resolve(backend) if isinstance(backend, str) else backend
 
 
+def _attention_dtype(config: GPT2Config, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if config.reorder_and_upcast_attn else dtype
+
+
 def check_backend(
     spec: BackendSpec,
     config: GPT2Config,
@@ -374,7 +379,7 @@ def check_backend(
     reason = spec.unavailable_reason(device_type)
     if reason:
         raise UnavailableBackendError(spec.name, reason)
-    dtype = torch.float32 if config.reorder_and_upcast_attn else dtype
+    dtype = _attention_dtype(config, dtype)
     reasons = spec.static_reasons(dtype, config.head_dim, device_type)
     if not reasons and decode and not spec.has_decode(device_type):
         reasons = [f"it has no decode kernel on {device_type}"]

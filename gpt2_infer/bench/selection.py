@@ -20,6 +20,7 @@ from attention_kernels.conformance import (
     run_case,
 )
 from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench.results import Check, ResultsError, Series
 from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
 from gpt2_infer.errors import RequestError
@@ -38,10 +39,10 @@ def select(
     """Return the named backends and those of the families; without either, every one that runs.
 
     A name may be the path of a version file that belongs to no ladder, *.cu. A family's backends
-    that are emulated, cannot run or take none of the dtypes are left out; a line on stderr names
-    each family with none left.
+    that are emulated, cannot run, take none of the dtypes or only decode are left out; a line on
+    stderr names each family with none left.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
-    that cannot run or takes none of the dtypes, or when nothing is left.
+    that cannot be compared for one of these reasons, or when nothing is left.
     """
     known = {spec.family for spec in list_backends()}
     if missing := {*families} - known:
@@ -55,6 +56,8 @@ def select(
             return reason
         if dtypes and not {*dtypes} & {*spec.dtypes}:
             return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
+        if spec.version is not None and spec.version.role == "decode":
+            return DECODES_ONLY
         return None
 
     reasons = {
@@ -81,11 +84,16 @@ def select(
 
 
 def versions_of(family: str) -> dict[str, VersionHeader]:
-    """Return the versions of a ladder by backend name; raises RequestError if there is none."""
+    """Return the versions of a ladder by backend name.
+
+    Raises RequestError if there is none, or if the ladder's kernels only decode.
+    """
     versions = ladder.versions(family)
     if not versions:
         families = ", ".join(ladder.families())
         raise RequestError(f"no ladder is of the family {family}: there are {families}")
+    if {version.role for version in versions.values()} == {"decode"}:
+        raise RequestError(f"the kernels of {family} decode, and only attention is examined here")
     return versions
 
 

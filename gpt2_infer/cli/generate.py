@@ -25,7 +25,8 @@ BACKEND = (
     "PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 DECODE_BACKEND = (
-    "default: a named --backend if it has a decode kernel, else NAIVE_PYTORCH on cuda and "
+    "default: a named --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda "
+    "(NAIVE_PYTORCH without nvcc, or if it does not take the model) and "
     "PYTORCH_SDPA_FLASH_ATTENTION on cpu"
 )
 PROMPT = (

@@ -204,6 +204,23 @@ def test_a_backend_that_only_decodes_says_so():
         CALLS["attention"](spec)
 
 
+@pytest.mark.parametrize(
+    ("reason", "dtype", "head_dim", "expected"),
+    [
+        (None, torch.bfloat16, 64, "DECODE_SPLIT_KV_VERSION_1"),
+        (None, torch.float64, 64, "NAIVE_PYTORCH"),
+        (None, torch.float32, 80, "NAIVE_PYTORCH"),
+        ("needs nvcc", torch.float32, 64, "NAIVE_PYTORCH"),
+    ],
+)
+def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expected, monkeypatch):
+    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
+    assert registry.default_decode_backend("cuda", dtype, head_dim).name == expected
+    cpu = registry.default_decode_backend("cpu", dtype, head_dim)
+    assert cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
+
+
 def test_needs_contiguous_is_met(clean_registry):
     seen = []
 

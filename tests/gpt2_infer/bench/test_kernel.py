@@ -204,6 +204,10 @@ def test_only_what_runs_here_is_selected():
         select(["no-such"], "cpu")
     with pytest.raises(RequestError, match="cannot be compared on cpu: runs on cuda only"):
         select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
+    with pytest.raises(RequestError, match="on cpu: it has a decode kernel only"):
+        select(["DECODE_SPLIT_KV_VERSION_1"], "cpu")
+    with pytest.raises(RequestError, match="the kernels of decode decode, and only attention"):
+        selection.versions_of("decode")
 
 
 def test_a_family_that_cannot_be_measured_here_is_named(capsys):
