@@ -12,7 +12,7 @@ from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
 VERSIONS = [version for version in ladder.versions().values() if not version.is_host]
-LAST = {version.path.parent: version for version in VERSIONS}.values()
+LAST = {version.path.parent: version.builds()[-1] for version in VERSIONS}.values()
 
 
 @pytest.mark.slow
@@ -30,7 +30,8 @@ def test_every_version_compiles_without_spills(version):
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
 def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    architectures = ("80", "90", "120")
+    """On the latest and on the one of the results; sm_80 lies between these and sm_75."""
+    architectures = ("90", "120")
     rows = resources.resource_table([version], architectures)
     assert {(row.arch, row.head_dim) for row in rows} == {
         (arch, head_dim) for arch in architectures for head_dim in version.head_dims
