@@ -275,7 +275,7 @@ def random_cases(
 
 
 def decode_cases(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int
 ) -> Iterator[DecodeCase]:
     """Yield fixed cases of each dtype, then random ones that cover all pairs.
 
@@ -292,7 +292,7 @@ def decode_cases(
         if dtype in (torch.float32, torch.float64):  # 16 bits round scores of 1e8 by many units
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
-    ends = (32, 70, 128, 300) if is_emulated else (32, 70, 128, 512, 1024, 1200)
+    ends = (32, 70, 128, 512, 1024, 1200)
     conditions: dict[str, Sequence[Any]] = {
         "band": tuple(itertools.pairwise((0, *ends))),
         "batch": BATCHES,

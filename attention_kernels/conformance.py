@@ -261,7 +261,7 @@ def suite(
     drawn_head_dims = spec.head_dims or (*head_dims, 80, 96)
     usual = 64 if 64 in head_dims else head_dims[0]
     if not spec.has_attention():
-        return [*decode_cases(drawn_head_dims, dtypes, seed, is_emulated=is_emulated)]
+        return [*decode_cases(drawn_head_dims, dtypes, seed)]
     found = [case for dtype in dtypes for case in cases(head_dims, dtype, seed=seed)]
     for dtype in dtypes:
         found += hard_cases(usual, dtype, seed, is_emulated=is_emulated)
@@ -270,7 +270,7 @@ def suite(
     found.sort(key=lambda case: case.work)
     decoding: list[DecodeCase] = []
     if spec.has_decode(device):
-        decoding += decode_cases(drawn_head_dims, dtypes, seed, is_emulated=is_emulated)
+        decoding += decode_cases(drawn_head_dims, dtypes, seed)
     return [*found[: CHEAP // 2], *decoding, *found[CHEAP // 2 :]]
 
 

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int width = kKeyLanes / 2; width > 0; width /= 2)
       s[step] += __shfl_xor_sync(kWarp, s[step], width);
-    // Rounded here, not fused with the subtraction below: of equal scores the exponent is 0.
-    s[step] = first + step * kKeys < keys ? __fmul_rn(softmax_scale, s[step]) : -INFINITY;
+    s[step] = first + step * kKeys < keys ? softmax_scale * s[step] : -INFINITY;
     row_max = fmaxf(row_max, s[step]);
   }
 #pragma unroll

@@ -49,6 +49,8 @@ def test_it_is_right(name, dtype, device):
     cases = [ragged(head_dim, dtype, num_heads=1) for head_dim in spec.head_dims]
     cases += [ragged(64, dtype, scale=8.0), ragged(32, dtype, scale=19.3, kind="equal")]
     cases += [ragged(64, dtype, kind="offset", layout="gaps"), ragged(32, dtype, softmax_scale=0.3)]
+    long = {"lengths": (1025, 2100), "max_seqlen": 2100, "num_heads": 1}
+    cases += [DecodeCase(head_dim, dtype, **long) for head_dim in spec.head_dims]
     if dtype == torch.float32:
         cases.append(ragged(32, dtype, scale=1e4))
     failed = [str(case) for case in cases if not run_case(spec, case, device).passed]

@@ -1,0 +1,183 @@
+// v02 - decoding with the keys of a head split over the warps of one block
+//
+// Change: a block has a whole row and head. A group of lanes takes every kKeys-th key, with a maximum
+//         and a sum of its own; groups are joined by shuffles, warps in shared memory. Keys of the
+//         next tile are asked for when those of this one have become scores, values likewise.
+// Why:    the second launch of v01 waits for the first, and reads back what that has written. With as
+//         few keys as GPT-2 has, that is much of the time.
+// Cost:   no more multiprocessors are busy than rows and heads exist: one of them must read a whole
+//         head's cache, so time grows with the length sooner than in v01.
+// Tile:   kBlockN = kSteps * 512 / (lanes of a key) keys, block (512)
+// Layout: strided
+// Role:   decode
+// Takes:  float32 float16 bfloat16
+// Flags:  (none)
+// Expect: one launch and no scratch: less time than v01 for short rows and for large batches, more
+//         for long rows of a small batch.
+//
+// Which lanes have a key, and the order in which they are joined, depends on the key's place alone:
+// neither the batch nor max_seqlen changes a bit of a row.
+
+#include <cfloat>
+
+#include "element.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+constexpr int kSteps = 8;  // keys of a tile for each group of lanes
+constexpr int kWarps = 16;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
+constexpr unsigned kWarp = 0xffffffff;
+
+// What a warp has found: O before the division, row_max and row_sum.
+template <int kHeadDim>
+struct Partial {
+  float o[kHeadDim];
+  float row_max;
+  float row_sum;
+};
+
+// 16 bytes of the keys n, n + kKeys, ...; zeros beyond the row.
+template <int kKeys>
+__device__ void load(uint4 (&chunks)[kSteps], const Element* from, int64_t stride, int n,
+                     int seqlen) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = n + step * kKeys;
+    chunks[step] = make_uint4(0, 0, 0, 0);
+    if (at < seqlen) chunks[step] = *reinterpret_cast<const uint4*>(from + at * stride);
+  }
+}
+
+// Grid: heads, rows. Consecutive lanes have the chunks of a key, so a warp reads several keys at
+// once.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const Element* __restrict__ q, const Element* __restrict__ k_cache,
+                  const Element* __restrict__ v_cache, Element* __restrict__ o,
+                  const int* __restrict__ seqlens, Strides q_strides, Strides k_strides,
+                  Strides v_strides, Strides o_strides, float softmax_scale) {
+  constexpr int kKeyLanes = kHeadDim / kPerChunk;  // lanes that share a key
+  constexpr int kKeys = kThreads / kKeyLanes;      // keys that the block reads at once
+  constexpr int kBlockN = kKeys * kSteps;
+  const int head = blockIdx.x;
+  const int batch = blockIdx.y;
+  const int lane_id = threadIdx.x % 32;
+  const int warp_id = threadIdx.x / 32;
+  const int column = lane_id % kKeyLanes * kPerChunk;
+  const int first = threadIdx.x / kKeyLanes;
+  const Element* const gQ = q + batch * q_strides.batch + head * q_strides.head;
+  const Element* const gK = k_cache + batch * k_strides.batch + head * k_strides.head + column;
+  const Element* const gV = v_cache + batch * v_strides.batch + head * v_strides.head + column;
+
+  const int seqlen = seqlens[batch];
+  uint4 rK[kSteps], rV[kSteps];
+  load<kKeys>(rK, gK, k_strides.seqlen, first, seqlen);
+  load<kKeys>(rV, gV, v_strides.seqlen, first, seqlen);
+  float rQ[kPerChunk];
+  unpack<Element>(*reinterpret_cast<const uint4*>(gQ + column), rQ);
+
+  // Before the first key the maximum is finite, so that a group without a key has no inf - inf.
+  float row_max = -FLT_MAX;
+  float row_sum = 0.0f;
+  float rO[kPerChunk] = {};
+  for (int n_start = 0; n_start < seqlen; n_start += kBlockN) {
+    // S = softmax_scale * Q K^T
+    float s[kSteps];
+    float new_max = row_max;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      float key[kPerChunk];
+      unpack<Element>(rK[step], key);
+      s[step] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) s[step] += rQ[i] * key[i];
+#pragma unroll
+      for (int width = kKeyLanes / 2; width > 0; width /= 2)
+        s[step] += __shfl_xor_sync(kWarp, s[step], width);
+      s[step] = n_start + first + step * kKeys < seqlen ? softmax_scale * s[step] : -INFINITY;
+      new_max = fmaxf(new_max, s[step]);
+    }
+    load<kKeys>(rK, gK, k_strides.seqlen, n_start + kBlockN + first, seqlen);
+
+    // P = exp(S - row_max), O = row_scale * O + P V
+    const float row_scale = __expf(row_max - new_max);
+    row_max = new_max;
+    row_sum *= row_scale;
+#pragma unroll
+    for (int i = 0; i < kPerChunk; ++i) rO[i] *= row_scale;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      float value[kPerChunk];
+      unpack<Element>(rV[step], value);
+      const float p = __expf(s[step] - row_max);
+      row_sum += p;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) rO[i] += p * value[i];
+    }
+    load<kKeys>(rV, gV, v_strides.seqlen, n_start + kBlockN + first, seqlen);
+  }
+
+  // The groups of the warp, joined
+  float warp_max = row_max;
+#pragma unroll
+  for (int width = kKeyLanes; width < 32; width *= 2)
+    warp_max = fmaxf(warp_max, __shfl_xor_sync(kWarp, warp_max, width));
+  const float group_scale = __expf(row_max - warp_max);
+  row_sum *= group_scale;
+#pragma unroll
+  for (int i = 0; i < kPerChunk; ++i) rO[i] *= group_scale;
+#pragma unroll
+  for (int width = kKeyLanes; width < 32; width *= 2) {
+    row_sum += __shfl_xor_sync(kWarp, row_sum, width);
+#pragma unroll
+    for (int i = 0; i < kPerChunk; ++i) rO[i] += __shfl_xor_sync(kWarp, rO[i], width);
+  }
+
+  // The warps', joined
+  __shared__ Partial<kHeadDim> sPart[kWarps];
+  if (lane_id < kKeyLanes) {
+#pragma unroll
+    for (int i = 0; i < kPerChunk; ++i) sPart[warp_id].o[column + i] = rO[i];
+  }
+  if (lane_id == 0) {
+    sPart[warp_id].row_max = warp_max;
+    sPart[warp_id].row_sum = row_sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= kHeadDim) return;
+  float total = 0.0f;
+  row_max = -FLT_MAX;
+  row_sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) row_max = fmaxf(row_max, sPart[warp].row_max);
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const float warp_scale = __expf(sPart[warp].row_max - row_max);
+    row_sum += warp_scale * sPart[warp].row_sum;
+    total += warp_scale * sPart[warp].o[threadIdx.x];
+  }
+  Element* const gO = o + batch * o_strides.batch + head * o_strides.head;
+  gO[threadIdx.x] = from_float<Element>(total / row_sum);
+}
+
+int64_t scratch_floats(const DecodeParams&) { return 0; }
+
+template <int kHeadDim>
+cudaError_t launch_for(const DecodeParams& params, cudaStream_t stream) {
+  return launch_kernel(
+      decode_kernel<kHeadDim>, dim3(params.num_heads, params.batch), kThreads, 0, stream,
+      static_cast<const Element*>(params.q), static_cast<const Element*>(params.k_cache),
+      static_cast<const Element*>(params.v_cache), static_cast<Element*>(params.o), params.seqlens,
+      params.q_strides, params.k_strides, params.v_strides, params.o_strides, params.softmax_scale);
+}
+
+cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
+  if (params.head_dim == 32) return launch_for<32>(params, stream);
+  if (params.head_dim == 64) return launch_for<64>(params, stream);
+  if (params.head_dim == 128) return launch_for<128>(params, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace attention::ATTENTION_VERSION
