@@ -9,7 +9,6 @@ memory moves in sectors of 32 bytes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -89,6 +88,7 @@ def count_accesses(
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
     flags = [*compilers.compile_flags(version, "emulator", ""), "-fno-pie"]
+    csrc = header.csrc_of(version)
     element = getattr(torch, version.dtype).itemsize
     arguments = map(str, (batch, seqlen, num_heads, head_dim, element, int(is_causal)))
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,8 @@ def count_accesses(
         compilers.output_of(
             [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
         )
-        Path(objects[0]).write_bytes(_recorder(header.csrc_of(version)))
+        recorder = compilers.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O2")
+        Path(objects[0]).write_bytes(recorder)
         command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
         compilers.output_of(command)
         file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
@@ -130,17 +131,6 @@ def count_accesses(
             words = text[lines[0] - 1].strip()
             found.append(Access(lines, words, memory, kind == "store", *map(int, counts)))
     return sorted(found, key=lambda access: (access.lines, access.memory, access.is_store))
-
-
-@functools.cache
-def _recorder(csrc: Path) -> bytes:
-    """Return the object file of recorders/accesses.cpp, which is the same for every version."""
-    command = [*compilers.binding_flags("emulator", csrc), "-fno-pie", "-O2"]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recorder.o"
-        source = csrc / "recorders" / "accesses.cpp"
-        compilers.output_of([*command, "-c", str(source), "-o", str(file)])
-        return file.read_bytes()
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:

@@ -185,12 +185,14 @@ def _round_up(value: int, unit: int) -> int:
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
     """Return what the version launches for each head_dim, from csrc/recorders/launches.cpp."""
     flags = compilers.compile_flags(version, "emulator", "")
+    csrc = header.csrc_of(version)
     with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/recorder"
-        recorder = header.csrc_of(version) / "recorders" / "launches.cpp"
+        program, runtime = f"{folder}/recorder", f"{folder}/runtime.o"
+        Path(runtime).write_bytes(compilers.object_file(csrc, "emulator/runtime.cpp", "-O0"))
+        recorder = str(csrc / "recorders" / "launches.cpp")
         source = f'-DATTENTION_SOURCE="{version.path}"'
         link = ["-rdynamic", "-o", program, "-pthread", "-ldl"]
-        compilers.output_of([*flags, "-O0", source, str(recorder), *link])
+        compilers.output_of([*flags, "-O0", source, recorder, runtime, *link])
         output = compilers.output_of([program, *map(str, head_dims)])
     launches = []
     for line in output.splitlines():

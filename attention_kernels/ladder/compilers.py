@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -213,6 +214,19 @@ def output_of(command: Sequence[str], folder: str | None = None) -> str:
     if status != 0:
         raise BuildError(first_error(output) or f"{command[0]}: exit status {status}")
     return output
+
+
+@functools.cache
+def object_file(csrc: Path, source: str, *flags: str) -> bytes:
+    """Return what g++ makes of a source of csrc that is the same for every version.
+
+    It is compiled once in a process. Raises BuildError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "object.o"
+        command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
+        output_of([*command, "-o", str(file)])
+        return file.read_bytes()
 
 
 def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, int]]]:

@@ -1,6 +1,6 @@
 // Prints what a version launches for each head_dim in the arguments, and runs nothing: the resource
-// table's source of block sizes and dynamic shared memory. Built with the emulator's headers, by
-// g++. ATTENTION_SOURCE is the version file, in quotes.
+// table's source of block sizes and dynamic shared memory. Built by g++ with the emulator's headers
+// and linked with its runtime.cpp. ATTENTION_SOURCE is the version file, in quotes.
 //
 // A line per launch: head_dim, threads per block, dynamic shared memory in bytes, the kernel's
 // mangled name, its name in words.
@@ -14,8 +14,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-
-#include "emulator/runtime.cpp"
 
 namespace attention {
 
