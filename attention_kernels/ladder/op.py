@@ -141,7 +141,7 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
     """
     if version.role == "struct":
         raise HeaderError(f"{version.path.name}: it takes a struct of its own, and is no backend")
-    ops = {getattr(torch, one.dtype): _Op(name, one) for one in version.builds()}
+    ops = {getattr(torch, one.dtype): _Op(name, one, version) for one in version.builds()}
 
     def probe(device_type: str) -> str | None:
         return next(filter(None, (op.probe(device_type) for op in ops.values())), None)
@@ -183,10 +183,11 @@ def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
 
 
 class _Op:
-    """A version file's op, built and loaded for a device type when it is first needed there."""
+    """The op of one of a file's builds, built and loaded when a device type first needs it."""
 
-    def __init__(self, name: str, version: VersionHeader) -> None:
+    def __init__(self, name: str, version: VersionHeader, of: VersionHeader) -> None:
         self.name, self.version = name, version
+        self.label = name if version is of else f"{name} ({version.dtype})"
         self.loaded: set[str] = set()
         self.failed: dict[str, str] = {}
 
@@ -206,7 +207,7 @@ class _Op:
                 return
             target = TARGETS[device_type]
             try:
-                library = build.build(self.version, target, _arch(device_type), label=self.name)
+                library = build.build(self.version, target, _arch(device_type), label=self.label)
                 _load_library(library, self.version, device_type)
             except (BuildError, OSError) as error:
                 self.failed[device_type] = str(error)
