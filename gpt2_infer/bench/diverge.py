@@ -26,7 +26,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -103,33 +103,32 @@ class Side:
         return found
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """What diverge() found."""
+class Judged(Protocol):
+    """A side of a comparison."""
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each reason to call it wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was compared, and the verdict on its two sides."""
 
     device: str
     dtype: str
     prompt_tokens: int
     new_tokens: int
     step: int | None
-    """The first new token, from 0, in which the texts differ; None if they are equal.
-
-    Then the last step is examined.
-    """
+    """The first new token, from 0, in which the texts differ; None if they are equal."""
     position: int
-    """The number of tokens before that one; rows from there on are padding."""
-    seqlen: int
-    """The length that the step ran at, padding included."""
-    a: Side
-    b: Side
-    logits_difference: float
-    """max|A - B|, infinite for a NaN."""
-    apart: Place
-    """Where the outputs of a layer differ most for the sum of both budgets."""
+    """The number of tokens before the one that is examined."""
+    a: Judged
+    b: Judged
 
     @property
     def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
-        """See the module's docstring; texts that are equal clear no backend."""
+        """See the module's docstring; texts that are equal clear no side."""
         if self.a.faults and self.b.faults:
             return "bug in both"
         if self.a.faults or self.b.faults:
@@ -138,7 +137,7 @@ class Divergence:
 
     @property
     def passed(self) -> bool:
-        """Whether neither backend has a bug here."""
+        """Whether neither side has a bug here."""
         return self.verdict in ("equal", "tie")
 
     def to_json(self) -> dict[str, Any]:
@@ -148,6 +147,20 @@ class Divergence:
             value[name]["faults"] = side.faults
         finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
         return finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Comparison):
+    """What diverge() found; without a difference the last step is examined."""
+
+    seqlen: int
+    """The length that the step ran at, padding included."""
+    a: Side
+    b: Side
+    logits_difference: float
+    """max|A - B|, infinite for a NaN."""
+    apart: Place
+    """Where the outputs of a layer differ most for the sum of both budgets."""
 
     def __str__(self) -> str:
         """Lay it out for people; the last line is the verdict."""
@@ -251,10 +264,10 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
         return found.double()
 
     layers = _Layers(specs)
-    reference = logits(_unregistered(layers.attention))
-    naive_error = _distance(logits(_unregistered(naive_attention)), reference)
+    reference = logits(unregistered(layers.attention))
+    naive_error = _distance(logits(unregistered(naive_attention)), reference)
     if not math.isfinite(naive_error):
-        raise RequestError(_no_budget("the logits", model.dtype))
+        raise RequestError(no_budget("the logits", model.dtype))
     largest = reference.abs().max().item()
     owns = [logits(spec) for spec in specs]
     sides = []
@@ -322,7 +335,7 @@ class _Layers:
             o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
             verdict = right.judge(o, self.precision(spec), spec.error_slack)
             if not 0 < verdict.budget < math.inf:
-                raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
+                raise RequestError(no_budget(f"the attention of layer {layer}", q.dtype))
             verdict = dataclasses.replace(verdict, fault=verdict.fault or inputs.fault(o))
             places.append(_place(layer, o, right.reference, verdict))
             outputs.append(o)
@@ -349,14 +362,16 @@ def _distance(x: Tensor, y: Tensor) -> float:
     return distance if math.isfinite(distance) else math.inf
 
 
-def _no_budget(where: str, dtype: torch.dtype) -> str:
+def no_budget(where: str, dtype: torch.dtype) -> str:
+    """Say that there is nothing to judge by."""
     return (
         f"in {dtype_name(dtype)} plain PyTorch gives NaN, infinity or only zeros in {where}, so "
         "there is no error budget to hold a backend to: try another --dtype"
     )
 
 
-def _unregistered(kernel: AttentionFunction) -> BackendSpec:
+def unregistered(kernel: AttentionFunction) -> BackendSpec:
+    """Make a backend of a kernel that is in no registry."""
     return BackendSpec(
         name="UNREGISTERED",
         family="none",

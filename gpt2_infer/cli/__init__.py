@@ -23,7 +23,7 @@ COMMANDS = {
     "backends": "list the attention backends and whether they run here",
     "verify": "check one backend against the float64 reference and show its worst case",
     "compare": "check and time backends: text end to end, or the kernel alone",
-    "diverge": "find where two backends' greedy texts part, and tell a tie from a bug",
+    "diverge": "find where two backends or engines part, and tell a tie from a bug",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "cache": "show the cache of compiled kernels, or empty it",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",

@@ -5,22 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING, get_args
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.generate import load
 from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
 from gpt2_infer.errors import RequestError
 
+if TYPE_CHECKING:
+    from gpt2_infer.generation import Mode
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("a", metavar="A", help="attention backend, or a version file, *.cu")
-    add("b", metavar="B", help="attention backend, or the same again")
+    add("a", metavar="A", help="attention backend, version file (*.cu) or engine")
+    add("b", metavar="B", help="another of the same kind, or the same again")
     add_model_options(parser)
     add("--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    add("--kv-cache", action="store_true", help="compare texts with a cache")
+    add("--kv-cache", action="store_true", help="generate with a cache")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,19 +35,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.bench.diverge import diverge
+    from gpt2_infer.bench.diverge import Comparison, diverge
+    from gpt2_infer.bench.diverge_engines import diverge_engines
+    from gpt2_infer.engines.base import EngineName
 
-    a, b = ladder.resolve(arguments.a), ladder.resolve(arguments.b)
-    request = {"prompts": prompts, "max_new_tokens": arguments.max_new_tokens}
-    model, checked = load(arguments, request=request, attention=a)
-    result = diverge(
-        model,
-        a,
-        b,
-        checked.rows[0],
-        max_new_tokens=arguments.max_new_tokens,
-        mode="kv-cache" if arguments.kv_cache else "recompute",
-        progress=sys.stderr.isatty(),
-    )
+    a, b = arguments.a, arguments.b
+    engines = [name for name in (a, b) if name in get_args(EngineName)]
+    if len(engines) == 1:
+        raise RequestError(f"{engines[0]} is an engine: diverge compares two of a kind")
+    attention = None
+    if not engines:
+        a, b = ladder.resolve(a), ladder.resolve(b)
+        attention = a
+    mode: Mode = "kv-cache" if arguments.kv_cache else "recompute"
+    new_tokens = arguments.max_new_tokens
+    request = {"prompts": prompts, "max_new_tokens": new_tokens}
+    model, checked = load(arguments, request=request, attention=attention)
+    (prompt,) = checked.rows
+    result: Comparison
+    if engines:
+        result = diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
+    else:
+        progress = sys.stderr.isatty()
+        result = diverge(
+            model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress
+        )
     show(json.dumps(result.to_json(), indent=2) if arguments.json else result)
     return 0 if result.passed else EXIT_FAILED

@@ -47,7 +47,7 @@ def tie(save_checkpoint, one: str, other: str, prompt: list[int], batch: int = 1
     states = []
     for name in (one, other):
         model = GPT2.from_pretrained(str(folder), device="cpu", attention=name)
-        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y.double()[0, 0]))
+        model.ln_f.register_forward_hook(lambda _module, _x, y: states.append(y[0].double()))
         model(torch.tensor([prompt] * batch))
     middle, apart = (states[0] + states[1]) / 2, states[0] - states[1]
     # The sum of the two rows makes both tokens likely, at logits small enough to show a change of

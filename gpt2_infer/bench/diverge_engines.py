@@ -1,0 +1,286 @@
+"""Where two engines part: the first step, layer and stage that rounding does not explain.
+
+Both engines run the same request, and after every step both are given the token that A chose, so
+that one difference does not spread. What every engine leaves behind is compared with the same model
+in float64, run once over the whole text: the logits of each step and, with a cache, the keys and
+values of each layer. What a layer makes is the input of the next, so keys over their budget mean
+that the fault is in the layer before, or in the projection that made them.
+
+The budget of a stage is the rule of `attention_kernels.reference` with room for luck: 8 max|naive -
+ref| + 4 ulp(max|ref|), over all positions. naive is the modules in the model's own dtype, run once
+over the whole text. A token must be the most likely one by the engine's own logits. Engines
+that keep all budgets and choose different tokens are a tie.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_kernels.contract import dtype_name
+from attention_kernels.reference import Verdict, error_budget, naive_attention
+from attention_kernels.registry import PLAIN_PRECISIONS
+from gpt2_infer.bench.diverge import Comparison, no_budget, unregistered
+from gpt2_infer.engines import make_engine
+from gpt2_infer.engines.base import EngineName
+from gpt2_infer.engines.cached import Cached
+from gpt2_infer.engines.fused import Fused
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import Mode, Request
+from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.sampling import Sampling
+
+# naive's error is one draw, to which all layers before contribute: a right engine's was up to 3.2
+# times as large in short texts of the demo model.
+LUCK = 4.0
+Key = tuple[int | None, str]
+"""A layer and what it made; None for logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(Verdict):
+    """A stage's verdict, and where it is; all are counted from 0."""
+
+    step: int
+    position: int
+    layer: int | None
+    """None for logits."""
+    name: str
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f"layer {self.layer}, "
+        where = f"step {self.step}, {layer}{self.name} at position {self.position}"
+        return f"{where}: error {self.error:.2e}, budget {self.budget:.2e}"
+
+
+@dataclass(frozen=True)
+class EngineSide:
+    """One of the two engines."""
+
+    engine: EngineName
+    token: int
+    """What it chose in the step that is examined; -1 if its logits were not finite."""
+    text: str | None
+    """The token's text; None without a tokenizer."""
+    margin: float
+    """Between its two largest logits."""
+    stage: Stage
+    """Its first stage over the budget, or else the one nearest to it."""
+    wrong_choice: int | None
+    """The first step whose token is not the most likely one by its own logits."""
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each reason to call it wrong."""
+        found = [] if self.stage.passed else [f"the first stage over its budget: {self.stage}"]
+        if self.wrong_choice is not None:
+            found.append(
+                f"in step {self.wrong_choice} its token is not the most likely by its own logits"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDivergence(Comparison):
+    """What diverge_engines() found: the first step at fault is examined, or else the last."""
+
+    mode: Mode
+    a: EngineSide
+    b: EngineSide
+
+    def __str__(self) -> str:
+        """Lay it out for people; the last line is the verdict."""
+        sides = {"A": self.a, "B": self.b}
+        lines = [
+            f"{self.device}, {self.dtype}, {self.mode}, {self.prompt_tokens} prompt tokens and "
+            f"{self.new_tokens} new ones, which A chose",
+            "both engines choose the same tokens"
+            if self.step is None
+            else f"the engines first choose different tokens in step {self.step}",
+            f"step {self.position - self.prompt_tokens} is examined",
+        ]
+        for name, side in sides.items():
+            where = "nearest to its budget" if side.stage.passed else "first over its budget"
+            lines += [
+                f"\n{name}  {side.engine}",
+                f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
+                f"   {where}: {side.stage}",
+            ]
+        lines.append("")
+        for name, side in sides.items():
+            lines += [f"{name}: {fault}" for fault in side.faults]
+        wrong = [side.engine for side in sides.values() if side.faults]
+        return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
+
+
+def diverge_engines(
+    model: GPT2,
+    a: EngineName,
+    b: EngineName,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int = 64,
+    mode: Mode = "kv-cache",
+) -> EngineDivergence:
+    """Compare what two engines make of one prompt, step by step.
+
+    Raises RequestError for what an engine does not support, or where there is no error budget.
+    """
+    if model.dtype == torch.float64:
+        raise RequestError("a float64 model has no finer reference to be held to")
+    runs: list[_Run] = []
+    for engine in (a, b):
+        request = Request(
+            config=model.config,
+            tokenizer=None,
+            prompts=[[*prompt]],
+            max_new_tokens=max_new_tokens,
+            mode=mode,
+            ignore_eos=True,
+            engine=engine,
+        )
+        runs.append(_Run(model, request, runs[0].fed if runs else None))
+    tokens = [*prompt, *runs[0].fed[:-1]]
+    judge = _Judge(model, tokens, len(prompt))
+    pairs = zip(*(run.chosen for run in runs), strict=True)
+    step = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    stages = [judge.stage(run) for run in runs]
+    suspect = [stage.step for stage in stages if not stage.passed]
+    suspect += [run.wrong_choice for run in runs if run.wrong_choice is not None]
+    suspect += [step] if step is not None else []
+    examined = min(suspect, default=max_new_tokens - 1)
+
+    def side(run: _Run, stage: Stage) -> EngineSide:
+        first, second = run.logits[examined].topk(2).values.tolist()
+        token = run.chosen[examined]
+        text = model.tokenizer.decode([token]) if model.tokenizer and token >= 0 else None
+        return EngineSide(run.engine, token, text, first - second, stage, run.wrong_choice)
+
+    return EngineDivergence(
+        device=model.device.type,
+        dtype=dtype_name(model.dtype),
+        mode=mode,
+        prompt_tokens=len(prompt),
+        new_tokens=max_new_tokens,
+        step=step,
+        position=len(prompt) + examined,
+        a=side(runs[0], stages[0]),
+        b=side(runs[1], stages[1]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorder(Sampling):
+    """The greedy sampler, which keeps the logits where a captured graph leaves them, too."""
+
+    logits: Tensor
+
+    def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        self.logits.copy_(logits)
+        return super().choose(logits, uniform)
+
+
+class _Run:
+    """What an engine left behind, fed the tokens of another engine or its own."""
+
+    @torch.inference_mode()
+    def __init__(self, model: GPT2, request: Request, fed: list[int] | None) -> None:
+        engine = make_engine(model, request)
+        (prompt,), steps = request.rows, request.max_new_tokens
+        recorder = _Recorder(logits=torch.zeros(1, model.config.vocab_size, device=model.device))
+        engine.sampling = recorder
+        engine.warm_up()
+        self.engine = engine.name
+        self.logits = recorder.logits.new_empty(steps, model.config.vocab_size)
+        self.chosen: list[int] = []
+        self.fed: list[int] = []
+        self.wrong_choice: int | None = None
+        for step in range(steps):
+            engine.step(step)
+            logits = recorder.logits
+            if isinstance(engine, Fused) and engine.fused_step is not None and step > 0:
+                logits = engine.fused_step.logits
+            self.logits[step] = logits[0]
+            token = int(engine.newest[0])
+            right = int(Sampling().choose(logits, engine.newest)[0])
+            if token != right and self.wrong_choice is None:
+                self.wrong_choice = step
+            self.chosen.append(token)
+            self.fed.append(fed[step] if fed else max(token, 0))
+            engine.newest[0] = engine.tokens[0, len(prompt) + step] = self.fed[-1]
+        engine.check()
+        cache = engine.cache if isinstance(engine, Cached) else None
+        self.stages = _stages(cache, len(prompt) + steps - 1, self.logits)
+
+
+class _Judge:
+    """The model in float64 over a whole text, and how far from it an engine may be."""
+
+    def __init__(self, model: GPT2, tokens: list[int], prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        finer = copy.deepcopy(model).double()
+        for block in finer.blocks():
+            block.attn.upcast = False  # to float32
+        steps = len(tokens) - prompt_tokens + 1
+        self.truth, naive = _whole(finer, tokens, steps), _whole(model, tokens, steps)
+        precision = PLAIN_PRECISIONS[dtype_name(model.dtype)]
+        self.naive_errors, self.budgets = {}, {}
+        for key, right in self.truth.items():
+            error, largest = float(_errors(naive[key], right).max()), float(right.abs().max())
+            if not 0 < error < math.inf:
+                raise RequestError(no_budget(f"the {key[1]}", model.dtype))
+            self.naive_errors[key] = error
+            self.budgets[key] = error_budget(precision, model.dtype, LUCK * error, largest)
+
+    def stage(self, run: _Run) -> Stage:
+        """Return the run's first stage over its budget, or else the one nearest to it."""
+        found = []
+        for key, values in run.stages.items():
+            errors, budget = _errors(values, self.truth[key]), self.budgets[key]
+            over = (errors > budget).nonzero()
+            at = int(over[0]) if len(over) else int(errors.argmax())
+            layer, name = key
+            position = at if layer is not None else at + self.prompt_tokens - 1
+            found.append(
+                Stage(
+                    error=float(errors[at]),
+                    budget=budget,
+                    naive_error=self.naive_errors[key],
+                    step=max(0, position - self.prompt_tokens + 1),
+                    position=position,
+                    layer=layer,
+                    name=name,
+                )
+            )
+        failed = [stage for stage in found if not stage.passed]
+        if failed:
+            return min(failed, key=lambda stage: stage.step)  # of a step the first that is computed
+        return max(found, key=lambda stage: stage.nearness)
+
+
+def _stages(cache: KVCache | None, length: int, logits: Tensor) -> dict[Key, Tensor]:
+    """Return what each stage made, (positions, ...), in the order of computation."""
+    stages: dict[Key, Tensor] = {}
+    for layer, (keys, values, _) in enumerate(cache.layers if cache else []):
+        stages[layer, "keys"], stages[layer, "values"] = keys[0, :length], values[0, :length]
+    return stages | {(None, "logits"): logits}
+
+
+def _whole(model: GPT2, tokens: list[int], steps: int) -> dict[Key, Tensor]:
+    """Run the modules once over a whole text; the last `steps` positions have logits."""
+    model = model.with_attention(unregistered(naive_attention))
+    cache = KVCache.allocate(model, 1, len(tokens))
+    ids = torch.tensor([tokens], device=model.device)
+    logits = model(ids, cache=cache, logits_to_keep=steps)[0]
+    return _stages(cache, len(tokens), logits)
+
+
+def _errors(values: Tensor, right: Tensor) -> Tensor:
+    """Return max|values - right| of each position, infinite where it is not finite."""
+    errors = (values.double() - right.double()).abs().flatten(1).amax(1)
+    return errors.nan_to_num(nan=math.inf)

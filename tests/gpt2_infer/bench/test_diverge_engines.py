@@ -1,0 +1,213 @@
+"""diverge_engines() names the step, layer and stage in which an engine goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from gpt2_infer import GPT2, RequestError
+from gpt2_infer.bench import diverge_engines as module
+from gpt2_infer.bench.diverge_engines import diverge_engines
+from gpt2_infer.engines import fused, make_engine
+from gpt2_infer.engines.cached import Cached
+from gpt2_infer.engines.fused import Fused, Shape
+from tests.conftest import rewrite
+from tests.gpt2_infer.cli.program import run
+from tests.gpt2_infer.engines.test_fused import BLOCKS, random_model
+
+PROMPT = [449, 1973, 355, 751, 258]
+DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "4", "--prompt", "Once upon"]
+
+
+class BrokenLater(Cached):
+    """Another model's weights from a step on."""
+
+    other: GPT2
+    since = 3
+
+    def step(self, index: int) -> None:
+        if index >= self.since:
+            self.model = self.other
+        super().step(index)
+
+
+@pytest.fixture
+def break_second(monkeypatch):
+    """break_second(change): the second engine decodes with a model that went through `change`."""
+
+    def break_second(change, engine=BrokenLater):
+        calls = iter(range(2))
+
+        def make(model, request):
+            if next(calls) == 0:
+                return make_engine(model, request)
+            broken = engine(model, request, "eager")
+            broken.other = copy.deepcopy(model)
+            change(broken.other)
+            return broken
+
+        monkeypatch.setattr(module, "make_engine", make)
+
+    return break_second
+
+
+def compare(model, **options):
+    return diverge_engines(model, "eager", "eager", PROMPT, **{"max_new_tokens": 6, **options})
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "name"),
+    [
+        ("h.2.mlp.c_proj.bias", 3, "keys"),  # a layer's output is what the next one's keys see
+        ("h.2.attn.c_attn.bias", 2, "keys"),
+        ("h.5.mlp.c_proj.bias", None, "logits"),
+        ("ln_f.bias", None, "logits"),
+    ],
+)
+def test_step_layer_and_stage_of_a_wrong_weight_are_named(demo, break_second, path, layer, name):
+    break_second(lambda model: model.get_parameter(path)[::3].add_(0.1))
+    result = compare(demo)
+    stage = result.b.stage
+    assert (stage.step, stage.layer, stage.name) == (3, layer, name)
+    assert stage.position == len(PROMPT) + 2
+    assert stage.error > stage.budget
+    assert result.verdict == "bug in B"
+    assert result.position == len(PROMPT) + 3
+    assert not result.a.faults
+    assert result.a.margin > 0
+    assert "bug in B: eager" in str(result)
+
+
+def test_values_are_compared_as_well_as_keys(demo, break_second):
+    width = demo.config.n_embd
+    break_second(lambda model: model.h[4].attn.c_attn.bias[2 * width :].add_(0.05))
+    stage = compare(demo).b.stage
+    assert (stage.step, stage.layer, stage.name) == (3, 4, "values")
+
+
+def test_a_flip_does_not_spread(demo, break_second):
+    """One step with other weights: the steps after it are right, as both are fed one token."""
+
+    class BrokenOnce(BrokenLater):
+        def step(self, index: int) -> None:
+            right = self.model
+            super().step(index)
+            self.model = right
+
+        def accept(self, logits):
+            super().accept(-logits if self.model is self.other else logits)
+
+    break_second(lambda model: None, BrokenOnce)
+    BrokenOnce.since = 5
+    result = compare(demo)
+    assert (result.step, result.b.stage.step, result.b.stage.name) == (5, 5, "logits")
+    assert result.a.token != result.b.token
+
+
+def test_a_token_that_its_logits_do_not_choose_is_a_fault(demo, break_second):
+    class Chooses(BrokenLater):
+        def step(self, index: int) -> None:
+            super().step(index)
+            if index == 2:
+                self.newest.add_(1)
+
+    break_second(lambda model: None, Chooses)
+    result = compare(demo)
+    assert (result.step, result.b.wrong_choice) == (2, 2)
+    assert result.b.stage.passed
+    assert "not the most likely by its own logits" in result.b.faults[0]
+    assert result.verdict == "bug in B"
+
+
+def test_logits_that_are_not_finite_are_a_bug_and_the_json_stays_json(demo, break_second):
+    break_second(lambda model: model.ln_f.bias.fill_(math.nan))
+    result = compare(demo)
+    assert (result.b.stage.error, result.b.token) == (math.inf, -1)
+    value = json.loads(json.dumps(result.to_json()), parse_constant=pytest.fail)
+    assert value["b"]["stage"]["error"] is None
+    assert value["verdict"] == "bug in B"
+
+
+@pytest.mark.parametrize("mode", ["kv-cache", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_is_equal_to_itself(dtype, mode):
+    model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
+    result = compare(model, mode=mode)
+    assert (result.verdict, result.step) == ("equal", None)
+    assert result.a == result.b
+    assert 0 < result.a.stage.error < result.a.stage.budget
+
+
+def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):
+    folder, _ = save_checkpoint(reorder_and_upcast_attn=True, n_layer=3)
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=4)
+    assert result.passed
+    assert 0 < result.a.stage.naive_error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "name"),
+    [(None, None, None), ("h.1.attn.c_attn.bias", 1, "keys"), ("ln_f.bias", None, "logits")],
+)
+def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, break_second):
+    class EmulatedFused(Fused):
+        def prepare_decode(self):
+            right, self.model = self.model, self.other
+            super().prepare_decode()
+            self.model = right
+
+    model = random_model(torch.float32)
+    shape = Shape(model.config, torch.float32, 1, BLOCKS, 227 * 1024)
+    monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
+    break_second(lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused)
+    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3)
+    assert result.passed == (path is None)
+    if path:
+        stage = result.b.stage
+        assert (stage.step, stage.layer, stage.name) == (1, layer, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("engine", "mode"), [("graph", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")]
+)
+def test_engines_on_a_gpu_part_by_rounding_alone(engine, mode, dtype):
+    model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
+    result = diverge_engines(model, "eager", engine, PROMPT, max_new_tokens=100, mode=mode)
+    assert result.passed, str(result)
+
+
+def test_no_budget_no_verdict(save_checkpoint):
+    folder, _ = save_checkpoint()
+    rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
+    with pytest.raises(RequestError, match="only zeros in the keys"):
+        compare(GPT2.from_pretrained(str(folder), device="cpu"))
+
+
+def test_the_command(capsys):
+    status, out, err = run(capsys, "diverge", "eager", "eager", "--kv-cache", *DEMO)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == "equal"
+    status, out, _ = run(capsys, "diverge", "eager", "eager", "--json", *DEMO)
+    assert status == 0
+    assert json.loads(out)["mode"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eager", "NAIVE_PYTORCH"], "eager is an engine: diverge compares two of a kind"),
+        (["eager", "graph"], "the graph engine does not support this: it needs a CUDA device"),
+        (["eager", "eager", "--max-new-tokens", "2000"], "this model has 1024 positions"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, capsys):
+    status, out, err = run(capsys, "diverge", *DEMO, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
