@@ -327,6 +327,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     assert out.endswith("FAILED\n")
 
 
+@pytest.mark.slow
 def test_a_child_that_does_not_begin_is_no_kernels_fault(monkeypatch, capfd):
     monkeypatch.setattr("attention_kernels.isolation._send_report", os._exit)  # a TypeError
     with pytest.raises(
@@ -362,7 +363,12 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
             0,
             r"  nvcc: compiles for sm_90, \d+ (to \d+ )?registers, (no|up to \d+ bytes of) spills",
         ),
-        ("--no-such-flag ", 1, "  FAILED: nvcc does not compile it for sm_90: nvcc fatal.*no-such"),
+        pytest.param(
+            "--no-such-flag ",
+            1,
+            "  FAILED: nvcc does not compile it for sm_90: nvcc fatal.*no-such",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_passes_emulated_must_compile_with_nvcc(

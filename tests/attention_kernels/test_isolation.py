@@ -57,6 +57,7 @@ def test_a_plug_in_that_does_not_return(does, reported, tmp_path, monkeypatch, c
     assert not report.passed
 
 
+@pytest.mark.slow
 def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     def wrong(q, k, v, softmax_scale, is_causal):
         return naive_attention(q, k, v, softmax_scale, is_causal) + 1

@@ -52,7 +52,9 @@ def test_greedy_tokens_equal_transformers_generate(backend, mode, expected, demo
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 50, 0.95, seed=3)])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.9, 50, 0.95, seed=3)]
+)
 def test_a_batch_equals_its_members_alone(sampling, mode, device):
     model = GPT2.from_pretrained("demo", device=device)
     together = generate(model, PROMPTS, max_new_tokens=16, mode=mode, sampling=sampling)
@@ -171,7 +173,9 @@ def test_one_stop_string_need_not_be_in_a_list(demo):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_half_precision_generates_text_of_the_same_kind(dtype, mode, demo):
     model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
     result, reference = (generate(m, PROMPTS, max_new_tokens=1, mode=mode) for m in (model, demo))

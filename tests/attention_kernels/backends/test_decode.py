@@ -15,10 +15,15 @@ from tests.attention_kernels.backends.test_cuda import FUSED_FLAGS, FUSES, spec_
 from tests.conftest import DEVICES, usable
 
 NAMES = [*ladder.versions("decode")]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-for_every_version = pytest.mark.parametrize("name", NAMES)
-for_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+for_every_version = pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+)
+for_every_dtype = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
+    ids=str,
+)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 

@@ -44,6 +44,7 @@ def test_the_last_version_of_a_ladder_on_later_architectures(version):
     assert version.op in resources.format_table(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_an_unknown_architecture_is_the_compilers_error():
     with pytest.raises(BuildError, match="Unsupported gpu architecture 'compute_99'"):

@@ -48,6 +48,7 @@ def test_dir_lists_the_public_names():
     assert {*gpt2_infer.__all__} <= {*dir(gpt2_infer)}
 
 
+@pytest.mark.slow
 def test_python_dash_m_is_the_same_program():
     done = subprocess.run(
         [sys.executable, "-m", "gpt2_infer", "--prompt-file", "/nope"],
