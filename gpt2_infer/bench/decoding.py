@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import DecodeCell, DecodeSeries, DecodeTiming
-from gpt2_infer.bench.timing import RejectedError, device_seconds, interleave
+from gpt2_infer.bench.timing import RejectedError, interleave
 from gpt2_infer.bench.transformers import PROMPT, reference_of
+from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import EngineName
 from gpt2_infer.errors import RequestError
@@ -25,7 +26,6 @@ from gpt2_infer.model import GPT2, KVCache
 POSITION_STEP = 64  # tokens between two marks of a text
 TRANSFORMERS = "transformers, static cache, compiled"
 RECIPE = "gpt-fast recipe"
-READ_BYTES = 4 * 2**30
 
 Run = Callable[[], tuple[list[list[int]], list[float]]]
 """Writes the text; returns its tokens and the seconds since the start at each mark."""
@@ -52,9 +52,8 @@ def compare_decoding(
     if not torch.cuda.is_available():
         raise RequestError("decoding is compared on a CUDA device")
     provenance = environment.provenance()
-    read = torch.empty(READ_BYTES // 4, device="cuda").normal_()
-    seconds = min(device_seconds(read.sum) for _ in range(20))
-    del read
+    read_gb_s = read_bandwidth(torch.device("cuda"), 4 * 2**30)
+    torch.cuda.empty_cache()
     series = []
     for name in models:
         for dtype in dtypes:
@@ -71,7 +70,7 @@ def compare_decoding(
         task=task,
         provenance=provenance,
         rounds=rounds,
-        read_gb_s=round(READ_BYTES / seconds / 1e9, 1),
+        read_gb_s=round(read_gb_s, 1),
         series=series,
     )
     if out:

@@ -22,7 +22,7 @@ import torch
 from attention_kernels import BackendSpec
 from attention_kernels.ladder import build, compilers
 from gpt2_infer.bench.results import Gpu, Provenance
-from gpt2_infer.bench.timing import device_seconds
+from gpt2_infer.device_time import device_seconds
 
 _ROOT = Path(__file__).parents[2]
 _SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")

@@ -15,13 +15,8 @@ from attention_kernels.conformance import KERNEL_ERRORS, Case, describe_error
 from attention_kernels.reference import check_precision
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.results import BASELINE, KernelCell, KernelSeries, KernelTiming
-from gpt2_infer.bench.timing import (
-    Contender,
-    Progress,
-    RejectedError,
-    device_seconds,
-    time_cells,
-)
+from gpt2_infer.bench.timing import Contender, Progress, RejectedError, time_cells
+from gpt2_infer.device_time import device_seconds
 
 MIN_ROTATED_BYTES = 96 * 2**20
 MIN_CALLS = 5

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import torch
 from tqdm import tqdm
 
 from gpt2_infer.bench.results import Provenance, ResultsError, Sampled
@@ -69,16 +68,6 @@ def interleave(
                 if index >= 0:
                     figures[name].append(figure)
     return {**figures, **rejected}
-
-
-def device_seconds(work: Callable[[], Any]) -> float:
-    """Time on the GPU what work() launches, between two events of its stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def time_cells(

@@ -7,6 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from gpt2_infer.generation import Generation
     from gpt2_infer.model import GPT2
 
@@ -57,8 +59,11 @@ def make_report(
         if len(result.intervals_s) > 1:
             at = statistics.quantiles(result.intervals_s, n=100, method="inclusive")
             report |= {"interval_p50_s": round(at[49], 6), "interval_p99_s": round(at[98], 6)}
-        if result.mode == "kv-cache" and result.intervals_s:
-            report["weights_gb_s"] = round(model.step_bytes / report["interval_p50_s"] / 1e9, 1)
+            if result.mode == "kv-cache":
+                report["step_bytes"] = model.step_bytes
+                report["weights_gb_s"] = round(model.step_bytes / at[49] / 1e9, 1)
+                if model.device.type == "cuda":
+                    report["read_gb_s"] = _read_gb_s(model.device)
     return report | {"peak_memory_bytes": memory}
 
 
@@ -106,6 +111,30 @@ def format_report(report: dict[str, Any]) -> str:
             p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
             lines["between tokens"] = f"{p50:.3f} ms in half of the cases, {p99:.3f} ms in 99 %"
         if "weights_gb_s" in report:
-            lines["weights"] = f"read at {report['weights_gb_s']:.0f} GB/s, once per step"
+            lines["weights"] = _weights(report)
     lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
     return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
+
+
+def _read_gb_s(device: torch.device) -> float | None:
+    """Measure how fast the GPU reads; None if there is no room for what is to be read."""
+    import torch
+
+    from gpt2_infer.device_time import read_bandwidth
+
+    try:
+        return round(read_bandwidth(device), 1)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _weights(report: dict[str, Any]) -> str:
+    """Say how fast they are read and how fast they could be."""
+    speed = report["weights_gb_s"]
+    text = f"{report['step_bytes'] / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
+    if "read_gb_s" not in report:  # on a CPU its caches may be faster than its memory
+        return text
+    if report["read_gb_s"] is None:
+        return f"{text}; no memory was left to measure what the GPU can"
+    most = report["read_gb_s"]
+    return f"{text}, {100 * speed / most:.0f} % of the {most:.0f} GB/s that were measured"

@@ -12,6 +12,7 @@ import torch
 from attention_kernels import get_backend
 from attention_kernels.ladder import header
 from gpt2_infer import Sampling
+from gpt2_infer.cli.report import format_report
 from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
 
@@ -51,6 +52,36 @@ def test_json_for_machines(capsys):
     assert value["report"]["decode_attention"] == "PYTORCH_SDPA_FLASH_ATTENTION"
     assert value["report"]["mode"] == "kv-cache"
     assert value["report"]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("tokens", ["1", "2", "3"])
+def test_a_text_of_few_tokens_has_a_report(capsys, tokens):
+    arguments = ["--model", "demo", "--device", "cpu", "--kv-cache", "--max-new-tokens", tokens]
+    status, _, err = run(capsys, *arguments)
+    assert status == 0
+    assert f"new tokens  {tokens}, ended by length" in err
+
+
+def test_the_report_tells_the_distance_to_the_bandwidth(capsys, demo):
+    _, out, _ = run(capsys, *DEMO, "--json", "--kv-cache")
+    report = json.loads(out)["report"]
+    weights = sum(p.nbytes for p in demo.parameters()) - demo.wpe.weight.nbytes
+    assert report["step_bytes"] == weights
+    speed = report["weights_gb_s"]
+    assert speed == pytest.approx(weights / report["interval_p50_s"] / 1e9, rel=0.01, abs=0.1)
+    assert "read_gb_s" not in report  # a CPU's caches may be faster than its memory
+    line = f"weights  {weights / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
+    assert f"{line}\n" in format_report(report)
+    assert f"{line}, 50 % of the " in format_report(report | {"read_gb_s": 2 * speed})
+    assert f"{line}; no memory was left" in format_report(report | {"read_gb_s": None})
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_bandwidth_is_measured(capsys):
+    arguments = ["--model", "demo", "--device", "cuda", "--kv-cache", "--json"]
+    _, out, _ = run(capsys, *arguments, "--max-new-tokens", "8")
+    report = json.loads(out)["report"]
+    assert report["read_gb_s"] > report["weights_gb_s"] > 0
 
 
 def test_prompts_from_files_and_standard_input(capsys, tmp_path, monkeypatch):
