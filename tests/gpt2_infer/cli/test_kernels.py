@@ -1,23 +1,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
-from attention_kernels import ladder
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import compilers, header, register_ladder
 from gpt2_infer.cli import main
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
-def test_one_ladder_is_shown(capsys):
+def test_one_ladder_is_shown(capsys, tmp_path, clean_registry):
+    for file in ("fp32/v01_naive_flash.cu", "fp32/v02_padded_k.cu", "fa1/v06_cpu.cu"):
+        shutil.copy(header.CSRC / file, tmp_path)
+    register_ladder(tmp_path, family="mine", op_prefix="mine_", name=lambda file: file.stem.upper())
     only = ["--arch", "90", "--head-dim", "64"]
-    assert main(["kernels", *only, "--json", "--family", "decode"]) == 0
+    assert main(["kernels", *only, "--json", "--family", "mine"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert {row["version"] for row in rows} == {
-        version.op for version in ladder.versions("decode").values()
-    }
+    assert [row["version"] for row in rows] == ["mine_v01", "mine_v02"]  # v06 is host code
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
     assert main(["kernels", "--family", "fp16"]) == 2
     assert "there is no ladder fp16: there are fp32, " in capsys.readouterr().err
