@@ -207,8 +207,7 @@ class _Run:
                 logits = engine.fused_step.logits
             self.logits[step] = logits[0]
             token = int(engine.newest[0])
-            right = int(Sampling().choose(logits, engine.newest)[0])
-            if token != right and self.wrong_choice is None:
+            if self.wrong_choice is None and logits[0, token] < logits.max():
                 self.wrong_choice = step
             self.chosen.append(token)
             self.fed.append(fed[step] if fed else max(token, 0))
