@@ -64,6 +64,32 @@ cudaError_t launch_cooperative(void (*kernel)(Parameters...), dim3 grid, dim3 bl
   return launched;
 }
 
+// The same, for a kernel that may start before the one ahead of it in the stream has ended: it calls
+// ptx::wait_for_previous(). Before compute capability 9.0 it starts as any other.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
+                         cudaStream_t stream, Arguments... arguments) {
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
+  int device = 0, major = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 #endif  // ATTENTION_EMULATOR
 
 // The version file defines these two.

@@ -84,6 +84,20 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
+// Of kernels that launch_early() launched. The next one in the stream may start once all blocks of
+// this one have called allow_next(). wait_for_previous() returns when the kernels ahead have ended
+// and what they wrote can be read.
+inline __device__ void allow_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+inline __device__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace attention::ptx
 
 #endif  // ATTENTION_EMULATOR

@@ -424,6 +424,12 @@ cudaError_t launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t smem_byt
 }
 
 template <typename Kernel, typename... Arguments>
+cudaError_t launch_early(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
+                         cudaStream_t stream, Arguments... arguments) {
+  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
+}
+
+template <typename Kernel, typename... Arguments>
 cudaError_t launch_cooperative(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
                                cudaStream_t /*stream*/, Arguments... arguments) {
   return launch_emulated(true, kernel, grid, block, smem_bytes, arguments...);

@@ -1,0 +1,397 @@
+// v01 - a float32 matrix product with what surrounds it
+//
+// Change: the first of its kind. The slabs of K of all tiles of the product stand in one row, which
+//         is cut into equal parts, one per block. A block that has all slabs of a tile finishes it
+//         where it is, in registers: bias, then GELU or the residual. What others have of a tile
+//         goes to the workspace; a second kernel adds it up, finishes it, and applies the LayerNorm
+//         that comes next.
+// Why:    at a few hundred rows there are fewer tiles than a GPU has multiprocessors, or a few more.
+//         Equal parts keep all of them busy, whatever the shape, and an 8 x 8 tile per thread
+//         reads shared memory least. A pass of its own for the bias, GELU, the residual or
+//         LayerNorm takes longer to start than to run.
+// Cost:   a tile that is cut is written and read once more per part. How a row is rounded depends
+//         on where its tile is cut, so on the number of rows.
+// Tile:   32 x 64 per warp, 8 x 8 per thread; 1 to 8 warps side by side, or in K, are a block's
+// Layout: contiguous
+// Role:   struct
+// Flags:  (none)
+// Expect: arithmetic is the limit from 256 rows on: of the inner loop's instructions on sm_90, 85 to
+//         89 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
+//
+// Sums are in float32 in a fixed order: over k in a warp, over the warps of a block, over the parts
+// of a tile. No result depends on timing.
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+// nvcc's header and, for the CPU, emulator/cuda_pipeline.h.
+#include <cuda_pipeline.h>
+
+namespace attention {
+
+enum Mode { kBias, kGelu, kResidual };
+
+// As product.py's Params. Matrices are row-major; all but x begin at multiples of 16 bytes.
+struct StructParams {
+  const float* x;          // (m, k)
+  const float* weight;     // (k, n); like the vectors, not written by the work just before
+  const float* bias;       // (n)
+  float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
+  float* residual;         // (m, n): kResidual adds to it
+  const float* ln_weight;  // (n); null: no LayerNorm
+  const float* ln_bias;    // (n)
+  float* workspace;        // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
+  int m, n, k;
+  int mode;
+  float epsilon;
+  int tile;      // of launch()'s list
+  int blocks;    // from 1 to tiles * slabs
+  int is_early;  // starts before the kernel ahead of it has ended
+};
+using ProductParams = StructParams;
+
+namespace {
+
+constexpr int kThreadM = 8;
+constexpr int kThreadN = 8;
+constexpr int kWarpM = 4 * kThreadM;
+constexpr int kWarpN = 8 * kThreadN;
+constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
+constexpr unsigned kWarp = 0xffffffff;
+
+// kWarpsM x kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
+template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
+struct Tile {
+  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
+  static constexpr int kBlockK = kBlockK_;      // of a slab
+  static constexpr int kStages = kStages_;      // slabs in shared memory
+  static constexpr int kResident = kResident_;  // blocks per multiprocessor
+  static constexpr int kBlockM = kWarpsM * kWarpM;
+  static constexpr int kBlockN = kWarpsN * kWarpN;
+  static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kWarpK = kBlockK / kWarpsK;
+  // X is transposed on its way to shared memory: a warp copies 8 k of 4 rows at once, and 4 floats
+  // of padding per k take them to 32 banks.
+  static constexpr int kStrideX = kBlockM + 4;
+  static constexpr int kStageFloats = kBlockK * (kStrideX + kBlockN);
+  static constexpr int kSumFloats = kWarpsK * kBlockM * kBlockN;
+  static constexpr int kSmemFloats =
+      kStages * kStageFloats > kSumFloats ? kStages * kStageFloats : kSumFloats;
+  static_assert(kWarpK % 2 == 0, "fragments take turns in two sets of registers");
+  static_assert(kBlockM % (4 * kWarps) == 0, "all threads copy as many rows of X");
+  static_assert(kThreads % (kBlockN / 4) == 0, "a thread copies one chunk of columns of W");
+};
+
+// Slabs stand in a row: those of tile 0, of tile 1, ... Tiles of the same columns follow each other,
+// so that blocks that run at the same time read the same weights.
+struct Slabs {
+  int all, per_tile, blocks, tiles_m;
+
+  __device__ Slabs(const ProductParams& p, int block_m, int block_n, int block_k)
+      : per_tile(p.k / block_k), blocks(p.blocks), tiles_m((p.m + block_m - 1) / block_m) {
+    all = tiles_m * (p.n / block_n) * per_tile;
+  }
+  __device__ int first_of(int block) const {
+    return static_cast<int>(static_cast<int64_t>(all) * block / blocks);
+  }
+  __device__ int block_of(int slab) const {
+    return static_cast<int>((static_cast<int64_t>(slab + 1) * blocks - 1) / all);
+  }
+};
+
+__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+__device__ inline float4 operator+(float4 a, float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+__device__ inline float gelu(float x) {
+  constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
+  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
+  const float u = kRoot * (x + 0.044715f * x * x * x);
+  return x / (1.0f + expf(-2.0f * u));
+}
+
+// What becomes of four sums once they are whole.
+__device__ inline float4 finish_chunk(const ProductParams& p, int row, int column, float4 sum) {
+  const int64_t at = static_cast<int64_t>(row) * p.n + column;
+  float4 v = sum + load4(p.bias + column);
+  if (p.mode == kResidual) {
+    v = v + load4(p.residual + at);
+    store4(p.residual + at, v);
+    return v;
+  }
+  if (p.mode == kGelu) v = {gelu(v.x), gelu(v.y), gelu(v.z), gelu(v.w)};
+  store4(p.y + at, v);
+  return v;
+}
+
+// Copies slabs of one tile to shared memory.
+template <typename T>
+struct Copier {
+  static constexpr int kRowsX = 4 * T::kWarps;  // that the block copies at once, 8 k of each
+  static constexpr int kRowsW = T::kThreads / (T::kBlockN / 4);
+
+  const char *x, *w;       // this thread's first bytes of the next slab
+  int64_t step_x, step_w;  // bytes between its rows
+  int64_t next_x;          // bytes from its row after the last to the next slab
+  int rows_x;              // that X has from its first: the others' sums are not stored
+  int to_x, to_w;          // floats in a stage
+
+  __device__ Copier(const ProductParams& p, int m0, int n0, int k0) {
+    const int k = threadIdx.x % 8, row = threadIdx.x / 8;
+    x = reinterpret_cast<const char*>(p.x + static_cast<int64_t>(m0 + row) * p.k + k0 + k);
+    step_x = static_cast<int64_t>(sizeof(float)) * kRowsX * p.k;
+    next_x = static_cast<int64_t>(sizeof(float)) * (T::kBlockK - T::kBlockM * p.k);
+    rows_x = p.m - m0 - row;
+    to_x = k * T::kStrideX + row;
+    const int column = threadIdx.x % (T::kBlockN / 4) * 4;
+    const int row_w = threadIdx.x / (T::kBlockN / 4);
+    w = reinterpret_cast<const char*>(p.weight + static_cast<int64_t>(k0 + row_w) * p.n + n0 +
+                                      column);
+    step_w = static_cast<int64_t>(sizeof(float)) * kRowsW * p.n;
+    to_w = T::kBlockK * T::kStrideX + row_w * T::kBlockN + column;
+  }
+
+  __device__ void copy_x(float* stage) {
+#pragma unroll
+    for (int row = 0; row < T::kBlockM; row += kRowsX, x += step_x) {
+      if (row >= rows_x) continue;
+#pragma unroll
+      for (int k = 0; k < T::kBlockK; k += 8)
+        __pipeline_memcpy_async(stage + to_x + k * T::kStrideX + row, x + sizeof(float) * k, 4);
+    }
+    x += next_x;
+  }
+
+  __device__ void copy_w(float* stage) {
+#pragma unroll
+    for (int row = 0; row < T::kBlockK; row += kRowsW, w += step_w)
+      __pipeline_memcpy_async(stage + to_w + row * T::kBlockN, w, 16);
+  }
+};
+
+template <typename T>
+__global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductParams p) {
+  ptx::allow_next();
+  ATTENTION_DYNAMIC_SHARED(float, smem);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_k = warp / (T::kWarpsM * T::kWarpsN);
+  const int warp_m = warp / T::kWarpsN % T::kWarpsM * kWarpM;
+  const int warp_n = warp % T::kWarpsN * kWarpN;
+  // Neighbours in the lowest bit read the same rows, in the next the same columns: a quarter of a
+  // warp that reads 16 bytes per lane then takes few words of either.
+  const int thread_m = (lane >> 1 & 1) | (lane >> 4) << 1;
+  const int thread_n = (lane & 1) | (lane >> 2 & 3) << 1;
+  const float* const s_x = smem + warp_k * T::kWarpK * T::kStrideX + warp_m + 4 * thread_m;
+  const float* const s_w =
+      smem + T::kBlockK * T::kStrideX + warp_k * T::kWarpK * T::kBlockN + warp_n + 4 * thread_n;
+
+  const Slabs slabs(p, T::kBlockM, T::kBlockN, T::kBlockK);
+  const int end = slabs.first_of(blockIdx.x + 1);
+  int count;
+  for (int slab = slabs.first_of(blockIdx.x); slab < end; slab += count) {
+    const int tile = slab / slabs.per_tile, first = slab % slabs.per_tile;
+    count = min(end - slab, slabs.per_tile - first);
+    const int m0 = tile % slabs.tiles_m * T::kBlockM;
+    const int n0 = tile / slabs.tiles_m * T::kBlockN;
+
+    Copier<T> copier(p, m0, n0, first * T::kBlockK);
+#pragma unroll
+    for (int s = 0; s < T::kStages - 1; ++s)
+      if (s < count) copier.copy_w(smem + s * T::kStageFloats);
+    ptx::wait_for_previous();  // weights are there before; all else may come from it
+#pragma unroll
+    for (int s = 0; s < T::kStages - 1; ++s) {
+      if (s < count) copier.copy_x(smem + s * T::kStageFloats);
+      __pipeline_commit();
+    }
+
+    float sums[kThreadM][kThreadN] = {};
+    float a[2][kThreadM], b[2][kThreadN];  // one is multiplied while the other is loaded
+    const auto load_fragments = [&](int to, int stage, int k) {
+      const float* const from_x = s_x + stage + k * T::kStrideX;
+      const float* const from_w = s_w + stage + k * T::kBlockN;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 va = load4(from_x + half * kWarpM / 2);
+        const float4 vb = load4(from_w + half * kWarpN / 2);
+        a[to][4 * half] = va.x, a[to][4 * half + 1] = va.y;
+        a[to][4 * half + 2] = va.z, a[to][4 * half + 3] = va.w;
+        b[to][4 * half] = vb.x, b[to][4 * half + 1] = vb.y;
+        b[to][4 * half + 2] = vb.z, b[to][4 * half + 3] = vb.w;
+      }
+    };
+
+    __pipeline_wait_prior(T::kStages - 2);
+    __syncthreads();
+    load_fragments(0, 0, 0);
+    const auto next = [](int stage) {
+      return stage == (T::kStages - 1) * T::kStageFloats ? 0 : stage + T::kStageFloats;
+    };
+    int stage = 0, free = (T::kStages - 1) * T::kStageFloats;
+    for (int s = 0; s < count; ++s) {
+#pragma unroll
+      for (int k = 0; k < T::kWarpK; ++k) {
+        if (k + 1 < T::kWarpK) {
+          load_fragments((k + 1) % 2, stage, k + 1);
+        } else {
+          // The next slab is there for all, and nobody reads this one any more. After the last
+          // slab nobody uses what is loaded.
+          stage = next(stage);
+          __pipeline_wait_prior(T::kStages - 2);
+          __syncthreads();
+          load_fragments(0, stage, 0);
+        }
+        if (k == 0) {
+          if (s + T::kStages - 1 < count) {
+            copier.copy_x(smem + free);
+            copier.copy_w(smem + free);
+          }
+          __pipeline_commit();
+          free = next(free);
+        }
+#pragma unroll
+        for (int i = 0; i < kThreadM; ++i) {
+#pragma unroll
+          for (int j = 0; j < kThreadN; ++j) sums[i][j] += a[k % 2][i] * b[k % 2][j];
+        }
+      }
+    }
+
+    // The groups of warps add up their sums, each a part of the tile: in shared memory, where a
+    // thread can count through its chunks. Chunk i: half i % 2 of the columns, row i / 2 of its 8.
+    __syncthreads();  // the loads that nobody uses read there
+    constexpr int kGroup = T::kBlockM * T::kBlockN;
+    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * kWarpM * kWarpN + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const float* const v = sums[i / 2] + i % 2 * 4;
+      store4(s_sums + warp_k * kGroup + i * 128, {v[0], v[1], v[2], v[3]});
+    }
+    __syncthreads();
+    // The block's and the tile's number grow one at a time, so their sum is the part's number.
+    float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * kGroup;
+    constexpr int kShare = kChunks / T::kWarpsK;
+#pragma unroll 4
+    for (int i = warp_k * kShare; i < (warp_k + 1) * kShare; ++i) {
+      float4 sum = load4(s_sums + i * 128);
+#pragma unroll
+      for (int group = 1; group < T::kWarpsK; ++group)
+        sum = sum + load4(s_sums + group * kGroup + i * 128);
+      const int row = warp_m + i / 8 * (kWarpM / 2) + 4 * thread_m + i / 2 % 4;
+      const int column = warp_n + i % 2 * (kWarpN / 2) + 4 * thread_n;
+      if (m0 + row >= p.m) continue;
+      if (count == slabs.per_tile) {
+        finish_chunk(p, m0 + row, n0 + column, sum);
+      } else {
+        store4(part + row * T::kBlockN + column, sum);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+__device__ inline float block_sum(float value, float* warps) {
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
+  return sum;
+}
+
+// Adds up and finishes the tiles that were cut. A row is blockIdx.y, a chunk of four columns a
+// thread's; with a LayerNorm, one block has the row.
+__global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
+  __shared__ float warps[2][32];
+  ptx::allow_next();
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+  const bool is_here = column < p.n;
+  const Slabs slabs(p, block_m, block_n, block_k);
+  const int tile = row / block_m + column / block_n * slabs.tiles_m;
+  int block = 0, last = 0;
+  if (is_here) {
+    const int slab = tile * slabs.per_tile;
+    block = slabs.block_of(slab), last = slabs.block_of(slab + slabs.per_tile - 1);
+  }
+  const float* const at =
+      p.workspace + static_cast<int64_t>(row % block_m) * block_n + column % block_n;
+  const int64_t part = static_cast<int64_t>(block_m) * block_n;
+  ptx::wait_for_previous();
+  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (block < last) {
+    v = load4(at + (block + tile) * part);
+#pragma unroll 4
+    for (++block; block <= last; ++block) v = v + load4(at + (block + tile) * part);
+    v = finish_chunk(p, row, column, v);
+  } else if (is_here && p.mode == kResidual) {
+    v = load4(p.residual + static_cast<int64_t>(row) * p.n + column);
+  }
+  if (p.ln_weight == nullptr) return;
+
+  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / p.n;
+  v = v + float4{-mean, -mean, -mean, -mean};
+  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
+  const float scale = rsqrtf(block_sum(square, warps[1]) / p.n + p.epsilon);
+  if (!is_here) return;
+  const float4 weight = load4(p.ln_weight + column), bias = load4(p.ln_bias + column);
+  store4(p.y + static_cast<int64_t>(row) * p.n + column,
+         {v.x * scale * weight.x + bias.x, v.y * scale * weight.y + bias.y,
+          v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w});
+}
+
+template <typename T>
+cudaError_t launch_tile(const ProductParams& p, cudaStream_t stream) {
+  if (p.m < 1 || p.n % T::kBlockN != 0 || p.k % T::kBlockK != 0) return cudaErrorInvalidValue;
+  const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
+  if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
+  if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
+  const auto run = [&](auto kernel, dim3 grid, int threads, size_t bytes, auto... arguments) {
+    return p.is_early ? launch_early(kernel, grid, dim3(threads), bytes, stream, arguments...)
+                      : launch_kernel(kernel, grid, dim3(threads), bytes, stream, arguments...);
+  };
+  const cudaError_t error =
+      run(product<T>, dim3(p.blocks), T::kThreads, sizeof(float) * T::kSmemFloats, p);
+  const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles
+  if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
+  const int row = ceil_div(p.n / 4, 32) * 32;
+  const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
+  return run(finish, dim3(ceil_div(row, threads), p.m), threads, 0, p, T::kBlockM, T::kBlockN,
+             T::kBlockK);
+}
+
+}  // namespace
+
+namespace ATTENTION_VERSION {
+
+int64_t scratch_floats(const ProductParams&) { return 0; }
+
+cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
+  switch (params.tile) {  // as product.py's TILES
+    case 0:
+      return launch_tile<Tile<4, 2, 1, 16, 4, 2>>(params, stream);
+    case 1:
+      return launch_tile<Tile<4, 1, 1, 16, 4, 4>>(params, stream);
+    case 2:
+      return launch_tile<Tile<2, 2, 1, 16, 4, 4>>(params, stream);
+    case 3:
+      return launch_tile<Tile<2, 1, 2, 32, 3, 4>>(params, stream);
+    case 4:
+      return launch_tile<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
+    case 5:
+      return launch_tile<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
+    case 6:
+      return launch_tile<Tile<1, 1, 4, 32, 4, 4>>(params, stream);
+    case 7:
+      return launch_tile<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace ATTENTION_VERSION
+}  // namespace attention

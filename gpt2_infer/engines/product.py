@@ -1,0 +1,202 @@
+"""Matrix products in float32 with what surrounds them, of our own: csrc/v01_matrix_product.cu.
+
+At a few hundred rows, the libraries' products leave much of a GPU idle, and each bias, GELU,
+residual and LayerNorm is a kernel of its own. Here they are part of the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from attention_kernels.ladder import header
+from attention_kernels.ladder.op import load_struct_op
+
+SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
+BIAS, GELU, RESIDUAL = range(3)
+MAX_PARTS = 16  # of a tile
+EMULATED_MULTIPROCESSORS = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the product, and of K, as the kernel is compiled for it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    resident: int
+    """Blocks that a multiprocessor runs at once."""
+
+    def count(self, m: int, n: int) -> int:
+        """Return the tiles of a product of m rows and n columns."""
+        return -(-m // self.block_m) * (n // self.block_n)
+
+
+# As in the kernel's launch().
+TILES = (
+    Tile(128, 128, 16, 8, 2),
+    Tile(128, 64, 16, 4, 4),
+    Tile(64, 128, 16, 4, 4),
+    Tile(64, 64, 32, 4, 4),
+    Tile(64, 64, 32, 8, 2),
+    Tile(32, 128, 32, 4, 3),
+    Tile(32, 64, 32, 4, 4),
+    Tile(32, 64, 64, 8, 2),
+)
+
+
+class Params(ctypes.Structure):
+    """The kernel's StructParams."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "weight",
+                "bias",
+                "y",
+                "residual",
+                "ln_weight",
+                "ln_bias",
+                "workspace",
+            )
+        ),
+        ("m", ctypes.c_int),
+        ("n", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("mode", ctypes.c_int),
+        ("epsilon", ctypes.c_float),
+        ("tile", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("is_early", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut."""
+
+    tile: int
+    """Of TILES."""
+    blocks: int
+    """They share all slabs of all tiles evenly."""
+
+
+def plans(m: int, n: int, k: int, multiprocessors: int) -> list[Plan]:
+    """Return the ways to cut a product that are worth a thought.
+
+    Tiles are whole, or cut into as many parts each, or the multiprocessors have as many blocks
+    each.
+    """
+    found = []
+    for index, tile in enumerate(TILES):
+        if n % tile.block_n or k % tile.block_k:
+            continue
+        tiles, slabs = tile.count(m, n), k // tile.block_k
+        parts = {tiles * part for part in range(1, MAX_PARTS + 1)}
+        parts |= {multiprocessors * part for part in range(1, tile.resident + 1)}
+        most = tiles * min(slabs, MAX_PARTS)
+        found += [Plan(index, blocks) for blocks in sorted(parts) if blocks <= most]
+    return found
+
+
+def cost(plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """Return an estimate of a product's time in cycles of an H200; only the order matters."""
+    tile = TILES[plan.tile]
+    tiles, slabs = tile.count(m, n), k // tile.block_k
+    blocks = -(-plan.blocks // multiprocessors)  # of the busiest multiprocessor
+    warps = tile.warps * min(blocks, tile.resident)
+    issued = warps / (warps + 1.5)  # the more warps, the fewer cycles in which none can issue
+    copied = (tile.block_m + tile.block_n) * tile.block_k  # floats of a slab
+    slab = tile.block_m * tile.block_n * tile.block_k / 128 + 0.03 * copied
+    arithmetic = blocks * -(-tiles * slabs // plan.blocks) * slab / issued
+    memory = 4 * n * k / 2000
+    cache = 4 * tiles * slabs * copied / 2500
+    cycles = 1500 * -(-blocks // tile.resident) + max(arithmetic, memory, cache)
+    if tiles % plan.blocks:  # some are cut: the parts are written, and a kernel reads them
+        parts = plan.blocks + tiles
+        cycles += 1500 + 8 * parts * tile.block_m * tile.block_n / 2500
+    return cycles
+
+
+@functools.cache
+def choose(m: int, n: int, k: int, multiprocessors: int) -> Plan:
+    """Return the plan of the least cost; n is a multiple of 64, k of 32."""
+    return min(
+        plans(m, n, k, multiprocessors), key=lambda plan: cost(plan, m, n, k, multiprocessors)
+    )
+
+
+class Product:
+    """y = x W + b in float32, as Linear, with W (k, n); n is a multiple of 64, k of 32.
+
+    The weights must not be written by work that is just ahead of a product on its stream: a GPU
+    reads them before that has ended. plan: instead of the chosen one. is_early: whether the
+    product's kernels may start while the one ahead of them ends.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor, *, plan: Plan | None = None, is_early: bool = True
+    ) -> None:
+        self.weight, self.bias, self.plan, self.is_early = weight, bias, plan, is_early
+        device = weight.device
+        self._multiprocessors = EMULATED_MULTIPROCESSORS
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._multiprocessors = properties.multi_processor_count
+        version = header.parse_header(SOURCE, "matrix_product_")
+        self._op = load_struct_op(version, device.type, "the matrix product")
+
+    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
+        y = x.new_empty(x.shape[0], self.bias.shape[0])
+        self._launch(x, y, GELU if gelu else BIAS)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: nn.LayerNorm | None = None) -> Tensor:
+        """Add x W + b to residual, contiguous (m, n), in place; return it, or the norm of it."""
+        y = residual if norm is None else torch.empty_like(residual)
+        self._launch(x, y, RESIDUAL, residual, norm)
+        return y
+
+    def _launch(
+        self,
+        x: Tensor,
+        y: Tensor,
+        mode: int,
+        residual: Tensor | None = None,
+        norm: nn.LayerNorm | None = None,
+    ) -> None:
+        (m, k), n = x.shape, self.bias.shape[0]
+        plan = self.plan or choose(m, n, k, self._multiprocessors)
+        tile = TILES[plan.tile]
+        tiles = tile.count(m, n)
+        parts = plan.blocks + tiles if tiles % plan.blocks else 0
+        workspace = x.new_empty(parts * tile.block_m * tile.block_n)
+        params = Params(
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            y.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            None if norm is None else norm.weight.data_ptr(),
+            None if norm is None else norm.bias.data_ptr(),
+            workspace.data_ptr(),
+            m,
+            n,
+            k,
+            mode,
+            0.0 if norm is None else norm.eps,
+            plan.tile,
+            plan.blocks,
+            self.is_early,
+        )
+        self._op(x, torch.frombuffer(params, dtype=torch.uint8))
