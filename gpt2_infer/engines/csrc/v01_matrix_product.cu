@@ -1,22 +1,21 @@
 // v01 - a float32 matrix product with what surrounds it
 //
 // Change: the first of its kind. The slabs of K of all tiles of the product stand in one row, which
-//         is cut into equal parts, one per block. A block that has all slabs of a tile finishes it
-//         where it is, in registers: bias, then GELU or the residual. What others have of a tile
-//         goes to the workspace; a second kernel adds it up, finishes it, and applies the LayerNorm
-//         that comes next.
+//         is cut into equal parts, one per block. A block that has all slabs of a tile finishes it:
+//         bias, then GELU or the residual. Parts of a tile go to the workspace; a second kernel
+//         adds them up, finishes the tile, and applies the LayerNorm that comes next.
 // Why:    at a few hundred rows there are fewer tiles than a GPU has multiprocessors, or a few more.
-//         Equal parts keep all of them busy, whatever the shape, and an 8 x 8 tile per thread
-//         reads shared memory least. A pass of its own for the bias, GELU, the residual or
-//         LayerNorm takes longer to start than to run.
+//         Equal parts keep all of them busy, whatever the shape. A pass of its own for the bias,
+//         GELU, the residual or LayerNorm takes longer to start than to run.
 // Cost:   a tile that is cut is written and read once more per part. How a row is rounded depends
 //         on where its tile is cut, so on the number of rows.
-// Tile:   32 x 64 per warp, 8 x 8 per thread; 1 to 8 warps side by side, or in K, are a block's
+// Tile:   8 x 8 or 16 x 8 per thread, 32 or 64 x 64 per warp; a block's 4 or 8 warps are side by
+//         side or share K
 // Layout: contiguous
 // Role:   struct
 // Flags:  (none)
 // Expect: arithmetic is the limit from 256 rows on: of the inner loop's instructions on sm_90, 85 to
-//         89 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
+//         91 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
 //
 // Sums are in float32 in a fixed order: over k in a warp, over the warps of a block, over the parts
 // of a tile. No result depends on timing.
@@ -35,7 +34,7 @@ enum Mode { kBias, kGelu, kResidual };
 // As product.py's Params. Matrices are row-major; all but x begin at multiples of 16 bytes.
 struct StructParams {
   const float* x;          // (m, k)
-  const float* weight;     // (k, n); like the vectors, not written by the work just before
+  const float* weight;     // (k, n); not written by the work just ahead
   const float* bias;       // (n)
   float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
   float* residual;         // (m, n): kResidual adds to it
@@ -53,20 +52,21 @@ using ProductParams = StructParams;
 
 namespace {
 
-constexpr int kThreadM = 8;
 constexpr int kThreadN = 8;
-constexpr int kWarpM = 4 * kThreadM;
 constexpr int kWarpN = 8 * kThreadN;
-constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
 constexpr unsigned kWarp = 0xffffffff;
 
 // kWarpsM x kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
-template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
+template <int kThreadM_, int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_,
+          int kResident_>
 struct Tile {
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
-  static constexpr int kBlockK = kBlockK_;      // of a slab
-  static constexpr int kStages = kStages_;      // slabs in shared memory
-  static constexpr int kResident = kResident_;  // blocks per multiprocessor
+  static constexpr int kThreadM = kThreadM_;  // rows of a thread
+  static constexpr int kWarpM = 4 * kThreadM;
+  static constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
+  static constexpr int kBlockK = kBlockK_;                 // of a slab
+  static constexpr int kStages = kStages_;                 // slabs in shared memory
+  static constexpr int kResident = kResident_;             // blocks per multiprocessor
   static constexpr int kBlockM = kWarpsM * kWarpM;
   static constexpr int kBlockN = kWarpsN * kWarpN;
   static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
@@ -179,7 +179,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
   ATTENTION_DYNAMIC_SHARED(float, smem);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_k = warp / (T::kWarpsM * T::kWarpsN);
-  const int warp_m = warp / T::kWarpsN % T::kWarpsM * kWarpM;
+  const int warp_m = warp / T::kWarpsN % T::kWarpsM * T::kWarpM;
   const int warp_n = warp % T::kWarpsN * kWarpN;
   // Neighbours in the lowest bit read the same rows, in the next the same columns: a quarter of a
   // warp that reads 16 bytes per lane then takes few words of either.
@@ -209,19 +209,20 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
       __pipeline_commit();
     }
 
-    float sums[kThreadM][kThreadN] = {};
-    float a[2][kThreadM], b[2][kThreadN];  // one is multiplied while the other is loaded
+    float sums[T::kThreadM][kThreadN] = {};
+    float a[2][T::kThreadM], b[2][kThreadN];  // one is multiplied while the other is loaded
     const auto load_fragments = [&](int to, int stage, int k) {
       const float* const from_x = s_x + stage + k * T::kStrideX;
       const float* const from_w = s_w + stage + k * T::kBlockN;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 va = load4(from_x + half * kWarpM / 2);
-        const float4 vb = load4(from_w + half * kWarpN / 2);
-        a[to][4 * half] = va.x, a[to][4 * half + 1] = va.y;
-        a[to][4 * half + 2] = va.z, a[to][4 * half + 3] = va.w;
-        b[to][4 * half] = vb.x, b[to][4 * half + 1] = vb.y;
-        b[to][4 * half + 2] = vb.z, b[to][4 * half + 3] = vb.w;
+      for (int i = 0; i < T::kThreadM; i += 4) {
+        const float4 v = load4(from_x + 4 * i);
+        a[to][i] = v.x, a[to][i + 1] = v.y, a[to][i + 2] = v.z, a[to][i + 3] = v.w;
+      }
+#pragma unroll
+      for (int j = 0; j < kThreadN; j += 4) {
+        const float4 v = load4(from_w + 8 * j);
+        b[to][j] = v.x, b[to][j + 1] = v.y, b[to][j + 2] = v.z, b[to][j + 3] = v.w;
       }
     };
 
@@ -254,7 +255,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
           free = next(free);
         }
 #pragma unroll
-        for (int i = 0; i < kThreadM; ++i) {
+        for (int i = 0; i < T::kThreadM; ++i) {
 #pragma unroll
           for (int j = 0; j < kThreadN; ++j) sums[i][j] += a[k % 2][i] * b[k % 2][j];
         }
@@ -262,27 +263,27 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
     }
 
     // The groups of warps add up their sums, each a part of the tile: in shared memory, where a
-    // thread can count through its chunks. Chunk i: half i % 2 of the columns, row i / 2 of its 8.
+    // thread can count through its chunks. Chunk i: half i % 2 of the columns, its row i / 2.
     __syncthreads();  // the loads that nobody uses read there
     constexpr int kGroup = T::kBlockM * T::kBlockN;
-    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * kWarpM * kWarpN + 4 * lane;
+    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * T::kWarpM * kWarpN + 4 * lane;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < T::kChunks; ++i) {
       const float* const v = sums[i / 2] + i % 2 * 4;
       store4(s_sums + warp_k * kGroup + i * 128, {v[0], v[1], v[2], v[3]});
     }
     __syncthreads();
     // The block's and the tile's number grow one at a time, so their sum is the part's number.
     float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * kGroup;
-    constexpr int kShare = kChunks / T::kWarpsK;
+    constexpr int kShare = T::kChunks / T::kWarpsK;
 #pragma unroll 4
     for (int i = warp_k * kShare; i < (warp_k + 1) * kShare; ++i) {
       float4 sum = load4(s_sums + i * 128);
 #pragma unroll
       for (int group = 1; group < T::kWarpsK; ++group)
         sum = sum + load4(s_sums + group * kGroup + i * 128);
-      const int row = warp_m + i / 8 * (kWarpM / 2) + 4 * thread_m + i / 2 % 4;
-      const int column = warp_n + i % 2 * (kWarpN / 2) + 4 * thread_n;
+      const int row = warp_m + i / 8 * 16 + 4 * thread_m + i / 2 % 4;
+      const int column = warp_n + i % 2 * 32 + 4 * thread_n;
       if (m0 + row >= p.m) continue;
       if (count == slabs.per_tile) {
         finish_chunk(p, m0 + row, n0 + column, sum);
@@ -373,21 +374,29 @@ int64_t scratch_floats(const ProductParams&) { return 0; }
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   switch (params.tile) {  // as product.py's TILES
     case 0:
-      return launch_tile<Tile<4, 2, 1, 16, 4, 2>>(params, stream);
+      return launch_tile<Tile<8, 4, 2, 1, 16, 4, 2>>(params, stream);
     case 1:
-      return launch_tile<Tile<4, 1, 1, 16, 4, 4>>(params, stream);
+      return launch_tile<Tile<8, 4, 1, 1, 16, 4, 4>>(params, stream);
     case 2:
-      return launch_tile<Tile<2, 2, 1, 16, 4, 4>>(params, stream);
+      return launch_tile<Tile<8, 2, 2, 1, 16, 4, 4>>(params, stream);
     case 3:
-      return launch_tile<Tile<2, 1, 2, 32, 3, 4>>(params, stream);
+      return launch_tile<Tile<8, 2, 1, 2, 32, 3, 4>>(params, stream);
     case 4:
-      return launch_tile<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
+      return launch_tile<Tile<8, 2, 1, 4, 32, 4, 2>>(params, stream);
     case 5:
-      return launch_tile<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
+      return launch_tile<Tile<8, 1, 2, 2, 32, 3, 3>>(params, stream);
     case 6:
-      return launch_tile<Tile<1, 1, 4, 32, 4, 4>>(params, stream);
+      return launch_tile<Tile<8, 1, 1, 4, 32, 4, 4>>(params, stream);
     case 7:
-      return launch_tile<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
+      return launch_tile<Tile<8, 1, 1, 8, 64, 3, 2>>(params, stream);
+    case 8:
+      return launch_tile<Tile<16, 1, 1, 4, 32, 4, 2>>(params, stream);
+    case 9:
+      return launch_tile<Tile<16, 1, 2, 2, 32, 3, 2>>(params, stream);
+    case 10:
+      return launch_tile<Tile<16, 2, 1, 2, 32, 3, 2>>(params, stream);
+    case 11:
+      return launch_tile<Tile<16, 2, 2, 1, 16, 4, 2>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
