@@ -9,13 +9,12 @@
 //         GELU, the residual or LayerNorm takes longer to start than to run.
 // Cost:   a tile that is cut is written and read once more per part. How a row is rounded depends
 //         on where its tile is cut, so on the number of rows.
-// Tile:   8 x 8 or 16 x 8 per thread, 32 or 64 x 64 per warp; a block's 4 or 8 warps are side by
-//         side or share K
+// Tile:   8 x 8 per thread, 32 x 64 per warp; a block's 4 or 8 warps are side by side or share K
 // Layout: contiguous
 // Role:   struct
 // Flags:  (none)
 // Expect: arithmetic is the limit from 256 rows on: of the inner loop's instructions on sm_90, 85 to
-//         91 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
+//         89 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
 //
 // Sums are in float32 in a fixed order: over k in a warp, over the warps of a block, over the parts
 // of a tile. No result depends on timing.
@@ -44,29 +43,25 @@ struct StructParams {
   int m, n, k;
   int mode;
   float epsilon;
-  int tile;      // of launch()'s list
-  int blocks;    // from 1 to tiles * slabs
-  int is_early;  // starts before the kernel ahead of it has ended
+  int tile;    // of launch()'s list
+  int blocks;  // from 1 to tiles * slabs
 };
 using ProductParams = StructParams;
 
 namespace {
 
-constexpr int kThreadN = 8;
-constexpr int kWarpN = 8 * kThreadN;
+constexpr int kThreadM = 8, kThreadN = 8;
+constexpr int kWarpM = 4 * kThreadM, kWarpN = 8 * kThreadN;
+constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
 constexpr unsigned kWarp = 0xffffffff;
 
 // kWarpsM x kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
-template <int kThreadM_, int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_,
-          int kResident_>
+template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
 struct Tile {
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
-  static constexpr int kThreadM = kThreadM_;  // rows of a thread
-  static constexpr int kWarpM = 4 * kThreadM;
-  static constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
-  static constexpr int kBlockK = kBlockK_;                 // of a slab
-  static constexpr int kStages = kStages_;                 // slabs in shared memory
-  static constexpr int kResident = kResident_;             // blocks per multiprocessor
+  static constexpr int kBlockK = kBlockK_;      // of a slab
+  static constexpr int kStages = kStages_;      // slabs in shared memory
+  static constexpr int kResident = kResident_;  // blocks per multiprocessor
   static constexpr int kBlockM = kWarpsM * kWarpM;
   static constexpr int kBlockN = kWarpsN * kWarpN;
   static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
@@ -179,7 +174,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
   ATTENTION_DYNAMIC_SHARED(float, smem);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_k = warp / (T::kWarpsM * T::kWarpsN);
-  const int warp_m = warp / T::kWarpsN % T::kWarpsM * T::kWarpM;
+  const int warp_m = warp / T::kWarpsN % T::kWarpsM * kWarpM;
   const int warp_n = warp % T::kWarpsN * kWarpN;
   // Neighbours in the lowest bit read the same rows, in the next the same columns: a quarter of a
   // warp that reads 16 bytes per lane then takes few words of either.
@@ -209,13 +204,13 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
       __pipeline_commit();
     }
 
-    float sums[T::kThreadM][kThreadN] = {};
-    float a[2][T::kThreadM], b[2][kThreadN];  // one is multiplied while the other is loaded
+    float sums[kThreadM][kThreadN] = {};
+    float a[2][kThreadM], b[2][kThreadN];  // one is multiplied while the other is loaded
     const auto load_fragments = [&](int to, int stage, int k) {
       const float* const from_x = s_x + stage + k * T::kStrideX;
       const float* const from_w = s_w + stage + k * T::kBlockN;
 #pragma unroll
-      for (int i = 0; i < T::kThreadM; i += 4) {
+      for (int i = 0; i < kThreadM; i += 4) {
         const float4 v = load4(from_x + 4 * i);
         a[to][i] = v.x, a[to][i + 1] = v.y, a[to][i + 2] = v.z, a[to][i + 3] = v.w;
       }
@@ -255,7 +250,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
           free = next(free);
         }
 #pragma unroll
-        for (int i = 0; i < T::kThreadM; ++i) {
+        for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
           for (int j = 0; j < kThreadN; ++j) sums[i][j] += a[k % 2][i] * b[k % 2][j];
         }
@@ -266,16 +261,16 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
     // thread can count through its chunks. Chunk i: half i % 2 of the columns, its row i / 2.
     __syncthreads();  // the loads that nobody uses read there
     constexpr int kGroup = T::kBlockM * T::kBlockN;
-    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * T::kWarpM * kWarpN + 4 * lane;
+    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * kWarpM * kWarpN + 4 * lane;
 #pragma unroll
-    for (int i = 0; i < T::kChunks; ++i) {
+    for (int i = 0; i < kChunks; ++i) {
       const float* const v = sums[i / 2] + i % 2 * 4;
       store4(s_sums + warp_k * kGroup + i * 128, {v[0], v[1], v[2], v[3]});
     }
     __syncthreads();
     // The block's and the tile's number grow one at a time, so their sum is the part's number.
     float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * kGroup;
-    constexpr int kShare = T::kChunks / T::kWarpsK;
+    constexpr int kShare = kChunks / T::kWarpsK;
 #pragma unroll 4
     for (int i = warp_k * kShare; i < (warp_k + 1) * kShare; ++i) {
       float4 sum = load4(s_sums + i * 128);
@@ -305,12 +300,12 @@ __device__ inline float block_sum(float value, float* warps) {
   return sum;
 }
 
-// Adds up and finishes the tiles that were cut. A row is blockIdx.y, a chunk of four columns a
+// Adds up and finishes the tiles that were cut. A row is blockIdx.x, a chunk of four columns a
 // thread's; with a LayerNorm, one block has the row.
 __global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
   __shared__ float warps[2][32];
   ptx::allow_next();
-  const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+  const int row = blockIdx.x, column = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
   const bool is_here = column < p.n;
   const Slabs slabs(p, block_m, block_n, block_k);
   const int tile = row / block_m + column / block_n * slabs.tiles_m;
@@ -351,18 +346,14 @@ cudaError_t launch_tile(const ProductParams& p, cudaStream_t stream) {
   const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
   if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
   if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
-  const auto run = [&](auto kernel, dim3 grid, int threads, size_t bytes, auto... arguments) {
-    return p.is_early ? launch_early(kernel, grid, dim3(threads), bytes, stream, arguments...)
-                      : launch_kernel(kernel, grid, dim3(threads), bytes, stream, arguments...);
-  };
-  const cudaError_t error =
-      run(product<T>, dim3(p.blocks), T::kThreads, sizeof(float) * T::kSmemFloats, p);
+  const cudaError_t error = launch_early(product<T>, dim3(p.blocks), dim3(T::kThreads),
+                                         sizeof(float) * T::kSmemFloats, stream, p);
   const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles
   if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
   const int row = ceil_div(p.n / 4, 32) * 32;
   const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
-  return run(finish, dim3(ceil_div(row, threads), p.m), threads, 0, p, T::kBlockM, T::kBlockN,
-             T::kBlockK);
+  return launch_early(finish, dim3(p.m, ceil_div(row, threads)), dim3(threads), 0, stream, p,
+                      T::kBlockM, T::kBlockN, T::kBlockK);
 }
 
 }  // namespace
@@ -374,29 +365,11 @@ int64_t scratch_floats(const ProductParams&) { return 0; }
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   switch (params.tile) {  // as product.py's TILES
     case 0:
-      return launch_tile<Tile<8, 4, 2, 1, 16, 4, 2>>(params, stream);
+      return launch_tile<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
     case 1:
-      return launch_tile<Tile<8, 4, 1, 1, 16, 4, 4>>(params, stream);
+      return launch_tile<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
     case 2:
-      return launch_tile<Tile<8, 2, 2, 1, 16, 4, 4>>(params, stream);
-    case 3:
-      return launch_tile<Tile<8, 2, 1, 2, 32, 3, 4>>(params, stream);
-    case 4:
-      return launch_tile<Tile<8, 2, 1, 4, 32, 4, 2>>(params, stream);
-    case 5:
-      return launch_tile<Tile<8, 1, 2, 2, 32, 3, 3>>(params, stream);
-    case 6:
-      return launch_tile<Tile<8, 1, 1, 4, 32, 4, 4>>(params, stream);
-    case 7:
-      return launch_tile<Tile<8, 1, 1, 8, 64, 3, 2>>(params, stream);
-    case 8:
-      return launch_tile<Tile<16, 1, 1, 4, 32, 4, 2>>(params, stream);
-    case 9:
-      return launch_tile<Tile<16, 1, 2, 2, 32, 3, 2>>(params, stream);
-    case 10:
-      return launch_tile<Tile<16, 2, 1, 2, 32, 3, 2>>(params, stream);
-    case 11:
-      return launch_tile<Tile<16, 2, 2, 1, 16, 4, 2>>(params, stream);
+      return launch_tile<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
