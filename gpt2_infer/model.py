@@ -86,13 +86,20 @@ class Attention(nn.Module):
 
         x: (batch * seqlen, n_embd). shape: batch and seqlen.
         """
-        qkv = self.c_attn(x).view(*shape, 3, self.num_heads, self.head_dim)
+        return self.attend(self.c_attn(x), shape, backend, cache)
+
+    def attend(
+        self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
+    ) -> Tensor:
+        """Do the same from c_attn's output, (batch * seqlen, 3 * n_embd)."""
+        rows, dtype = qkv.shape[0], qkv.dtype
+        qkv = qkv.view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
             cache.kv[self.layer, :, :, :, : shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
         qkv = qkv.float() if self.upcast else qkv
         q, k, v = qkv.unbind(2)  # views, not copies
         o = backend.attention(q, k, v, softmax_scale=self.softmax_scale)
-        return o.view(x.shape).to(x.dtype)
+        return o.view(rows, -1).to(dtype)
 
     def decode(
         self, x: Tensor, backend: BackendSpec, cache: KVCache, rows: Tensor, position: Tensor
@@ -322,7 +329,7 @@ class GPT2(nn.Module):
                 "must be 1"
             )
         backend = self.attention
-        x = (F.embedding(tokens, self.wte.weight) + self.wpe.weight[:seqlen]).flatten(0, 1)
+        x = self.embed(tokens)
         for block in self.blocks():
             heads = block.attn(block.ln_1(x), tokens.shape, backend, cache)
             if block is self.h[-1]:
@@ -337,7 +344,7 @@ class GPT2(nn.Module):
             cache.seqlens.copy_(
                 seqlens if seqlens is not None else torch.full_like(cache.seqlens, seqlen)
             )
-        return self._logits(x).view(batch, -1, self.config.vocab_size)
+        return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -353,10 +360,16 @@ class GPT2(nn.Module):
         x = F.embedding(tokens, self.wte.weight) + F.embedding(position, self.wpe.weight)
         for block in self.blocks():
             x = block.finish(x, block.attn.decode(block.ln_1(x), backend, cache, rows, position))
-        return self._logits(x)
+        return self.head(self.ln_f(x))
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return project(self.ln_f(x), (self.wte if self.lm_head is None else self.lm_head).weight)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what the blocks begin with for tokens (batch, seqlen), as rows."""
+        position = self.wpe.weight[: tokens.shape[1]]
+        return (F.embedding(tokens, self.wte.weight) + position).flatten(0, 1)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Return the logits of rows that ln_f normalized."""
+        return project(x, (self.wte if self.lm_head is None else self.lm_head).weight)
 
 
 def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:

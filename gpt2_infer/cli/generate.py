@@ -37,8 +37,8 @@ PROMPT_FILE = "UTF-8, one prompt a line, empty lines skipped; may be repeated; -
 TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
 ENGINE = (
     "how steps run: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
-    "decodes in one kernel of ours (with --kv-cache); auto is the fastest that supports the case "
-    "(default: %(default)s)"
+    "runs kernels of ours: one per step with --kv-cache, else matrix products in float32; auto is "
+    "the fastest that supports the case (default: %(default)s)"
 )
 KV_CACHE = (
     "keep keys and values; without it every token runs the whole prefix again (recompute, the case "

@@ -1,12 +1,13 @@
-"""How steps run: eagerly, in captured CUDA graphs, or fused in one kernel of our own."""
+"""How steps run: eagerly, in captured CUDA graphs, or fused in kernels of our own."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpt2_infer.engines import fused, recompute
 from gpt2_infer.engines.base import Engine, EngineName
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused, unsupported_reasons
+from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
 from gpt2_infer.engines.recompute import Recompute
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
@@ -42,13 +43,15 @@ def make_engine(model: GPT2, request: Request) -> Engine:
 def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
     """Return what speaks against each engine, the fastest first."""
     is_cached = request.mode == "kv-cache"
-    graph = []
-    if model.device.type != "cuda":
-        graph.append("it needs a CUDA device")
-    graph += [
+    captured = [
         f"{spec.name} cannot be captured in a CUDA graph"
         for spec in [model.attention, *([model.decode_attention] if is_cached else [])]
         if not spec.cuda_graphs
     ]
-    fused = unsupported_reasons(model, request) if is_cached else ["it is for --kv-cache"]
-    return {"fused": fused, "graph": graph, "eager": []}
+    graph = captured if model.device.type == "cuda" else ["it needs a CUDA device", *captured]
+    ours = (
+        fused.unsupported_reasons(model, request)
+        if is_cached
+        else [*recompute.unsupported_reasons(model), *captured]
+    )
+    return {"fused": ours, "graph": graph, "eager": []}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from attention_kernels.ladder import compilers
 from gpt2_infer.model import GPT2
 
 if TYPE_CHECKING:
@@ -100,6 +101,16 @@ class Engine:
     def reset(self) -> None:
         """Forget all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Return what speaks against kernels of our own on a device."""
+    if device.type != "cuda":
+        return ["it needs a CUDA device"]
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return ["it needs compute capability 9.0 or higher"]
+    missing = compilers.missing_compiler("cuda")
+    return [missing] if missing else []
 
 
 def capture(

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_struct_op
 from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines.base import device_reasons
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.errors import EngineError
 from gpt2_infer.model import GPT2, KVCache
@@ -43,14 +44,8 @@ MAX_WARPS = 31  # and one that fills the ring
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return what speaks against decoding this model and request in the fused engine."""
-    config, reasons = model.config, []
+    config, reasons = model.config, device_reasons(model.device)
     dtype = dtype_name(model.dtype)
-    if model.device.type != "cuda":
-        reasons.append("it needs a CUDA device")
-    elif torch.cuda.get_device_capability(model.device) < (9, 0):
-        reasons.append("it needs compute capability 9.0 or higher")
-    elif missing := compilers.missing_compiler("cuda"):
-        reasons.append(missing)
     if dtype not in WEIGHTS:
         reasons.append(f"dtype {dtype} (it takes {', '.join(WEIGHTS)})")
     if len(request.rows) > MAX_BATCH:

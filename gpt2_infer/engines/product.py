@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
 PARTS = (1, 2, 3, 4, 6, 8)  # of a tile, where all have as many
 MAX_PARTS = 12
+MAX_NORM = 4096  # columns that a LayerNorm may have
 EMULATED_MULTIPROCESSORS = 8
 
 

@@ -5,30 +5,59 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor, nn
 
-from gpt2_infer.engines.base import Engine, capture
+from attention_kernels import BackendSpec
+from attention_kernels.contract import dtype_name
+from gpt2_infer.engines.base import Engine, capture, device_reasons
+from gpt2_infer.engines.product import MAX_NORM, Product
+from gpt2_infer.model import GPT2, Block
+
+
+def unsupported_reasons(model: GPT2) -> list[str]:
+    """Return what speaks against this model in the fused engine."""
+    config, reasons = model.config, device_reasons(model.device)
+    if model.dtype != torch.float32:
+        reasons.append(f"dtype {dtype_name(model.dtype)} (it takes float32)")
+    if config.n_embd % 64 or config.n_embd > MAX_NORM or config.inner_dim % 64:
+        reasons.append(
+            f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64, n_embd up "
+            f"to {MAX_NORM})"
+        )
+    if config.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+    return reasons
 
 
 class Recompute(Engine):
-    """Runs the prefix eagerly, or replays a captured graph of its rounded length."""
+    """Runs the prefix eagerly, or replays a captured graph of its rounded length.
+
+    The fused engine's graphs are of kernels of our own, with attention between them.
+    """
 
     def warm_up(self) -> None:
         """Load the kernels; capture a graph for each length that will be run."""
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.forward = Forward(self.model) if self.name == "fused" else None
         if self.name == "eager":
             self.run(self.padded(self.longest))
             self.reset()
             return
         lengths = sorted(
-            {self.padded(self.longest + i) for i in range(self.last_length - self.longest + 1)}
+            {self.padded(self.longest + i) for i in range(self.last_length - self.longest + 1)},
+            reverse=True,
         )
-        # The longest first: the shorter ones then fit in the memory that it took.
-        for length in reversed(lengths):
-            body = functools.partial(self.run, length)
-            body()
-            first = next(iter(self.graphs.values()), None)
-            self.graphs[length] = capture(body, shared_with=first)
+        # What a graph launches must have been loaded, or compiled, before.
+        if self.forward is not None:
+            for length in lengths:
+                self.forward.load(self.tokens[:, :length])
+        for length in lengths[:1] if self.forward is not None else lengths:
+            self.run(length)
             self.reset()
+        # The longest first: the shorter ones then fit in the memory that it took.
+        for length in lengths:
+            first = self.graphs.get(lengths[0])
+            self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
 
     def padded(self, length: int) -> int:
         """Return the length that is run for a prefix."""
@@ -36,13 +65,72 @@ class Recompute(Engine):
 
     def run(self, length: int) -> None:
         """Run the first `length` positions and accept a token."""
+        tokens = self.tokens[:, :length].clamp(min=0)
+        if self.forward is not None:
+            self.accept(self.forward(tokens, self.lengths))
+            return
         seqlens = None if self.same_length and self.length_step == 1 else self.lengths
-        self.accept(self.model(self.tokens[:, :length].clamp(min=0), seqlens=seqlens)[:, 0])
+        self.accept(self.model(tokens, seqlens=seqlens)[:, 0])
 
     def step(self, index: int) -> None:
         """Enqueue a step."""
         length = self.padded(self.longest + index)
-        if self.name == "graph":
+        if self.graphs:
             self.graphs[length].replay()
         else:
             self.run(length)
+
+
+class Layer:
+    """A block whose products, and what surrounds them, are kernels of our own.
+
+    next_norm: the LayerNorm that follows the block.
+    """
+
+    def __init__(self, block: Block, next_norm: nn.LayerNorm) -> None:
+        self.block, self.next_norm = block, next_norm
+        linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+        self.qkv, self.proj, self.fc, self.fc2 = (Product(one.weight, one.bias) for one in linears)
+
+    def attend(self, normed: Tensor, shape: torch.Size, backend: BackendSpec) -> Tensor:
+        """Return the heads' outputs for what ln_1 normalized, as rows."""
+        return self.block.attn.attend(self.qkv(normed), shape, backend).contiguous()
+
+    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
+        """Add both projections to the residual stream x in place; return next_norm of it."""
+        normed = self.proj.add_to(x, heads, self.block.ln_2)
+        return self.fc2.add_to(x, self.fc(normed, gelu=True), self.next_norm)
+
+
+class Forward:
+    """A model's forward pass in float32: four products of our own per layer, and attention."""
+
+    def __init__(self, model: GPT2) -> None:
+        self.model = model
+        blocks = list(model.blocks())
+        norms = [block.ln_1 for block in blocks] + [model.ln_f]
+        self.first_norm = norms[0]
+        self.layers = [Layer(*pair) for pair in zip(blocks, norms[1:], strict=True)]
+
+    def __call__(self, tokens: Tensor, seqlens: Tensor) -> Tensor:
+        """Return the logits at each row's last position, (batch, vocab_size).
+
+        tokens: int64 (batch, seqlen), right-padded. seqlens: int64 (batch,).
+        """
+        batch, seqlen = tokens.shape
+        x = self.model.embed(tokens)
+        normed = self.first_norm(x)
+        for layer in self.layers:
+            heads = layer.attend(normed, tokens.shape, self.model.attention)
+            if layer is self.layers[-1]:
+                # Nothing mixes positions from here on, and only these have logits.
+                last = torch.arange(batch, device=tokens.device) * seqlen + seqlens - 1
+                x, heads = x[last], heads[last]
+            normed = layer.finish(x, heads)
+        return self.model.head(normed)
+
+    def load(self, tokens: Tensor) -> None:
+        """Run one layer: all that depends on the number of rows is then loaded."""
+        x = self.model.embed(tokens)
+        layer = self.layers[0]
+        layer.finish(x, layer.attend(self.first_norm(x), tokens.shape, self.model.attention))

@@ -1,0 +1,111 @@
+"""The fused engine of recompute: its products, emulated on the CPU, inside a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpt2_infer import GPT2, RequestError, generate
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines.base import capture
+from gpt2_infer.engines.recompute import Forward, unsupported_reasons
+
+CONFIG = GPT2Config(
+    vocab_size=101,
+    n_positions=40,
+    n_embd=64,
+    n_layer=3,
+    n_head=2,
+    n_inner=128,
+    scale_attn_by_inverse_layer_idx=True,
+)
+
+
+def random_model(config: GPT2Config = CONFIG) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(config).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+    return model
+
+
+@torch.inference_mode()
+def test_the_logits_are_those_of_the_modules():
+    model = random_model()
+    tokens = torch.randint(0, 101, (3, 37))
+    seqlens = torch.tensor([37, 1, 20])
+    logits = Forward(model)(tokens, seqlens)
+    torch.testing.assert_close(logits, model(tokens, seqlens=seqlens)[:, 0], rtol=0, atol=1e-4)
+    assert torch.equal(Forward(model)(tokens, seqlens), logits)
+
+
+@torch.inference_mode()
+def test_one_layer_and_a_head_of_its_own():
+    config = GPT2Config(
+        vocab_size=101, n_positions=40, n_embd=64, n_layer=1, n_head=2, tie_word_embeddings=False
+    )
+    model = random_model(config)
+    tokens, seqlens = torch.randint(0, 101, (1, 9)), torch.tensor([9])
+    expected = model(tokens)[:, 0]
+    torch.testing.assert_close(Forward(model)(tokens, seqlens), expected, rtol=0, atol=1e-4)
+
+
+def test_all_reasons_against_it_are_told():
+    config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
+    model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
+    reasons = unsupported_reasons(model)
+    for word in ("CUDA device", "bfloat16", "96 and 384", "relu"):
+        assert sum(word in reason for reason in reasons) == 1
+    with pytest.raises(RequestError, match="does not support this: it needs a CUDA device; dtype"):
+        generate(model, [[1]], max_new_tokens=1, engine="fused")
+
+
+# On a GPU
+
+
+def published(name: str) -> GPT2:
+    return GPT2.from_pretrained(name, random_weights=True, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [([[15496, 11, 616, 1438, 318, 1757, 13, 314]], 504), ([[1], [4] * 40, [5, 6]], 100)],
+)
+def test_greedy_text_of_all_engines_is_the_same(prompts, count):
+    model = published("gpt2")
+    eager = generate(model, prompts, max_new_tokens=count, engine="eager")
+    for engine in ("graph", "auto"):
+        text = generate(model, prompts, max_new_tokens=count, engine=engine)
+        assert text.engine == ("fused" if engine == "auto" else engine)
+        assert text.tokens == eager.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+@torch.inference_mode()
+def test_every_size_on_a_gpu(name):
+    model = published(name)
+    forward = Forward(model)
+    for batch, seqlen in ((1, 1), (1, 500), (2, 1024)):
+        tokens = torch.randint(0, 50257, (batch, seqlen), device="cuda")
+        seqlens = torch.arange(seqlen, seqlen - batch, -1, device="cuda")
+        expected = model(tokens, seqlens=seqlens)[:, 0]
+        torch.testing.assert_close(forward(tokens, seqlens), expected, rtol=0, atol=5e-5)
+    assert generate(model, [[1, 2, 3]], max_new_tokens=40, engine="fused").engine == "fused"
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_repeated_pass_gives_the_same_bits():
+    """A kernel that reads what the one ahead of it has not written yet shows now and then."""
+    model = published("gpt2")
+    forward = Forward(model)
+    tokens, seqlens = torch.randint(0, 50257, (1, 256)).cuda(), torch.tensor([250]).cuda()
+    expected, logits = forward(tokens, seqlens), torch.empty(1, 50257, device="cuda")
+    graph = capture(lambda: logits.copy_(forward(tokens, seqlens)))
+    same = torch.ones((), dtype=torch.bool, device="cuda")
+    for _ in range(500):
+        graph.replay()
+        same &= (logits == expected).all()
+    assert same
