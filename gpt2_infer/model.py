@@ -336,7 +336,7 @@ class GPT2(nn.Module):
                 # Nothing mixes positions from here on: the rest is computed only where logits are
                 # asked for.
                 x, heads = (
-                    _keep(rows.view(batch, seqlen, -1), seqlens, logits_to_keep)
+                    keep(rows.view(batch, seqlen, -1), seqlens, logits_to_keep)
                     for rows in (x, heads)
                 )
             x = block.finish(x, heads)
@@ -404,7 +404,7 @@ def check_backend(
         raise UnsupportedError(spec.name, reasons)
 
 
-def _keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor) -> Tensor:
+def keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor = 1) -> Tensor:
     """Return the positions of (batch, seqlen, n_embd) whose logits are wanted, as rows."""
     if seqlens is not None:
         index = (seqlens.long() - 1)[:, None, None].expand(-1, 1, x.shape[2])

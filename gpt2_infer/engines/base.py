@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -116,8 +117,23 @@ def device_reasons(device: torch.device) -> list[str]:
 def capture(
     body: Callable[[], None], shared_with: torch.cuda.CUDAGraph | None = None
 ) -> torch.cuda.CUDAGraph:
-    """Capture body(), which has run before: nothing is loaded or compiled during capture."""
+    """Capture body(), which has run before: nothing is loaded or compiled during capture.
+
+    It does not wait for the device, as torch.cuda.graph() does, if memory is shared.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=shared_with.pool() if shared_with else None):
-        body()
+    if shared_with is None:
+        torch.cuda.empty_cache()  # the memory of graphs that are gone
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(shared_with.pool() if shared_with else None)
+        try:
+            body()
+        finally:
+            graph.capture_end()
     return graph
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures: graphs share memory only if theirs is the same."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.contract import dtype_name
 from gpt2_infer.engines.base import Engine, capture, device_reasons
 from gpt2_infer.engines.product import MAX_NORM, Product
-from gpt2_infer.model import GPT2, Block
+from gpt2_infer.model import GPT2, Block, keep
 
 
 def unsupported_reasons(model: GPT2) -> list[str]:
@@ -36,28 +36,15 @@ class Recompute(Engine):
     """
 
     def warm_up(self) -> None:
-        """Load the kernels; capture a graph for each length that will be run."""
+        """Load the kernels; capture the first length that will be run, and the last."""
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.forward = Forward(self.model) if self.name == "fused" else None
-        if self.name == "eager":
-            self.run(self.padded(self.longest))
-            self.reset()
-            return
-        lengths = sorted(
-            {self.padded(self.longest + i) for i in range(self.last_length - self.longest + 1)},
-            reverse=True,
-        )
-        # What a graph launches must have been loaded, or compiled, before.
-        if self.forward is not None:
-            for length in lengths:
-                self.forward.load(self.tokens[:, :length])
-        for length in lengths[:1] if self.forward is not None else lengths:
+        first, last = self.padded(self.longest), self.padded(self.last_length)
+        # The last one first: the shorter ones then fit in the memory that it took.
+        for length in [first] if self.name == "eager" else dict.fromkeys([last, first]):
             self.run(length)
             self.reset()
-        # The longest first: the shorter ones then fit in the memory that it took.
-        for length in lengths:
-            first = self.graphs.get(lengths[0])
-            self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
+            self.capture(length)
 
     def padded(self, length: int) -> int:
         """Return the length that is run for a prefix."""
@@ -75,10 +62,20 @@ class Recompute(Engine):
     def step(self, index: int) -> None:
         """Enqueue a step."""
         length = self.padded(self.longest + index)
-        if self.graphs:
+        if length in self.graphs:
             self.graphs[length].replay()
         else:
             self.run(length)
+            self.capture(length)
+
+    def capture(self, length: int) -> None:
+        """Capture a graph of a length that has just run.
+
+        The device is busy with steps that came before; lengths that are not reached cost nothing.
+        """
+        if self.name != "eager":
+            first = next(iter(self.graphs.values()), None)
+            self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
 
 
 class Layer:
@@ -117,20 +114,12 @@ class Forward:
 
         tokens: int64 (batch, seqlen), right-padded. seqlens: int64 (batch,).
         """
-        batch, seqlen = tokens.shape
         x = self.model.embed(tokens)
         normed = self.first_norm(x)
         for layer in self.layers:
             heads = layer.attend(normed, tokens.shape, self.model.attention)
             if layer is self.layers[-1]:
                 # Nothing mixes positions from here on, and only these have logits.
-                last = torch.arange(batch, device=tokens.device) * seqlen + seqlens - 1
-                x, heads = x[last], heads[last]
+                x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
             normed = layer.finish(x, heads)
         return self.model.head(normed)
-
-    def load(self, tokens: Tensor) -> None:
-        """Run one layer: all that depends on the number of rows is then loaded."""
-        x = self.model.embed(tokens)
-        layer = self.layers[0]
-        layer.finish(x, layer.attend(self.first_norm(x), tokens.shape, self.model.attention))

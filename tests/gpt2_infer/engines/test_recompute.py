@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines import base, recompute
 from gpt2_infer.engines.base import capture
-from gpt2_infer.engines.recompute import Forward, unsupported_reasons
+from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
+from gpt2_infer.generation import Request
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -48,6 +52,20 @@ def test_one_layer_and_a_head_of_its_own():
     tokens, seqlens = torch.randint(0, 101, (1, 9)), torch.tensor([9])
     expected = model(tokens)[:, 0]
     torch.testing.assert_close(Forward(model)(tokens, seqlens), expected, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_engine_writes_what_the_modules_write(monkeypatch):
+    """Several lengths, each run first and replayed after that; here a replay runs it again."""
+    monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
+    monkeypatch.setattr(recompute, "capture", lambda body, **_: SimpleNamespace(replay=body))
+    model, prompts = random_model(), [[7, 3], [5, 6, 90, 2]]
+    request = Request(config=CONFIG, tokenizer=None, prompts=prompts, max_new_tokens=9)
+    engine = Recompute(model, request, "fused")
+    engine.warm_up()
+    for step in range(9):
+        engine.step(step)
+    assert engine.new_tokens(9) == generate(model, prompts, max_new_tokens=9).tokens
 
 
 def test_all_reasons_against_it_are_told():
