@@ -1,4 +1,4 @@
-"""Decoding with a cache: our engines beside transformers and the gpt-fast recipe, in one run."""
+"""Whole texts: our engines beside transformers and the gpt-fast recipe, in one run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from gpt2_infer.bench.timing import RejectedError, interleave
 from gpt2_infer.bench.transformers import PROMPT, reference_of
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
-from gpt2_infer.engines.base import EngineName
+from gpt2_infer.engines.base import Engine, EngineName
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Marks, Request
 from gpt2_infer.model import GPT2, KVCache
 
 POSITION_STEP = 64  # tokens between two marks of a text
-TRANSFORMERS = "transformers, static cache, compiled"
+TRANSFORMERS = {
+    "kv-cache": "transformers, static cache, compiled",
+    "recompute": "transformers, no cache",
+}
 RECIPE = "gpt-fast recipe"
 
 Run = Callable[[], tuple[list[list[int]], list[float]]]
@@ -38,16 +41,19 @@ def compare_decoding(
     *,
     new_tokens: Sequence[int],
     engines: Sequence[EngineName],
+    mode: Literal["kv-cache", "recompute"] = "kv-cache",
+    backends: Sequence[str] = (),
     peers: bool,
     rounds: int,
     task: str,
     out: Path | None = None,
 ) -> DecodeTiming:
-    """Time whole greedy texts of random weights, prefill included, warm-up not.
+    """Time whole greedy texts of random weights, prefill included.
 
-    peers: whether transformers and the recipe run beside the engines. Each contender's text is
-    compared with the first engine's in float32. Raises RequestError without a GPU, or for what an
-    engine does not support.
+    What is done once, such as capturing graphs, counts in recompute only. backends: of attention,
+    one contender each per engine. peers: whether transformers, and with a cache the recipe, run
+    beside the engines. Each contender's text is compared with the first's in float32. Raises
+    RequestError without a GPU, or for what an engine does not support.
     """
     if not torch.cuda.is_available():
         raise RequestError("decoding is compared on a CUDA device")
@@ -62,8 +68,8 @@ def compare_decoding(
             )
             for batch in batch_sizes:
                 for count in new_tokens:
-                    cell = DecodeCell(name, dtype, batch, len(PROMPT), count)
-                    series += _time(model, cell, engines, peers=peers, rounds=rounds)
+                    cell = DecodeCell(name, dtype, batch, len(PROMPT), count, mode)
+                    series += _time(model, cell, engines, backends, peers=peers, rounds=rounds)
             del model
             torch.cuda.empty_cache()
     results = DecodeTiming(
@@ -79,16 +85,30 @@ def compare_decoding(
 
 
 def _time(
-    model: GPT2, cell: DecodeCell, engines: Sequence[EngineName], *, peers: bool, rounds: int
+    model: GPT2,
+    cell: DecodeCell,
+    engines: Sequence[EngineName],
+    backends: Sequence[str],
+    *,
+    peers: bool,
+    rounds: int,
 ) -> list[DecodeSeries]:
-    runs: dict[str, Run] = {name: _engine(model, cell, name) for name in engines}
+    attentions: Sequence[str | None] = backends or [None]
+    runs: dict[str, Run] = {
+        ", ".join(filter(None, [backend, name])): _engine(model.with_attention(backend), cell, name)
+        for backend in attentions
+        for name in engines
+    }
     programs: dict[str, Literal["gpt2-infer", "transformers", "recipe"]]
     programs = dict.fromkeys(runs, "gpt2-infer")
     if peers:
-        runs |= {TRANSFORMERS: _transformers(model, cell), RECIPE: _recipe(model, cell)}
-        programs |= {TRANSFORMERS: "transformers", RECIPE: "recipe"}
+        runs[TRANSFORMERS[cell.mode]] = _transformers(model, cell)
+        programs[TRANSFORMERS[cell.mode]] = "transformers"
+        if cell.mode == "kv-cache":
+            runs[RECIPE] = _recipe(model, cell)
+            programs[RECIPE] = "recipe"
     texts = {name: run()[0] for name, run in runs.items()}
-    expected = texts[engines[0]]
+    expected = next(iter(texts.values()))
 
     def sample(name: str) -> list[float]:
         tokens, marks = runs[name]()
@@ -123,16 +143,29 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
         tokenizer=None,
         prompts=[PROMPT] * cell.batch,
         max_new_tokens=cell.new_tokens,
-        mode="kv-cache",
+        mode=cell.mode,
         ignore_eos=True,
         engine=name,
     )
 
+    def ready() -> Engine:
+        engine = make_engine(model, request)
+        engine.warm_up()
+        return engine
+
     @torch.inference_mode()
     def run() -> tuple[list[list[int]], list[float]]:
-        engine.reset()
         marks = Marks(model.device)
         marks.synchronize()
+        if cell.mode == "recompute":
+            started = time.perf_counter()
+            engine = ready()
+            marks.synchronize()
+            once = time.perf_counter() - started
+        else:
+            engine, once = kept, 0.0
+            engine.reset()
+            marks.synchronize()
         marks.add()
         for index in range(cell.new_tokens):
             engine.step(index)
@@ -140,17 +173,20 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
                 marks.add()
         marks.synchronize()
         engine.check()
-        return engine.new_tokens(cell.new_tokens), marks.seconds()[1:]
+        seconds = [once + moment for moment in marks.seconds()[1:]]
+        return engine.new_tokens(cell.new_tokens), seconds
 
     with torch.inference_mode():
-        engine = make_engine(model, request)
-        engine.warm_up()
+        kept = ready()
     return run
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = reference_of(model)
     ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
+    how: dict[str, object] = {"use_cache": False}
+    if cell.mode == "kv-cache":
+        how = {"cache_implementation": "static"}  # which compiles the forward pass
 
     def run() -> tuple[list[list[int]], list[float]]:
         torch.cuda.synchronize()
@@ -161,8 +197,8 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
             max_new_tokens=cell.new_tokens,
             min_new_tokens=cell.new_tokens,
             do_sample=False,
-            cache_implementation="static",  # which compiles the forward pass
             pad_token_id=0,
+            **how,
         )
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started

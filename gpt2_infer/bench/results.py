@@ -234,17 +234,21 @@ class GenerationSeries(Series, kw_only=True):
 
 
 class DecodeCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A greedy text with random weights and a cache of keys and values."""
+    """A greedy text with random weights."""
 
     model: str
     dtype: str
     batch: AtLeastOne
     prompt_tokens: AtLeastOne
     new_tokens: AtLeastOne
+    mode: Literal["kv-cache", "recompute"] = "kv-cache"
 
 
 class DecodeSeries(Sampled, kw_only=True):
-    """Seconds from the start of the prompt to the last token, by an engine or a peer."""
+    """Seconds from the start of the prompt to the last token, by an engine or a peer.
+
+    With a cache what is done once, such as capturing graphs, comes before; in recompute it counts.
+    """
 
     unit: Literal["s"] = "s"
     cell: DecodeCell
@@ -269,7 +273,9 @@ class DecodeSeries(Sampled, kw_only=True):
     @property
     def gb_per_second(self) -> float | None:
         """Bytes of weights over time, in GB/s: what of the memory's bandwidth is used."""
-        return self.weight_bytes / self.step_us / 1e3 if self.step_us else None
+        if self.step_us is None or self.cell.mode == "recompute":  # arithmetic is what takes time
+            return None
+        return self.weight_bytes / self.step_us / 1e3
 
 
 class BuildSeries(Sampled, kw_only=True):

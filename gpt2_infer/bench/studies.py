@@ -220,7 +220,7 @@ class BuildStudy(_Study, kw_only=True, tag="build"):
 
 
 class DecodeStudy(_Study, kw_only=True, tag="decode"):
-    """Our engines, decoding with a cache, and peers beside them; needs a GPU."""
+    """Our engines writing a text, and peers beside them; needs a GPU."""
 
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
@@ -230,8 +230,11 @@ class DecodeStudy(_Study, kw_only=True, tag="decode"):
         default_factory=lambda: ["eager", "graph", "fused"]
     )
     """The first one's text is what the others' are compared with."""
+    mode: Literal["kv-cache", "recompute"] = "kv-cache"
+    backends: list[str] = msgspec.field(default_factory=list)
+    """Of attention; none: the default."""
     peers: bool = False
-    """transformers and the gpt-fast recipe run, too."""
+    """transformers runs, too, and with a cache the gpt-fast recipe."""
     rounds: Rounds = 5
 
     def run(self, task: str, out: Path) -> Results:
@@ -244,6 +247,8 @@ class DecodeStudy(_Study, kw_only=True, tag="decode"):
             self.batch_sizes,
             new_tokens=self.new_tokens,
             engines=self.engines,
+            mode=self.mode,
+            backends=self.backends,
             peers=self.peers,
             rounds=self.rounds,
             task=task,

@@ -416,12 +416,15 @@ def _build(file: str, results: BuildTiming) -> str:
 
 
 def _decode(file: str, results: DecodeTiming) -> str:
-    """Decoding with a cache: a row per cell and contender."""
+    """Whole texts: a row per cell and contender."""
     columns: Columns[DecodeSeries] = {
         "model": lambda one: one.cell.model,
         "dtype": lambda one: one.cell.dtype,
         "batch": lambda one: str(one.cell.batch),
         "contender": lambda one: one.name,
+        "seconds": lambda one: _figure(
+            one.median if one.samples and one.cell.mode == "recompute" else None, "{:.3f}"
+        ),
         "tokens/s": lambda one: f"{one.tokens_per_second:,.0f}" if one.samples else "",
         "least .. most": lambda one: (
             " .. ".join(

@@ -52,6 +52,6 @@ def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
     ours = (
         fused.unsupported_reasons(model, request)
         if is_cached
-        else [*recompute.unsupported_reasons(model), *captured]
+        else [*recompute.unsupported_reasons(model, request), *captured]
     )
     return {"fused": ours, "graph": graph, "eager": []}

@@ -71,8 +71,11 @@ def test_the_engine_writes_what_the_modules_write(monkeypatch):
 def test_all_reasons_against_it_are_told():
     config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
     model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
-    reasons = unsupported_reasons(model)
-    for word in ("CUDA device", "bfloat16", "96 and 384", "relu"):
+    request = Request(
+        config=config, tokenizer=None, prompts=[[1] * 1000] * 3, max_new_tokens=1, mode="recompute"
+    )
+    reasons = unsupported_reasons(model, request)
+    for word in ("CUDA device", "bfloat16", "96 and 384", "relu", "3000 positions"):
         assert sum(word in reason for reason in reasons) == 1
     with pytest.raises(RequestError, match="does not support this: it needs a CUDA device; dtype"):
         generate(model, [[1]], max_new_tokens=1, engine="fused")
