@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v01_persistent_step.cu"
-WEIGHTS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+DTYPES = ("float32", "float16", "bfloat16")  # as in the kernel's header
 MAX_BATCH = 8
 SPLIT = 128  # keys of a row and head for one block
 # The more blocks, the more poll: on an H200, for batch 1, 96 blocks are faster than 64, 128 or all
@@ -46,8 +46,8 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return what speaks against decoding this model and request in the fused engine."""
     config, reasons = model.config, device_reasons(model.device)
     dtype = dtype_name(model.dtype)
-    if dtype not in WEIGHTS:
-        reasons.append(f"dtype {dtype} (it takes {', '.join(WEIGHTS)})")
+    if dtype not in DTYPES:
+        reasons.append(f"dtype {dtype} (it takes {', '.join(DTYPES)})")
     if len(request.rows) > MAX_BATCH:
         reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
     if config.n_embd % 64 or config.n_embd > 64 * MAX_WARPS or config.inner_dim % 64:
@@ -287,7 +287,6 @@ class Shape:
         """Return the kernel's header, with the shape as macros and an op of its own."""
         config = self.config
         macros = {
-            "WEIGHT": WEIGHTS[dtype_name(self.dtype)],
             "EMBD": config.n_embd,
             "INNER": config.inner_dim,
             "HEADS": config.n_head,
@@ -301,8 +300,9 @@ class Shape:
         }
         parsed = header.parse_header(SOURCE, "fused_step_")
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
-        digest = hashlib.sha256(repr(flags).encode()).hexdigest()[:12]
-        return replace(parsed, flags=flags, op=f"{parsed.op}_{digest}")
+        dtypes = (dtype_name(self.dtype),)
+        digest = hashlib.sha256(repr((dtypes, flags)).encode()).hexdigest()[:12]
+        return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}")
 
 
 class Params(ctypes.Structure):

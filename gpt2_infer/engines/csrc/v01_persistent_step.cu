@@ -14,6 +14,7 @@
 // Tile:   up to STEP_TILE 16-byte chunks of weights per thread in registers, 128 keys per block
 // Layout: strided
 // Role:   struct
+// Takes:  float32 float16 bfloat16
 // Flags:  (none)
 // Expect: the stream alone runs at the memory's bandwidth; latency, about 2 us for each of the five
 //         exchanges of a layer, is the limit.
@@ -26,14 +27,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "element.cuh"
 #include "ptx.cuh"
-
-#ifndef ATTENTION_EMULATOR
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#else
-#include "emulator/cuda_bf16.h"
-#endif
 
 namespace attention {
 
@@ -41,7 +36,7 @@ namespace {
 
 using namespace ptx;
 
-using Weight = STEP_WEIGHT;
+using Weight = Element;
 constexpr int kEmbd = STEP_EMBD;
 constexpr int kInner = STEP_INNER;
 constexpr int kHeads = STEP_HEADS;
@@ -248,53 +243,6 @@ __device__ inline void produce(uint4* ring, Barrier* arrived, Barrier* emptied, 
     slot = slot + 1 == kDepth ? 0 : slot + 1;
     --room;
   }
-}
-
-template <typename T>
-__device__ void unpack(const uint4& chunk, float (&w)[16 / sizeof(T)]);
-
-template <>
-__device__ inline void unpack<float>(const uint4& c, float (&w)[4]) {
-  w[0] = __uint_as_float(c.x), w[1] = __uint_as_float(c.y);
-  w[2] = __uint_as_float(c.z), w[3] = __uint_as_float(c.w);
-}
-
-template <>
-__device__ inline void unpack<__nv_bfloat16>(const uint4& c, float (&w)[8]) {
-  const unsigned words[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    w[2 * i] = __uint_as_float(words[i] << 16);
-    w[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-  }
-}
-
-template <>
-__device__ inline void unpack<__half>(const uint4& c, float (&w)[8]) {
-  const unsigned words[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    w[2 * i] = __half2float(__ushort_as_half(static_cast<unsigned short>(words[i] & 0xffff)));
-    w[2 * i + 1] = __half2float(__ushort_as_half(static_cast<unsigned short>(words[i] >> 16)));
-  }
-}
-
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(__half x) { return __half2float(x); }
-__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-template <typename T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline __half from_float<__half>(float x) {
-  return __float2half(x);
-}
-template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16(x);
 }
 
 // ---- Activations --------------------------------------------------------------------------------

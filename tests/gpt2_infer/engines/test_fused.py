@@ -67,11 +67,9 @@ def step_of(model: GPT2, state: State, **fields) -> Step:
     return Step(model, state.cache, state.newest, state.tokens, state.lengths, **fields)
 
 
-@torch.inference_mode()
-def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -> torch.Tensor:
-    """Run steps beside model.decode(); return the fused logits of the last."""
-    expected, state = state_after(model, lengths), state_after(model, lengths)
-    step = step_of(model, state)
+def check(model: GPT2, step: Step, state: State, expected: State, steps: int, tolerance: float):
+    """Run steps beside model.decode(): the same logits, and the tokens that they choose."""
+    rows = torch.arange(len(state.newest), device=state.newest.device)
     for _ in range(steps):
         logits = model.decode(expected.newest, expected.cache).float()
         step()
@@ -79,10 +77,18 @@ def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -
         torch.testing.assert_close(step.logits, logits, rtol=0, atol=tolerance)
         chosen = step.logits.argmax(-1)
         assert torch.equal(state.newest, chosen)
-        assert torch.equal(state.tokens[torch.arange(len(lengths)), state.lengths - 1], chosen)
+        assert torch.equal(state.tokens[rows, state.lengths - 1], chosen)
         assert torch.equal(state.cache.seqlens, expected.cache.seqlens)
         expected.newest.copy_(chosen)
         state.newest.copy_(chosen)
+
+
+@torch.inference_mode()
+def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -> torch.Tensor:
+    """Check emulated steps; return the fused logits of the last."""
+    expected, state = state_after(model, lengths), state_after(model, lengths)
+    step = step_of(model, state)
+    check(model, step, state, expected, steps, tolerance)
     return step.logits
 
 
@@ -173,18 +179,14 @@ def check_on_gpu(model: GPT2, batch: int, length: int, steps: int, tolerance: fl
     prompts = torch.randint(0, 50257, (batch, length), generator=torch.Generator().manual_seed(0))
     tokens = torch.zeros(batch, capacity, dtype=torch.long, device="cuda")
     tokens[:, :length] = prompts.cuda()
-    expected = KVCache.allocate(model, batch, capacity)
-    newest = model(tokens[:, :length], cache=expected)[:, 0].argmax(-1)
-    cache = KVCache(expected.kv.clone(), expected.seqlens.clone())
-    ours, lengths = newest.clone(), torch.full((batch,), length + 1, device="cuda")
-    step = Step(model, cache, ours, tokens, lengths, is_greedy=True)
-    for _ in range(steps):
-        logits = model.decode(newest, expected).float()
-        step()
-        step.check()
-        torch.testing.assert_close(step.logits, logits, rtol=0, atol=tolerance)
-        assert torch.equal(ours, step.logits.argmax(-1))
-        newest.copy_(ours)
+    cache = KVCache.allocate(model, batch, capacity)
+    newest = model(tokens[:, :length], cache=cache)[:, 0].argmax(-1)
+    lengths = torch.full((batch,), length + 1, device="cuda")
+    expected = State(cache, newest, tokens, lengths)
+    copied = KVCache(cache.kv.clone(), cache.seqlens.clone())
+    state = State(copied, newest.clone(), tokens, lengths)
+    step = Step(model, copied, state.newest, tokens, lengths, is_greedy=True)
+    check(model, step, state, expected, steps, tolerance)
 
 
 @pytest.mark.gpu
