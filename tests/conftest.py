@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from safetensors.torch import save_file
 
-from attention_kernels import BackendSpec, get_backend
+from attention_kernels import BackendSpec, conformance, get_backend
+from attention_kernels.reference import Truth
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -27,6 +29,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_truth() -> Iterator[None]:
+    """Compute the judge's truth, a function of a call's inputs alone, once for all backends."""
+    compute, known = conformance.truth, dict[object, Truth]()
+
+    def truth(q, k, v, softmax_scale=None, is_causal=True):
+        if q.numel() > 2**19 or q.device.type != "cpu":
+            return compute(q, k, v, softmax_scale, is_causal)
+        digest = hashlib.sha256()
+        for x in (q, k, v):
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+        key = (q.shape, k.shape, q.dtype, softmax_scale, is_causal, digest.digest())
+        if key not in known:
+            known[key] = compute(q, k, v, softmax_scale, is_causal)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conformance, "truth", truth)
+        yield
 
 
 def usable(name: str, device: str) -> BackendSpec:

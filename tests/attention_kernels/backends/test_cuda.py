@@ -239,7 +239,7 @@ FUSED_FLAGS = "-O1 -fexpensive-optimizations -ffp-contract=fast" + " -mfma" * (
 )
 
 
-@pytest.fixture(scope="module", params=[FP32[-1], *STRIDED_HALF])
+@pytest.fixture(scope="module", params=[FP32[-1], STRIDED_HALF[0]])
 def fused(request):
     if not FUSES:
         pytest.skip("this processor has no fused multiply-add")
@@ -533,12 +533,12 @@ def test_compute_sanitizer_is_silent_or_read(tool, status, out, fault, monkeypat
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing():
-    """In one version of two ladders, and in a decode kernel whose fault is another.
+    """In a kernel of all kinds of memory, and in a decode kernel whose fault is another.
 
-    compute-sanitizer runs all of them on a GPU.
+    compute-sanitizer runs every version on a GPU; a read out of bounds is v03_out_of_bounds_read's.
     """
     decodes = str(NEGATIVE / "v05_unscaled_join.cu")
-    assert sanitize([FP32[-1], "FLASH_ATTENTION_1_TENSOR_CORE", decodes], "cpu") == []
+    assert sanitize(["FLASH_ATTENTION_1_TENSOR_CORE", decodes], "cpu") == []
 
 
 def test_what_cannot_be_sanitized_is_told(monkeypatch):
