@@ -179,7 +179,12 @@ def test_gpt2s_logits_are_within_the_budget_of_eager(name, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [*((name, "cpu") for name in (*PYTORCH, LADDER)), *ON_GPU]
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in PYTORCH),
+        pytest.param(LADDER, "cpu", marks=pytest.mark.slow),
+        *ON_GPU,
+    ],
 )
 def test_a_checkpoint_generates_the_text_of_eager(name, device, tmp_path):
     _, dtype, head_dim = usable(name, device)

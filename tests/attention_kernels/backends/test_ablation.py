@@ -206,6 +206,7 @@ def first_wrong(holds: Callable[[float], bool], right: float, wrong: float) -> f
     return wrong
 
 
+@pytest.mark.slow
 def test_the_version_without_a_maximum_is_no_backend(no_maximum):
     assert "NO_MAXIMUM" not in " ".join(spec.name for spec in list_backends())
     failed = {

@@ -21,7 +21,10 @@ for_every_version = pytest.mark.parametrize(
 )
 for_every_dtype = pytest.mark.parametrize(
     "dtype",
-    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
+    [
+        torch.float32,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.bfloat16)),
+    ],
     ids=str,
 )
 on_every_device = pytest.mark.parametrize("device", DEVICES)

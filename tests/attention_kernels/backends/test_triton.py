@@ -279,13 +279,14 @@ def test_torch_knows_the_kernels_of_an_op(name, module):
     assert {*map(id, kernels)} == {*map(id, expected)}
 
 
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
     ("dtype", "q_sign"),
     [
         ("fp32", {"q_sign": 1}),
-        pytest.param("fp16", {"q_sign": 1}, marks=pytest.mark.slow),
-        pytest.param("bf16", {}, marks=pytest.mark.slow),
+        ("fp16", {"q_sign": 1}),
+        ("bf16", {}),
     ],
 )
 def test_it_compiles(arch, dtype, q_sign, compiled):

@@ -93,6 +93,7 @@ def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
         assert not d[:, lines.shape[1] :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_fragment_tells_the_rows_of_its_elements(probe, arch, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)

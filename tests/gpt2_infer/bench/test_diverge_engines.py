@@ -152,7 +152,13 @@ def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):
 
 @pytest.mark.parametrize(
     ("path", "layer", "name"),
-    [(None, None, None), ("h.1.attn.c_attn.bias", 1, "keys"), ("ln_f.bias", None, "logits")],
+    [
+        ("h.1.attn.c_attn.bias", 1, "keys"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(None, None, None), ("ln_f.bias", None, "logits")]
+        ),
+    ],
 )
 def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, break_second):
     class EmulatedFused(Fused):
