@@ -28,7 +28,7 @@ from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
-ASAN_FLAGS = "-fsanitize=address -g -O1"
+ASAN_FLAGS = "-fsanitize=address -O1"
 _ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # what it finds no line for, addr2line often does
 # Small, for both sanitizers are slow: seqlen, head_dim, batch, num_heads.
 SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
