@@ -31,6 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """Set what must not change an emulated result, one variable after the other."""
+    for variable, value in (
+        ("ATTENTION_EMULATOR_ORDER", "reverse"),
+        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
+        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
+        ("ATTENTION_EMULATOR_THREADS", "1"),
+    ):
+        monkeypatch.setenv(variable, value)
+        yield variable, value
+        monkeypatch.delenv(variable)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def remembered_truth() -> Iterator[None]:
     """Compute the judge's truth, a function of a call's inputs alone, once for all backends."""

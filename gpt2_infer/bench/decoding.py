@@ -20,7 +20,7 @@ from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import Engine, EngineName
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Marks, Request
+from gpt2_infer.generation import Marks, Mode, Request
 from gpt2_infer.model import GPT2, KVCache
 
 POSITION_STEP = 64  # tokens between two marks of a text
@@ -41,7 +41,7 @@ def compare_decoding(
     *,
     new_tokens: Sequence[int],
     engines: Sequence[EngineName],
-    mode: Literal["kv-cache", "recompute"] = "kv-cache",
+    mode: Mode = "kv-cache",
     backends: Sequence[str] = (),
     peers: bool,
     rounds: int,
@@ -157,7 +157,7 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
     def run() -> tuple[list[list[int]], list[float]]:
         marks = Marks(model.device)
         marks.synchronize()
-        if cell.mode == "recompute":
+        if kept is None:
             started = time.perf_counter()
             engine = ready()
             marks.synchronize()
@@ -177,7 +177,7 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
         return engine.new_tokens(cell.new_tokens), seconds
 
     with torch.inference_mode():
-        kept = ready()
+        kept = ready() if cell.mode == "kv-cache" else None
     return run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from gpt2_infer.engines import fused, recompute
 from gpt2_infer.engines.base import Engine, EngineName
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DECODE_ATTENTION", "ENGINES", "Engine", "make_engine"]
 
-ENGINES = ("auto", "eager", "graph", "fused")
+ENGINES = ("auto", *get_args(EngineName))
 
 
 def make_engine(model: GPT2, request: Request) -> Engine:

@@ -25,7 +25,7 @@ from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import build, compilers, header, op
 from attention_kernels.ladder.header import HeaderError
-from tests.conftest import DEVICES, usable
+from tests.conftest import DEVICES, emulator_settings, usable
 
 NAMES = [name for name, version in ladder.versions().items() if version.role == "attention"]
 FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
@@ -174,16 +174,9 @@ def test_neither_the_order_of_blocks_and_threads_nor_unwritten_memory_matters(na
     spec = usable(name, "cpu")
     inputs = [inputs_of(name, "cpu", 70, head_dim) for head_dim in spec.head_dims[::2]]
     expected = [spec.attention(*qkv) for qkv in inputs]
-    for variable, value in (
-        ("ATTENTION_EMULATOR_ORDER", "reverse"),
-        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
-        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
-        ("ATTENTION_EMULATOR_THREADS", "1"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            for qkv, o in zip(inputs, expected, strict=True):
-                assert torch.equal(spec.attention(*qkv), o), (variable, value)
+    for setting in emulator_settings(monkeypatch):
+        for qkv, o in zip(inputs, expected, strict=True):
+            assert torch.equal(spec.attention(*qkv), o), setting
 
 
 @on_every_device

@@ -12,7 +12,7 @@ from attention_kernels.cases import EDGES
 from attention_kernels.conformance import DecodeCase, run_case
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.test_cuda import FUSED_FLAGS, FUSES, spec_of
-from tests.conftest import DEVICES, usable
+from tests.conftest import DEVICES, emulator_settings, usable
 
 NAMES = [*ladder.versions("decode")]
 
@@ -121,15 +121,8 @@ def test_neither_the_order_of_blocks_and_threads_nor_unwritten_memory_matters(na
     spec = usable(name, "cpu")
     inputs = ragged(64, torch.bfloat16).inputs("cpu")
     expected = spec.decode(*inputs)
-    for variable, value in (
-        ("ATTENTION_EMULATOR_ORDER", "reverse"),
-        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
-        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
-        ("ATTENTION_EMULATOR_THREADS", "1"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, value)
-            assert torch.equal(spec.decode(*inputs), expected), (variable, value)
+    for setting in emulator_settings(monkeypatch):
+        assert torch.equal(spec.decode(*inputs), expected), setting
 
 
 @pytest.mark.slow

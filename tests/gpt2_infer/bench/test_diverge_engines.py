@@ -17,7 +17,8 @@ from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, Shape
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import run
-from tests.gpt2_infer.engines.test_fused import BLOCKS, random_model
+from tests.gpt2_infer.engines.common import random_model
+from tests.gpt2_infer.engines.test_fused import BLOCKS, CONFIG
 
 PROMPT = [449, 1973, 355, 751, 258]
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "4", "--prompt", "Once upon"]
@@ -167,7 +168,7 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
             super().prepare_decode()
             self.model = right
 
-    model = random_model(torch.float32)
+    model = random_model(CONFIG)
     shape = Shape(model.config, torch.float32, 1, BLOCKS, 227 * 1024)
     monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
     break_second(lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused)

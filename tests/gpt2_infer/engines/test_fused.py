@@ -14,6 +14,7 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Shape, Stage, Step
 from gpt2_infer.model import KVCache
+from tests.gpt2_infer.engines.common import random_model
 
 # Two passes over a row of the second MLP product, several tiles, an odd vocabulary, two splits.
 CONFIG = GPT2Config(
@@ -26,14 +27,6 @@ CONFIG = GPT2Config(
     scale_attn_by_inverse_layer_idx=True,
 )
 BLOCKS = 16
-
-
-def random_model(dtype: torch.dtype, config: GPT2Config = CONFIG) -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(config).requires_grad_(False).eval()
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
-    return model.to(dtype)
 
 
 @dataclasses.dataclass
@@ -101,12 +94,12 @@ def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -
     ],
 )
 def test_a_step_is_what_the_modules_compute(dtype, tolerance):
-    check_steps(random_model(dtype), [127], 2, tolerance)  # across the end of a split
+    check_steps(random_model(CONFIG, dtype), [127], 2, tolerance)  # across the end of a split
 
 
 @pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others():
-    model = random_model(torch.float32)
+    model = random_model(CONFIG)
     both = check_steps(model, [3, 127], 3, 2e-4)
     alone = check_steps(model, [127], 3, 2e-4)
     assert torch.equal(alone[0], both[1])
@@ -136,13 +129,13 @@ def test_a_poll_without_its_tag_is_caught(tmp_path, monkeypatch):
     parse = header.parse_header
     monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "broken_step_"))
     with pytest.raises(AssertionError):
-        check_steps(random_model(torch.float32), [5], 2, 2e-4)
+        check_steps(random_model(CONFIG), [5], 2, 2e-4)
 
 
 def test_logits_that_are_not_finite_give_no_token():
-    model = random_model(torch.float32)
+    model = random_model(CONFIG)
     model.ln_f.bias.fill_(torch.nan)
-    state = state_after(random_model(torch.float32), [4])
+    state = state_after(random_model(CONFIG), [4])
     step = step_of(model, state)
     step()
     assert state.newest.tolist() == [-1]

@@ -13,6 +13,7 @@ from gpt2_infer.engines import base, recompute
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
 from gpt2_infer.generation import Request
+from tests.gpt2_infer.engines.common import random_model
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -25,17 +26,9 @@ CONFIG = GPT2Config(
 )
 
 
-def random_model(config: GPT2Config = CONFIG) -> GPT2:
-    torch.manual_seed(0)
-    model = GPT2(config).requires_grad_(False).eval()
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
-    return model
-
-
 @torch.inference_mode()
 def test_the_logits_are_those_of_the_modules():
-    model = random_model()
+    model = random_model(CONFIG)
     tokens = torch.randint(0, 101, (3, 37))
     seqlens = torch.tensor([37, 1, 20])
     logits = Forward(model)(tokens, seqlens)
@@ -59,7 +52,7 @@ def test_the_engine_writes_what_the_modules_write(monkeypatch):
     """Several lengths, each run first and replayed after that; here a replay runs it again."""
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
     monkeypatch.setattr(recompute, "capture", lambda body, **_: SimpleNamespace(replay=body))
-    model, prompts = random_model(), [[7, 3], [5, 6, 90, 2]]
+    model, prompts = random_model(CONFIG), [[7, 3], [5, 6, 90, 2]]
     request = Request(config=CONFIG, tokenizer=None, prompts=prompts, max_new_tokens=9)
     engine = Recompute(model, request, "fused")
     engine.warm_up()
