@@ -10,12 +10,42 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {
+
+// ---- Words --------------------------------------------------------------------------------------
+
+inline std::string text(uint3 v) {
+  char buffer[40];
+  std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
+  return buffer;
+}
+
+inline std::string place(const char* file, int line) {
+  const char* const slash = std::strrchr(file, '/');
+  return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
+}
+
+// "byte 256 of 256 bytes of dynamic shared memory"
+inline std::string describe(const SharedMemory& shared, uintptr_t address) {
+  const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(shared.dynamic));
+  return "byte " + std::to_string(offset) + " of " + std::to_string(shared.dynamic_bytes) +
+         " bytes of dynamic shared memory";
+}
+
+Words Words::operator+(const char* more) const {
+  Words sum;
+  std::snprintf(sum.text, sizeof sum.text, "%s%s", text, more);
+  return sum;
+}
+
+Words Site::text() const { return Words{} + name + "() at " + place(file, line).c_str(); }
 
 // ---- Scheduling -------------------------------------------------------------------------------
 
@@ -145,9 +175,10 @@ void Block::finish() {
 
 // ---- Failing ----------------------------------------------------------------------------------
 
-void Block::record(cudaError_t code, const std::string& what, const Fiber& culprit) {
+void Block::record(cudaError_t code, const char* what, const Fiber& culprit) {
   error = code;
-  message = what + "; block " + text(index) + ", thread " + text(culprit.thread_idx);
+  std::snprintf(message, sizeof message, "%s; block %s, thread %s", what, text(index).c_str(),
+                text(culprit.thread_idx).c_str());
 }
 
 void Block::abandon() {
@@ -156,8 +187,9 @@ void Block::abandon() {
 }
 
 void Block::record_divergence(const Site& here, const Site& there, const Fiber& other) {
-  record(cudaErrorLaunchFailure, "divergence: this thread waits in " + here.text() + ", thread " +
-                                     text(other.thread_idx) + " in " + there.text());
+  const std::string thread = text(other.thread_idx);
+  record(cudaErrorLaunchFailure, Words{"divergence: this thread waits in "} + here.text() +
+                                     ", thread " + thread.c_str() + " in " + there.text());
 }
 
 // No fiber can run and not all have returned: some wait for lanes of their warp.
@@ -165,7 +197,8 @@ void Block::record_stuck() {
   const auto state_of = [&](const Warp& w, unsigned bit) {
     const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
     if (w.done >> bit & 1) return name + " has returned from the kernel";
-    return name + " waits in " + (w.waiting >> bit & 1 ? w.wait[bit].site : &barrier)->text();
+    const Site& site = w.waiting >> bit & 1 ? *w.wait[bit].site : barrier;
+    return name + " waits in " + site.text().text;
   };
   for (const Warp* w = warps; w < warps + warp_count; ++w) {
     if (w->waiting == 0) continue;
@@ -173,13 +206,41 @@ void Block::record_stuck() {
     const uint32_t missing = w->wait[waiter].mask & ~w->waiting;
     record(cudaErrorLaunchFailure,
            w->wait[waiter].site->text() + " waits for lanes that never arrive: " +
-               state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter),
+               state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter).c_str(),
            *w->fibers[waiter]);
     return;
   }
 }
 
 // ---- One block --------------------------------------------------------------------------------
+
+// Makes a fiber start from the beginning, in a function that never returns. `bottom` is the lowest
+// address of its stack.
+inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
+  if (fiber.pending != nullptr) fiber.pending->clear();
+  auto** const top = reinterpret_cast<void**>(&fiber);
+#ifdef ATTENTION_EMULATOR_ASAN
+  fiber.fake_stack = nullptr;
+  fiber.bottom = reinterpret_cast<const void*>(bottom);
+  fiber.size = reinterpret_cast<uintptr_t>(top) - bottom;
+#endif
+#ifdef ATTENTION_EMULATOR_UCONTEXT
+  auto* const context = reinterpret_cast<ucontext_t*>(bottom);
+  getcontext(context);
+  context->uc_stack.ss_sp = context + 1;
+  context->uc_stack.ss_size =
+      reinterpret_cast<uintptr_t>(top) - reinterpret_cast<uintptr_t>(context + 1);
+  makecontext(context, function, 0);
+  fiber.stack_pointer = context;
+#else
+  (void)bottom;
+  // As switch_stack() leaves a stack. The function starts as if it were called, by nobody.
+  auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
+  std::fill(entry, top, nullptr);
+  entry[0] = reinterpret_cast<void*>(function);
+  fiber.stack_pointer = entry;
+#endif
+}
 
 void Block::fiber_main() {
 #ifdef ATTENTION_EMULATOR_ASAN
@@ -266,16 +327,18 @@ bool Block::run(uint64_t number_in_grid) {
 void Block::check_shared() {
   if (const unsigned char* const byte = shared.overwritten(launch->poison)) {
     error = cudaErrorIllegalAddress;
-    message = "a thread wrote to " + shared.describe(reinterpret_cast<uintptr_t>(byte)) +
-              "; block " + text(index);
+    const std::string where = describe(shared, reinterpret_cast<uintptr_t>(byte));
+    std::snprintf(message, sizeof message, "a thread wrote to %s; block %s", where.c_str(),
+                  text(index).c_str());
   }
   if (std::exchange(shared.counted, true)) return;
   const size_t fixed = shared.count_fixed(launch->poison);
   if (launch->dynamic_shared + fixed > launch->shared_limit) {
     error = cudaErrorInvalidValue;
-    message = std::to_string(launch->dynamic_shared) + " bytes of dynamic and at least " +
-              std::to_string(fixed) + " of static shared memory are more than the " +
-              std::to_string(launch->shared_limit) + " of the emulated device";
+    std::snprintf(message, sizeof message,
+                  "%zu bytes of dynamic and at least %zu of static shared memory are more than the "
+                  "%zu of the emulated device",
+                  launch->dynamic_shared, fixed, launch->shared_limit);
   }
 }
 
@@ -341,7 +404,8 @@ struct Blocks {
   }
 };
 
-std::string last_error() {
+// What went wrong in the calling thread's last launch; empty if nothing did.
+inline std::string last_error() {
   Blocks& blocks = Blocks::instance();
   const std::lock_guard<std::mutex> lock(blocks.mutex);
   const auto found = blocks.errors.find(std::this_thread::get_id());
@@ -353,7 +417,7 @@ inline Block* this_block() {
   return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
 }
 
-void fail(cudaError_t code, const std::string& what) {
+void fail(cudaError_t code, const char* what) {
   if (Block* const block = this_block()) {
     block->record(code, what);
     block->abandon();

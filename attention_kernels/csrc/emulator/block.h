@@ -14,7 +14,6 @@
 
 #include <signal.h>
 
-#include <string>
 #include <vector>
 
 #include "shared_memory.h"
@@ -82,7 +81,7 @@ struct Block {
   uint3 index{};
   unsigned finished = 0;  // threads that have returned
   cudaError_t error = cudaSuccess;
-  std::string message;
+  char message[1024];
   Signals signals;
   char signal_stack[64 * 1024];
 
@@ -126,7 +125,7 @@ struct Block {
 
   // Failing: a failing fiber calls record() and then, when no object is left to destroy, abandon():
   // that ends the block, and the frames of all its fibers with it.
-  void record(cudaError_t code, const std::string& what, const Fiber& culprit = this_fiber());
+  void record(cudaError_t code, const char* what, const Fiber& culprit = this_fiber());
   void record_divergence(const Site& here, const Site& there, const Fiber& other);
   [[noreturn]] void abandon();
 
@@ -152,12 +151,9 @@ struct Block {
 // Checks a launch as the CUDA runtime does, and runs it.
 cudaError_t run_launch(Launch launch);
 
-// What went wrong in the calling thread's last launch; empty if nothing did.
-std::string last_error();
-
-// Ends the calling thread's launch, and with it the thread's frames: the message is lost memory. In
-// host code it is an exception.
-[[noreturn]] void fail(cudaError_t code, const std::string& what);
+// Ends the calling thread's launch, and with it the thread's frames: what they have allocated is
+// lost memory. In host code it is an exception.
+[[noreturn]] void fail(cudaError_t code, const char* what);
 
 }  // namespace attention::emulator
 

@@ -44,7 +44,8 @@ inline void __pipeline_wait_prior(size_t prior) {
   auto* const pending = attention::emulator::this_fiber().pending;
   if (pending == nullptr) return;
   const auto is_end = [](const auto& copy) { return copy.size == 0; };
-  const size_t groups = std::count_if(pending->begin(), pending->end(), is_end);
+  size_t groups = 0;
+  for (const auto& copy : *pending) groups += is_end(copy);
   auto copy = pending->begin();
   for (size_t left = groups; left > prior; ++copy) {
     if (is_end(*copy)) {

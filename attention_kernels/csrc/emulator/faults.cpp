@@ -47,7 +47,7 @@ struct CheckedLine {
   const char* file;
   uint32_t line, column;
 
-  std::string text() const { return Site{"", file, int(line)}.place(); }
+  std::string text() const { return place(file, int(line)); }
 };
 
 struct CheckedType {
@@ -74,29 +74,33 @@ extern "C" {
     const AccessCheck* check, uintptr_t address) {
   const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
   if (address % alignment != 0) {
-    fail(cudaErrorMisalignedAddress, "misaligned access at " + check->at.text() + ": a " +
-                                         check->type->name + " that is not at a multiple of " +
-                                         std::to_string(alignment) + " bytes");
+    const std::string what = "misaligned access at " + check->at.text() + ": a " +
+                             check->type->name + " that is not at a multiple of " +
+                             std::to_string(alignment) + " bytes";
+    fail(cudaErrorMisalignedAddress, what.c_str());
   }
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": there is no room for a " + check->type->name);
+  const std::string what = "access out of bounds of an array at " + check->at.text() +
+                           ": there is no room for a " + check->type->name;
+  fail(cudaErrorIllegalAddress, what.c_str());
 }
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
     const IndexCheck* check, intptr_t index) {
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": index " + std::to_string(index) + " of a " +
-                                    check->array->name);
+  const std::string what = "access out of bounds of an array at " + check->at.text() + ": index " +
+                           std::to_string(index) + " of a " + check->array->name;
+  fail(cudaErrorIllegalAddress, what.c_str());
 }
 
 // ---- The linker's -------------------------------------------------------------------------------
 
 [[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls exit(" + std::to_string(status) + ")");
+  const std::string what = "the version file calls exit(" + std::to_string(status) + ")";
+  fail(cudaErrorLaunchFailure, what.c_str());
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap__exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls _exit(" + std::to_string(status) + ")");
+  const std::string what = "the version file calls _exit(" + std::to_string(status) + ")";
+  fail(cudaErrorLaunchFailure, what.c_str());
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap_abort() {
@@ -106,7 +110,8 @@ extern "C" {
 [[noreturn]] __attribute__((used)) inline void __wrap___assert_fail(const char* condition,
                                                                     const char* file, unsigned line,
                                                                     const char*) {
-  fail(cudaErrorAssert, Site{"assert", file, int(line)}.text() + ": " + condition);
+  const std::string what = "assert() at " + place(file, int(line)) + ": " + condition;
+  fail(cudaErrorAssert, what.c_str());
 }
 
 }  // extern "C"
@@ -179,20 +184,22 @@ inline void record_fault(Block& block) {
   char text[32];
   std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
   const std::string at = place(block.signals.code);
+  const auto record = [&](cudaError_t code, const std::string& what) {
+    block.record(code, (what + at).c_str());
+  };
   if (fault.si_signo == SIGFPE) {
-    block.record(cudaErrorLaunchFailure, "integer division by zero" + at);
+    record(cudaErrorLaunchFailure, "integer division by zero");
   } else if (fault.si_signo == SIGILL) {
-    block.record(cudaErrorLaunchFailure, "the kernel traps" + at);
+    record(cudaErrorLaunchFailure, "the kernel traps");
   } else if (block.owns(address)) {
-    block.record(cudaErrorLaunchFailure, "stack overflow" + (text + at));
+    record(cudaErrorLaunchFailure, std::string("stack overflow") + text);
   } else if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL) {
-    block.record(cudaErrorMisalignedAddress,
-                 "access of a misaligned or wild address" + (text + at));
+    record(cudaErrorMisalignedAddress,
+           std::string("access of a misaligned or wild address") + text);
   } else if (block.shared.is_near(address)) {
-    block.record(cudaErrorIllegalAddress,
-                 "illegal access to " + block.shared.describe(address) + at);
+    record(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address));
   } else {
-    block.record(cudaErrorIllegalAddress, "illegal memory access" + (text + at));
+    record(cudaErrorIllegalAddress, std::string("illegal memory access") + text);
   }
 }
 
@@ -258,14 +265,15 @@ inline bool must_stop(Block& block, uintptr_t code) {
 [[noreturn]] inline void after_stop() {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
-  if (block.interval + block.arrived > 0) where += ", the last barrier was " + block.barrier.text();
+  if (block.interval + block.arrived > 0)
+    where += std::string(", the last barrier was ") + block.barrier.text().text;
   if (is_late(block)) {
     char what[64];
     std::snprintf(what, sizeof what, "the block did not end in %g s",
                   block.launch->tick_limit / kTicksPerSecond);
-    block.record(cudaErrorLaunchTimeout, what + where);
+    block.record(cudaErrorLaunchTimeout, (what + where).c_str());
   } else {
-    block.record(cudaErrorLaunchFailure, "interrupted" + where);
+    block.record(cudaErrorLaunchFailure, ("interrupted" + where).c_str());
   }
   block.abandon();
 }

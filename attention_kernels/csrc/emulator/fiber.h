@@ -8,7 +8,6 @@
 
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -163,34 +162,6 @@ __attribute__((always_inline)) inline void switch_context(Context& from, Context
   switch_stack(&from.stack_pointer, to.stack_pointer);
 #ifdef ATTENTION_EMULATOR_ASAN
   __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
-#endif
-}
-
-// Makes a fiber start from the beginning, in a function that never returns. `bottom` is the lowest
-// address of its stack.
-inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
-  if (fiber.pending != nullptr) fiber.pending->clear();
-  auto** const top = reinterpret_cast<void**>(&fiber);
-#ifdef ATTENTION_EMULATOR_ASAN
-  fiber.fake_stack = nullptr;
-  fiber.bottom = reinterpret_cast<const void*>(bottom);
-  fiber.size = reinterpret_cast<uintptr_t>(top) - bottom;
-#endif
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  auto* const context = reinterpret_cast<ucontext_t*>(bottom);
-  getcontext(context);
-  context->uc_stack.ss_sp = context + 1;
-  context->uc_stack.ss_size =
-      reinterpret_cast<uintptr_t>(top) - reinterpret_cast<uintptr_t>(context + 1);
-  makecontext(context, function, 0);
-  fiber.stack_pointer = context;
-#else
-  (void)bottom;
-  // As switch_stack() leaves a stack. The function starts as if it were called, by nobody.
-  auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
-  std::fill(entry, top, nullptr);
-  entry[0] = reinterpret_cast<void*>(function);
-  fiber.stack_pointer = entry;
 #endif
 }
 

@@ -133,7 +133,9 @@ class fragment {
   enum { num_elements = kIsA || kIsB ? 16 : 8, num_storage_elements = num_elements };
   T x[num_elements];
 
-  fragment() { std::fill(x, x + num_elements, T(std::numeric_limits<float>::quiet_NaN())); }
+  fragment() {
+    for (T& element : x) element = T(std::numeric_limits<float>::quiet_NaN());
+  }
 
   // The emulator's own.
   static constexpr unsigned kRows = kIsB ? k : m;
@@ -242,7 +244,7 @@ namespace nvcuda::wmma {
 
 template <typename Use, int m, int n, int k, typename T, typename Layout>
 void fill_fragment(fragment<Use, m, n, k, T, Layout>& f, std::common_type_t<T> value) {
-  std::fill(f.x, f.x + f.num_elements, T(value));
+  for (T& element : f.x) element = T(value);
 }
 
 template <typename Use, int m, int n, int k, typename Layout>

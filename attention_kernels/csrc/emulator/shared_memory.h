@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
-#include <string>
 #include <utility>
 
 #include "fiber.h"
@@ -156,13 +155,6 @@ struct SharedMemory {
   bool is_near(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <
            kSharedBytes + 2 * kGuardBytes;
-  }
-
-  // "byte 256 of 256 bytes of dynamic shared memory"
-  std::string describe(uintptr_t address) const {
-    const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(dynamic));
-    return "byte " + std::to_string(offset) + " of " + std::to_string(dynamic_bytes) +
-           " bytes of dynamic shared memory";
   }
 
   // The first byte around dynamic shared memory that is not poison any more, or null.

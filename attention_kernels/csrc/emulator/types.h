@@ -4,7 +4,6 @@
 
 #include <cstdio>
 #include <cstring>
-#include <string>
 
 #pragma GCC visibility push(hidden)
 
@@ -79,11 +78,13 @@ constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 
 namespace attention::emulator {
 
-inline std::string text(uint3 v) {
-  char buffer[40];
-  std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
-  return buffer;
-}
+// Words of a message. Not a std::string: to read <string> takes g++ as long as most kernels do.
+struct Words {
+  char text[256];
+
+  Words operator+(const char* more) const;
+  operator const char*() const { return text; }
+};
 
 // A line of a kernel's source, where a thread waits or fails.
 struct Site {
@@ -91,11 +92,7 @@ struct Site {
   const char* file;
   int line;
 
-  std::string place() const {
-    const char* const slash = std::strrchr(file, '/');
-    return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
-  }
-  std::string text() const { return name + ("() at " + place()); }
+  Words text() const;  // "__syncthreads() at v07.cu:31"
 };
 
 // The source line of the caller, as default arguments of the function that is called.
