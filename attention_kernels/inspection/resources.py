@@ -183,19 +183,28 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
-    """Return what the version launches for each head_dim, from csrc/recorders/launches.cpp."""
+    """Return what the version launches for each head_dim."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _recorded(_recorder(version, Path(folder)), head_dims)
+
+
+def _recorder(version: VersionHeader, folder: Path) -> Path:
+    """Build csrc/recorders/launches.cpp for a version, in a folder."""
     flags = compilers.compile_flags(version, "emulator", "")
     csrc = header.csrc_of(version)
-    with tempfile.TemporaryDirectory() as folder:
-        program, runtime = f"{folder}/recorder", f"{folder}/runtime.o"
-        Path(runtime).write_bytes(compilers.object_file(csrc, "emulator/runtime.cpp", "-O0"))
-        recorder = str(csrc / "recorders" / "launches.cpp")
-        source = f'-DATTENTION_SOURCE="{version.path}"'
-        link = ["-rdynamic", "-o", program, "-pthread", "-ldl"]
-        compilers.output_of([*flags, "-O0", source, recorder, runtime, *link])
-        output = compilers.output_of([program, *map(str, head_dims)])
+    program, runtime = folder / "recorder", folder / "runtime.o"
+    runtime.write_bytes(compilers.object_file(csrc, "emulator/runtime.cpp", "-O0"))
+    recorder = str(csrc / "recorders" / "launches.cpp")
+    source = f'-DATTENTION_SOURCE="{version.path}"'
+    link = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+    compilers.output_of([*flags, "-O0", source, recorder, str(runtime), *link])
+    return program
+
+
+def _recorded(program: Path, head_dims: Sequence[int]) -> list[_Launch]:
+    """Return what a recorder writes of each head_dim."""
     launches = []
-    for line in output.splitlines():
+    for line in compilers.output_of([str(program), *map(str, head_dims)]).splitlines():
         head_dim, threads, smem, symbol, words = line.split("\t")
         name = re.search(r"(\w+(<[^(]*>)?)\(", words)
         launches.append(

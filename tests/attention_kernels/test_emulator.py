@@ -112,6 +112,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
         ("THREADS", "-1"),
         ("POISON", "xyz"),
         ("ARCH", "1"),
+        ("MULTIPROCESSORS", "none"),
     ],
 )
 def test_a_wrong_setting_is_reported_as_one(spec, variable, value, monkeypatch):

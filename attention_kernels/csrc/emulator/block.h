@@ -23,10 +23,11 @@
 
 namespace attention::emulator {
 
-// What ATTENTION_EMULATOR_ARCH names, or sm_90. Read at each launch.
+// What the environment names, or sm_90 with 8 multiprocessors. Read at each launch.
 struct Device {
   int arch;
   size_t shared_limit;  // that a block may ask for; 0 for an unknown device
+  int multiprocessors;  // 0 for a number that there is not
 
   static Device emulated();
 };

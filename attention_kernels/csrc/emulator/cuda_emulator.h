@@ -13,6 +13,7 @@
 //
 // Environment, read at each launch:
 //   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...
+//   ATTENTION_EMULATOR_MULTIPROCESSORS  how many the device says it has: 8 unless it is set
 //   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
 //   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order of blocks and of their threads
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that shared memory holds at first
@@ -371,7 +372,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       *value = 32;
       break;
     case cudaDevAttrMultiProcessorCount:
-      *value = 8;
+      *value = device.multiprocessors;
       break;
     case cudaDevAttrComputeCapabilityMajor:
       *value = device.arch / 10;

@@ -24,6 +24,8 @@ inline const char* setting(const char* name) {
 Device Device::emulated() {
   const char* const name = setting("ATTENTION_EMULATOR_ARCH");
   const int arch = name == nullptr ? 90 : std::atoi(name);
+  const char* const count = setting("ATTENTION_EMULATOR_MULTIPROCESSORS");
+  const int multiprocessors = count == nullptr ? 8 : std::max(std::atoi(count), 0);
   for (const auto& [known, kilobytes] : {std::pair{70, 96},
                                          {75, 64},
                                          {80, 163},
@@ -34,9 +36,9 @@ Device Device::emulated() {
                                          {100, 227},
                                          {103, 227},
                                          {120, 99}}) {
-    if (arch == known) return {arch, size_t(kilobytes) * 1024};
+    if (arch == known) return {arch, size_t(kilobytes) * 1024, multiprocessors};
   }
-  return {arch, 0};
+  return {arch, 0, multiprocessors};
 }
 
 // Reads the environment into the launch. Returns what is wrong with it, or "".
@@ -51,6 +53,10 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
   if (launch.shared_limit == 0) {
     return wrong("ATTENTION_EMULATOR_ARCH", setting("ATTENTION_EMULATOR_ARCH"),
                  "70, 75, 80, 86, 87, 89, 90, 100, 103 or 120");
+  }
+  if (device.multiprocessors == 0) {
+    const char* const name = "ATTENTION_EMULATOR_MULTIPROCESSORS";
+    return wrong(name, setting(name), "a number of multiprocessors");
   }
   if (const char* const value = setting("ATTENTION_EMULATOR_POISON")) {
     launch.poison = static_cast<uint32_t>(std::strtoul(value, &end, 16));

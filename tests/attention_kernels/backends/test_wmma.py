@@ -381,33 +381,25 @@ def test_version_3_assumes_no_layout_of_fragments(seqlen, monkeypatch):
             assert run_case(spec, case, "cpu").passed, case
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> BackendSpec:
-    """Version 3 as on a device of 132 multiprocessors."""
-    limit = "  error = cudaDeviceGetAttribute(&smem_limit"
-    many = (limit, f"  multiprocessors = 132;\n{limit}")
-    return variant(tmp_path_factory.mktemp("large"), V03, large=many)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "keys"),  # of 64, 99 and 227 KB of shared memory
-    [
+def test_the_tiles_of_version_3_where_blocks_do_not_fill_the_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
+    spec = usable(NAMES[2], "cpu")
+    recorder = resources._recorder(spec.version, tmp_path)
+    for arch, keys in (  # of 64, 99 and 227 KB of shared memory
         ("75", {32: 128, 64: 64, 128: 32}),
         ("86", {32: 128, 64: 128, 128: 32}),
         ("90", {32: 256, 64: 256, 128: 128}),
-    ],
-)
-def test_the_tiles_of_version_3_where_blocks_do_not_fill_the_device(arch, keys, large, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
-    # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
-    launches = resources._launches(large.version, [*keys])
-    shapes = [re.findall(r"\d+", launch.kernel) for launch in launches]
-    assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
-    assert all(int(warps) > 1 for _, _, warps, *_ in shapes)
-    for seqlen, head_dim in itertools.product((127, 300), (32, 64, 128)):
-        case = Case(seqlen, head_dim, 8.0, num_heads=1, dtype=torch.float16)
-        assert run_case(large, case, "cpu").passed, case
+    ):
+        monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+        # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
+        launches = resources._recorded(recorder, [*keys])
+        shapes = [re.findall(r"\d+", launch.kernel) for launch in launches]
+        assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
+        assert all(int(warps) > 1 for _, _, warps, *_ in shapes)
+        for seqlen, head_dim in itertools.product((127, 300), (32, 64, 128)):
+            case = Case(seqlen, head_dim, 8.0, num_heads=1, dtype=torch.float16)
+            assert run_case(spec, case, "cpu").passed, (arch, case)
 
 
 @pytest.mark.slow
