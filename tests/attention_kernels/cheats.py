@@ -464,7 +464,7 @@ def is_wrong_in_every_seventh_call():
     return kernel
 
 
-@made("error", slow=True)
+@made("call .* of 5000", slow=True)
 def is_wrong_after_a_thousand_calls():
     calls = iter(range(10**9))
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from attention_kernels import conformance
 from attention_kernels.conformance import verify
 from tests.attention_kernels.cheats import CHEATS
 
@@ -15,9 +16,11 @@ from tests.attention_kernels.cheats import CHEATS
     "cheat",
     [pytest.param(cheat, id=cheat.name, marks=[pytest.mark.slow] * cheat.slow) for cheat in CHEATS],
 )
-def test_a_cheat_fails(cheat, request):
+def test_a_cheat_fails(cheat, request, monkeypatch):
     precision = torch.get_float32_matmul_precision()
     request.addfinalizer(lambda: torch.set_float32_matmul_precision(precision))
+    if "call" not in cheat.reported:  # one of the cases catches it
+        monkeypatch.setattr(conformance, "REPEATS", 50)
     report = verify(cheat.spec(), "cpu", max_failures=1)
     assert not report.passed
     assert re.search(cheat.reported, str(report.failures[0])), report.failures[0]

@@ -248,7 +248,7 @@ def short_suite(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_line(capsys, mine, short_suite):
+def test_the_command_line(capsys, mine, short_suite, in_this_process):
     mine(naive_attention)
     assert main(["verify", "mine", "--device", "cpu", "--seed", "5", "--no-timing"]) == 0
     out = capsys.readouterr().out

@@ -207,9 +207,12 @@ def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
 
 def check_equal_scores(spec: BackendSpec, device: str) -> None:
     # WMMA version 3 splits the keys of 448 queries and not those of 600, on 8 multiprocessors.
-    for seqlen, score in ((448, 2904.0), (600, 2904.0), (2048, 200.0))[
-        : 2 if device == "cpu" else 3
-    ]:
+    cases = {448: 2904.0, 600: 2904.0, 2048: 200.0}
+    if device == "cpu":
+        del cases[2048]
+        if spec.family != "wmma_fa2":
+            del cases[600]
+    for seqlen, score in cases.items():
         q, k, v = equal_scores(score, seqlen, dtype_of(spec), device)
         o = spec.attention(q, k, v, softmax_scale=1.0, is_causal=False)
         assert o.abs().max() < 1e-6, (seqlen, score)
@@ -227,28 +230,29 @@ FUSES = platform.machine() == "aarch64" or (
     platform.machine() == "x86_64"
     and re.search(r"^flags\b.*\bfma\b", Path("/proc/cpuinfo").read_text(), re.M) is not None
 )
-FUSED_FLAGS = "-O1 -fexpensive-optimizations -ffp-contract=fast" + " -mfma" * (
+FUSED_FLAGS = "-Xcompiler=-fexpensive-optimizations,-ffp-contract=fast" + ",-mfma" * (
     platform.machine() == "x86_64"
 )
 
 
-@pytest.fixture(scope="module", params=[FP32[-1], STRIDED_HALF[0]])
-def fused(request):
+def fused(name: str, folder: Path) -> BackendSpec:
+    """A version as g++ builds it with multiplications and additions fused."""
     if not FUSES:
         pytest.skip("this processor has no fused multiply-add")
-    usable(request.param, "cpu")
-    spec = spec_of(header.parse_header(ladder.versions()[request.param].path, "fused_"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTENTION_KERNELS_FLAGS", FUSED_FLAGS)
-        assert run_case(spec, Case(33, 32, dtype=dtype_of(spec)), "cpu").passed
-    return spec
+    file = usable(name, "cpu").version.path
+    text, count = re.subn(r"(// Flags: ).*", rf"\1{FUSED_FLAGS}", file.read_text())
+    assert count == 1
+    (folder / file.name).write_text(text)
+    return spec_of(header.parse_header(folder / file.name, "fused_"))
 
 
 @pytest.mark.slow
-def test_fused_arithmetic_is_right(fused):
-    check_equal_scores(fused, "cpu")
+@pytest.mark.parametrize("name", [FP32[-1], STRIDED_HALF[0]])
+def test_fused_arithmetic_is_right(name, tmp_path):
+    spec = fused(name, tmp_path)
+    check_equal_scores(spec, "cpu")
     for scale in (1.0, 8.0):
-        assert run_case(fused, Case(200, 64, scale, dtype=dtype_of(fused)), "cpu").passed, scale
+        assert run_case(spec, Case(200, 64, scale, dtype=dtype_of(spec)), "cpu").passed, scale
 
 
 # Part of torch

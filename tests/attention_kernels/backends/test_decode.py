@@ -11,7 +11,7 @@ from attention_kernels import UnsupportedError, get_backend, ladder
 from attention_kernels.cases import EDGES
 from attention_kernels.conformance import DecodeCase, run_case
 from attention_kernels.ladder import header
-from tests.attention_kernels.backends.test_cuda import FUSED_FLAGS, FUSES, spec_of
+from tests.attention_kernels.backends.test_cuda import fused
 from tests.conftest import DEVICES, emulator_settings, usable
 
 NAMES = [*ladder.versions("decode")]
@@ -127,13 +127,9 @@ def test_neither_the_order_of_blocks_and_threads_nor_unwritten_memory_matters(na
 
 @pytest.mark.slow
 @for_every_version
-def test_fused_arithmetic_is_right(name, monkeypatch):
+def test_fused_arithmetic_is_right(name, tmp_path):
     """As nvcc fuses it: a score that is rounded in one place and not in another would show."""
-    if not FUSES:
-        pytest.skip("this processor has no fused multiply-add")
-    version = usable(name, "cpu").version
-    spec = spec_of(header.parse_header(version.path, "fused_decode_"))
-    monkeypatch.setenv("ATTENTION_KERNELS_FLAGS", FUSED_FLAGS)
+    spec = fused(name, tmp_path)
     for fields in ({"scale": 1e4}, {"scale": 8.0}, {"scale": 19.3, "kind": "equal"}):
         assert run_case(spec, ragged(64, torch.float32, **fields), "cpu").passed, fields
 

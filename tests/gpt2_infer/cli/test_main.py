@@ -48,19 +48,6 @@ def test_dir_lists_the_public_names():
     assert {*gpt2_infer.__all__} <= {*dir(gpt2_infer)}
 
 
-@pytest.mark.slow
-def test_python_dash_m_is_the_same_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "gpt2_infer", "--prompt-file", "/nope"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -95,6 +82,7 @@ def test_debug_may_stand_before_the_command():
     ],
 )
 def test_closed_and_full_streams(redirection, status, words):
+    """Of python -m gpt2_infer, which is the same program."""
     command = f"set -o pipefail; {sys.executable} -m gpt2_infer cache {redirection}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT
