@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import ladder
-from attention_kernels.conformance import Case, run_case
+from attention_kernels.conformance import Case, DecodeCase, run_case
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
 from gpt2_infer.bench.results import read
@@ -123,20 +123,22 @@ def test_a_script_beside_the_package_finds_it(tmp_path):
     assert out == "my-backend\n"
 
 
-@pytest.mark.parametrize("case", [Case(5, 32), Case(70, 64, 8.0, 2, 2, False), Case(33, 128)])
+@pytest.mark.parametrize(
+    ("file", "case"),
+    [
+        ("v01_warp_per_row.cu", Case(5, 32)),
+        ("v01_warp_per_row.cu", Case(70, 64, 8.0, 2, 2, False)),
+        ("v01_warp_per_row.cu", Case(33, 128)),
+        ("decode/v01_warp_per_head.cu", DecodeCase(32, lengths=(1, 33, 130), max_seqlen=130)),
+        ("decode/v01_warp_per_head.cu", DecodeCase(64, scale=8.0, layout="gaps")),
+        ("decode/v01_warp_per_head.cu", DecodeCase(128, num_heads=12, softmax_scale=0.3)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_its_kernel_is_right(device, case):
+def test_its_kernels_are_right(device, file, case):
     skip_without_compiler("CUDA", "cuda" if device == "cuda" else "emulator")
-    spec = ladder.resolve(str(SOURCE / "v01_warp_per_row.cu"))
-    assert run_case(spec, case, device).passed
-
-
-@pytest.mark.slow
-def test_its_decode_kernel_passes_verify(program):
-    skip_without_compiler(DECODER, "emulator")
-    status, out, err = program("verify", DECODER, "--device", "cpu")
-    assert status == 0, out + err
-    assert out.endswith("PASSED\n")
+    assert run_case(ladder.resolve(str(SOURCE / file)), case, device).passed
 
 
 @pytest.mark.parametrize(
