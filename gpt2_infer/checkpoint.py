@@ -20,6 +20,7 @@ from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.config import GPT2Config, named_config
 from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError
 from gpt2_infer.files import read_json_object
+from gpt2_infer.linear import lay_out
 from gpt2_infer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "openai-community/gpt2"
@@ -224,7 +225,7 @@ def _load(
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for name, tensor in found.items():
                 if tensor.file == file:
-                    tensors[name] = opened.get_tensor(tensor.key).to(dtype)
+                    tensors[name] = _converted(name, opened.get_tensor(tensor.key), dtype)
     if second_head is not None:
         with safe_open(second_head.file, framework="pt", device=str(device)) as opened:
             if not torch.equal(opened.get_tensor(second_head.key).to(dtype), tensors["wte.weight"]):
@@ -233,6 +234,14 @@ def _load(
                     "wte.weight; one of the two is wrong"
                 )
     model.load_state_dict(tensors, assign=True)
+
+
+def _converted(name: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it lies in the file, or laid out for products if it is copied anyway."""
+    if stored.dtype == dtype:
+        return stored
+    is_multiplied = stored.dim() == 2 and name != "wpe.weight"
+    return lay_out(stored.to(dtype)) if is_multiplied else stored.to(dtype)
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 The choice depends on the device and the number of rows; the result depends on it only by rounding.
 
-cpu, float32, 8 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
-cpu otherwise: MKL. It puts one row on one core, so that row is multiplied in two halves of K; the
-logits of one row go to oneDNN, which uses every core.
+cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
+cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the weights' two
+halves. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
 cuda: a plain product, then a pass for the bias. addmm with a bias vector goes to cuBLASLt, which
 does not split K and at GPT-2's sizes took up to 2.5 times as long on an H200.
 """
@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ONEDNN_MIN_ROWS = 8
-
 
 class Linear(nn.Module):
     """y = x W + b with W stored (in, out), as in GPT-2's checkpoints."""
@@ -30,37 +28,56 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""
-        if _takes_onednn(x, ONEDNN_MIN_ROWS):
+        if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
             return cast("Tensor", _linear_onednn()(x, self.weight.t(), self.bias, kind, [], form))
-        y = self._product(x).add_(self.bias)
+        y = _product(x, self.weight).add_(self.bias)
         return F.gelu(y, approximate="tanh") if gelu else y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x W + b to residual, which may be overwritten, and return the sum."""
-        if _takes_onednn(x, ONEDNN_MIN_ROWS):
+        if _takes_onednn(x, min_rows=2):
             weight = self.weight.t()
             return cast("Tensor", _linear_onednn().binary(x, residual, weight, self.bias, "add"))
         if x.device.type == "cpu":
-            return residual.add_(self.bias).add_(self._product(x))
+            return residual.add_(self.bias).add_(_product(x, self.weight))
         return residual.add_(self.bias).addmm_(x, self.weight)
-
-    def _product(self, rows: Tensor) -> Tensor:
-        half, odd = divmod(rows.shape[1], 2)
-        splits = rows.device.type == "cpu" and rows.shape[0] == 1 and not odd
-        if not splits or torch.get_num_threads() == 1:
-            return torch.mm(rows, self.weight)
-        return torch.bmm(rows.view(2, 1, half), self.weight.view(2, half, -1)).sum(0)
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply (rows, in_features) by the transpose of weight, (out_features, in_features)."""
-    if _takes_onednn(x, min_rows=1):
+    is_laid_out = weight.stride(0) == 1
+    if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
         return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
-    return F.linear(x, weight)
+    return _product(x, weight.t()) if is_laid_out else F.linear(x, weight)
 
 
-def _takes_onednn(rows: Tensor, min_rows: int) -> bool:
+def lay_out(weight: Tensor) -> Tensor:
+    """Return a weight with its longer side contiguous on the CPU in float32, else unchanged.
+
+    MKL multiplies one row by it up to twice as fast. It costs a copy.
+    """
+    ins, outs = weight.shape
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and ins > outs:
+        return weight.t().contiguous().t()
+    return weight
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply (rows, in_features) by weight, (in_features, out_features)."""
+    ins, outs = weight.shape
+    if x.shape[0] > 1 or x.device.type != "cpu" or torch.get_num_threads() == 1:
+        return torch.mm(x, weight)
+    if weight.stride(1) == 1 and ins % 2 == 0:
+        a, b = torch.bmm(x.view(2, 1, -1), weight.view(2, -1, outs)).unbind(0)
+        return a.add_(b)
+    if weight.stride(0) == 1 and outs % 2 == 0:
+        halves = weight.view(ins, 2, -1).transpose(0, 1)
+        return torch.bmm(x.expand(2, 1, -1), halves).view(1, outs)
+    return torch.mm(x, weight)
+
+
+def _takes_onednn(rows: Tensor, *, min_rows: int) -> bool:
     return (
         rows.shape[0] >= min_rows
         and rows.device.type == "cpu"
