@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
         x: (batch * seqlen, n_embd). shape: batch and seqlen.
         """
-        return self.attend(self.c_attn(x), shape, backend, cache)
+        return self.attend(self.c_attn.forward(x), shape, backend, cache)
 
     def attend(
         self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
@@ -108,9 +108,9 @@ class Attention(nn.Module):
 
         x: (batch, n_embd). position: (batch,), the token's place in its row.
         """
-        qkv = self.c_attn(x).view(-1, 3, self.num_heads, self.head_dim)
+        qkv = self.c_attn.forward(x).view(-1, 3, self.num_heads, self.head_dim)
         k_cache, v_cache, places = cache.layers[self.layer]
-        places[rows, position] = qkv[:, 1:]
+        places.index_put_((rows, position), qkv[:, 1:])
         q = qkv[:, :1]
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
@@ -131,12 +131,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden units before c_proj: (rows, n_embd) -> (rows, inner_dim)."""
-        hidden: Tensor = self.c_fc(x, gelu=self.is_gelu_tanh)
+        hidden = self.c_fc.forward(x, gelu=self.is_gelu_tanh)
         return hidden if self.activation is None else self.activation(hidden)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block.
+
+    forward() of what it consists of is called directly: on a CPU, nn.Module's call around it takes
+    as long as a small kernel.
+    """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -148,7 +152,8 @@ class Block(nn.Module):
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
         """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
         x = self.attn.c_proj.add_to(x, heads)
-        return self.mlp.c_proj.add_to(x, self.mlp(self.ln_2(x)))
+        mlp = self.mlp
+        return mlp.c_proj.add_to(x, mlp.forward(self.ln_2.forward(x)))
 
 
 class GPT2(nn.Module):
@@ -331,7 +336,7 @@ class GPT2(nn.Module):
         backend = self.attention
         x = self.embed(tokens)
         for block in self.blocks():
-            heads = block.attn(block.ln_1(x), tokens.shape, backend, cache)
+            heads = block.attn.forward(block.ln_1.forward(x), tokens.shape, backend, cache)
             if block is self.h[-1]:
                 # Nothing mixes positions from here on: the rest is computed only where logits are
                 # asked for.
@@ -357,9 +362,10 @@ class GPT2(nn.Module):
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         position = cache.seqlens.long()
         cache.seqlens += 1
-        x = F.embedding(tokens, self.wte.weight) + F.embedding(position, self.wpe.weight)
+        x = self.wte.weight.index_select(0, tokens) + self.wpe.weight.index_select(0, position)
         for block in self.blocks():
-            x = block.finish(x, block.attn.decode(block.ln_1(x), backend, cache, rows, position))
+            normed = block.ln_1.forward(x)
+            x = block.finish(x, block.attn.decode(normed, backend, cache, rows, position))
         return self.head(self.ln_f(x))
 
     def embed(self, tokens: Tensor) -> Tensor:

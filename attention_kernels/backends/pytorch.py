@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +63,6 @@ def load_naive() -> Kernels:
     return Kernels(_naive, _naive_decode, backward=True)
 
 
-_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
 def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
     def run(
         q: Tensor,
@@ -79,8 +75,9 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if kernel == SDPBackend.FLASH_ATTENTION and q.device.type == "cpu":
             # Pinning sets a dozen flags, which takes as long as decoding a short row.
-            o, _ = _flash_on_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-            return cast("Tensor", o)
+            return torch._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+            )[0]
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale

@@ -92,7 +92,7 @@ class Engine:
             uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
         token = self.sampling.choose(logits, uniform)
         self.newest.copy_(token if self.check_finite else token.clamp_(min=0))
-        self.tokens[self.rows, self.lengths] = self.newest
+        self.tokens.index_put_((self.rows, self.lengths), self.newest)
         self.lengths += 1
 
     def rounded(self, length: int) -> int:
