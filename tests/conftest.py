@@ -1,34 +1,47 @@
-"""Shared fixtures: nothing here downloads, and every checkpoint is made in a temporary folder."""
+"""Shared fixtures: nothing here downloads, and every checkpoint is made in a temporary folder.
+
+torch is imported where it is used: the process that hands out the tests to others has no use for
+it, and starts them seconds sooner.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention_kernels import BackendSpec
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing may be downloaded
 # Here and in every process that a test starts: the workers of xdist use every core already.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch
-from safetensors.torch import save_file
-
-from attention_kernels import BackendSpec, conformance, get_backend
-from attention_kernels.reference import Truth
+gc.disable()  # while torch and transformers are imported: what they are made of lives to the end
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
@@ -47,6 +60,11 @@ def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, st
 @pytest.fixture(scope="session", autouse=True)
 def remembered_truth() -> Iterator[None]:
     """Compute the judge's truth, a function of a call's inputs alone, once for all backends."""
+    import torch
+
+    from attention_kernels import conformance
+    from attention_kernels.reference import Truth
+
     compute, known = conformance.truth, dict[object, Truth]()
 
     def truth(q, k, v, softmax_scale=None, is_causal=True):
@@ -67,6 +85,8 @@ def remembered_truth() -> Iterator[None]:
 
 def usable(name: str, device: str) -> BackendSpec:
     """The backend; skips the test where it cannot run."""
+    from attention_kernels import get_backend
+
     spec = get_backend(name)
     if reason := spec.unavailable_reason(device):
         pytest.skip(reason)
@@ -91,6 +111,7 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
     def save(
         name: str = "checkpoint", *, tokenizer: bool = True, **fields: Any
     ) -> tuple[Path, Any]:
+        import torch
         from transformers import GPT2Config, GPT2LMHeadModel
 
         sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 8192}
@@ -134,12 +155,11 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     """Replace a folder's model.safetensors by `change` of its tensors."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     tensors = change(load_file(file))
