@@ -98,7 +98,7 @@ def count_accesses(
         compilers.output_of(
             [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
         )
-        recorder = compilers.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O2")
+        recorder = compilers.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O1")
         Path(objects[0]).write_bytes(recorder)
         command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
         compilers.output_of(command)

@@ -67,12 +67,12 @@ def test_the_negative_experiments_are_told_as_such():
 # The document's errors at its case, B=32 H=8 L=1024 head_dim=32: 3.66e-4 for half precision, 1.3e-7
 # for double. It does not say what the inputs are, nor what the errors are against: taken to be
 # normal, rounded to the kernel's dtype before either is computed, and float64. There is no causal
-# mask: it lists that as future work. The emulator gets two heads of the 256.
+# mask: it lists that as future work. The emulator gets one head of the 256.
 @on_every_device
 @for_each([*HALF, "FLASH_ATTENTION_1_FP64"])
 def test_the_error_is_below_the_document_s(name, device):
     spec = usable(name, device)
-    batch, num_heads = (32, 8) if device == "cuda" else (1, 2)
+    batch, num_heads = (32, 8) if device == "cuda" else (1, 1)
     q, k, v = Case(1024, 32, batch=batch, num_heads=num_heads, dtype=dtype_of(spec)).inputs(device)
     o = spec.attention(q, k, v, is_causal=False)
     found = (o.double() - reference_attention(q, k, v, is_causal=False)).abs().max().item()

@@ -57,10 +57,13 @@ def test_the_five_are_programs_of_the_cpu():
 @pytest.mark.parametrize("dtype", DTYPES)
 @for_every_backend
 def test_conformance(name, dtype):
-    """An eighth of the suite up to 200, another for each, and one case of many tiles."""
+    """Every 11th case of the suite up to 200, others for each, and one case of many tiles.
+
+    The six cases of a shape follow each other: every 11th is another shape and another of the six.
+    """
     suite = [*cases((32, 64, 128), dtype, lengths=LENGTHS[:-2])]
-    suite = suite[(2 * NAMES.index(name) + DTYPES.index(dtype)) % 8 :: 8]
-    suite.append(Case(1023, 32, 8.0, num_heads=1, dtype=dtype))
+    suite = suite[2 * NAMES.index(name) + DTYPES.index(dtype) :: 11]
+    suite.append(Case(350, 32, 8.0, num_heads=1, dtype=dtype))
     failed = [str(case) for case in suite if not run_case(get_backend(name), case, "cpu").passed]
     assert not failed
 

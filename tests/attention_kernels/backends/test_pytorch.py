@@ -37,9 +37,12 @@ def usable(name: str, device: str, dtype: torch.dtype):
 )
 def test_conformance(name, dtype, device):
     spec = usable(name, device, dtype)
-    is_slow = device == "cpu" and dtype != torch.float32  # no CPU is fast in 16 bits
+    suite = list(cases((32, 64, 128), dtype))
+    if device == "cpu":  # of the six cases of a shape one, and without the longest in 16 bits
+        is_slow = dtype != torch.float32
+        suite = list(cases((32, 64, 128), dtype, lengths=LENGTHS[: -2 if is_slow else None]))[::5]
     failed = []
-    for case in cases((32, 64, 128), dtype, lengths=LENGTHS[: -2 if is_slow else None]):
+    for case in suite:
         if case.seqlen == 1 and name == "PYTORCH_SDPA_CUDNN_ATTENTION":
             with contextlib.suppress(UnsupportedError):  # as cuDNN 9 does
                 run_case(spec, case, device)

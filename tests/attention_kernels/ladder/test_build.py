@@ -153,17 +153,26 @@ def start_build(csrc: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def wait_for(calls) -> list[str]:
+    """Wait until a compiler runs; return its calls so far."""
+    deadline = time.monotonic() + 120
+    while not (begun := calls()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return begun
+
+
 @pytest.mark.slow
-def test_two_processes_build_once(csrc, calls):
-    builders = [start_build(csrc, SLEEP="1") for _ in range(2)]
-    outputs = [builder.communicate(timeout=240) for builder in builders]
-    assert outputs[0][0] == outputs[1][0] != ""
-    assert len(calls()) == 3
-    errors = sorted(error for _, error in outputs)
-    assert errors[0] == "building v01_first.cu for the CPU emulator ...\n"
-    assert errors[1] in (
-        "",  # it came when all was done
-        "waiting for another process that builds v01_first.cu for the CPU emulator ...\n",
+def test_two_processes_build_once(csrc, first, calls, capsys):
+    builder = start_build(csrc, SLEEP="1")
+    begun = wait_for(calls)
+    library = build.build(first, "emulator")
+    output, error = builder.communicate(timeout=240)
+    assert output == f"{library}\n"
+    assert len(begun + calls()) == 3
+    assert error == "building v01_first.cu for the CPU emulator ...\n"
+    assert capsys.readouterr().err == (
+        "waiting for another process that builds v01_first.cu for the CPU emulator ...\n"
     )
 
 
@@ -172,10 +181,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
     builder = start_build(csrc, SLEEP="600")
     cache = tmp_path / "cache"
     try:
-        deadline = time.monotonic() + 120
-        while not calls():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(calls)
         assert list(cache.glob("*.build-*"))
         builder.kill()
         builder.wait()  # its compilers run on, as they would
