@@ -140,6 +140,7 @@ def test_ctrl_c_ends_an_endless_launch(spec, fault, threads, python_handler):
     assert runs_right(spec)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, python_handler):
     specs = [spec, spec_in(tmp_path / "other"), spec]
     with ThreadPoolExecutor() as pool:

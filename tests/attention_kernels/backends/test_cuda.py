@@ -496,6 +496,7 @@ def test_output_and_scratch_that_nobody_wrote_are_nan(tmp_path):
         assert spec.attention(q, q, q, softmax_scale=softmax_scale).isnan().all(), softmax_scale
 
 
+@pytest.mark.slow
 def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", "")  # put back after the test
     spec = ladder.resolve(str(NEGATIVE / "v01_dropped_barrier.cu"))

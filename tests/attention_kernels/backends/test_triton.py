@@ -281,13 +281,13 @@ def test_torch_knows_the_kernels_of_an_op(name, module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dtype", "q_sign"),
+    ("dtype", "q_sign", "arch"),
     [
-        ("fp32", {"q_sign": 1}),
-        ("fp16", {"q_sign": 1}),
-        ("bf16", {}),
+        ("fp32", {"q_sign": 1}, 80),
+        ("fp32", {"q_sign": 1}, 90),
+        ("fp16", {"q_sign": 1}, 80),
+        ("bf16", {}, 90),
     ],
 )
 def test_it_compiles(arch, dtype, q_sign, compiled):

@@ -105,7 +105,7 @@ def damage(library: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "a folder", "missing"])
-@pytest.mark.parametrize("kind", [".so", ".json"])
+@pytest.mark.parametrize("kind", [".so", pytest.param(".json", marks=pytest.mark.slow)])
 def test_what_is_broken_in_the_cache_is_built_again(how, kind, first, calls):
     library = build.build(first, "emulator")
     size = library.stat().st_size
