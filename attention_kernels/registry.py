@@ -266,10 +266,10 @@ class BackendSpec:
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
             raise UnsupportedError(self.name, reasons)
-        kernel = self.load().decode
-        if kernel is None or not self.has_decode(q.device.type):
+        kernels = self.load()
+        if kernels.decode is None or q.device.type not in kernels.decode_device_types:
             raise UnsupportedError(self.name, [f"it has no decode kernel on {q.device.type}"])
-        return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
+        return self._run(kernels.decode, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
         """Call a kernel with tensors, q first, and hold its output to the contract."""

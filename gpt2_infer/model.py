@@ -46,12 +46,15 @@ class KVCache:
     contiguous, as a decode kernel reads them."""
     seqlens: Tensor
     """int32 (batch,), on the device."""
+    rows: Tensor = field(init=False)
+    """0, 1, ... batch - 1, which indexes each row's newest position."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
     """Views of each layer, made once because a view costs as much as a small kernel: keys and
     values, each (batch, max_seqlen, num_heads, head_dim), and both by place, (batch, max_seqlen, 2,
     num_heads, head_dim)."""
 
     def __post_init__(self) -> None:
+        self.rows = torch.arange(len(self.seqlens), device=self.seqlens.device)
         self.layers = [
             (*layer.transpose(2, 3).unbind(0), layer.permute(1, 3, 0, 2, 4)) for layer in self.kv
         ]
@@ -101,16 +104,14 @@ class Attention(nn.Module):
         o = backend.attention(q, k, v, softmax_scale=self.softmax_scale)
         return o.view(rows, -1).to(dtype)
 
-    def decode(
-        self, x: Tensor, backend: BackendSpec, cache: KVCache, rows: Tensor, position: Tensor
-    ) -> Tensor:
+    def decode(self, x: Tensor, backend: BackendSpec, cache: KVCache, position: Tensor) -> Tensor:
         """Attend from one token per row.
 
         x: (batch, n_embd). position: (batch,), the token's place in its row.
         """
         qkv = self.c_attn.forward(x).view(-1, 3, self.num_heads, self.head_dim)
         k_cache, v_cache, places = cache.layers[self.layer]
-        places.index_put_((rows, position), qkv[:, 1:])
+        places.index_put_((cache.rows, position), qkv[:, 1:])
         q = qkv[:, :1]
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
@@ -359,13 +360,12 @@ class GPT2(nn.Module):
         vocab_size).
         """
         backend = self.decode_attention
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
         position = cache.seqlens.long()
         cache.seqlens += 1
         x = self.wte.weight.index_select(0, tokens) + self.wpe.weight.index_select(0, position)
         for block in self.blocks():
             normed = block.ln_1.forward(x)
-            x = block.finish(x, block.attn.decode(normed, backend, cache, rows, position))
+            x = block.finish(x, block.attn.decode(normed, backend, cache, position))
         return self.head(self.ln_f(x))
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
     ) -> Tensor:
         positions, mask = _visible(k_cache, seqlens)
-        k, v = k_cache[:, :positions], v_cache[:, :positions]
+        k, v = k_cache.narrow(1, 0, positions), v_cache.narrow(1, 0, positions)
         if mask is not None:
             # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score outweighs
             # (pytorch issue 177842).
