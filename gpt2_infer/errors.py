@@ -21,9 +21,5 @@ class NotFiniteError(GPT2InferError, ArithmeticError):
     """The model computed NaN or infinity, from which no token can be chosen."""
 
 
-class EngineError(GPT2InferError, RuntimeError):
-    """An engine could not run what it had accepted."""
-
-
 class RequestError(GPT2InferError, ValueError):
     """A request that cannot be met: a wrong prompt, length or sampling value."""

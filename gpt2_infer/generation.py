@@ -210,7 +210,6 @@ def run(
         interrupted = True
     marks.add()
     marks.synchronize()
-    engine.check()
 
     done = engine.steps_done() if not interrupted or warm_up_s else 0
     if not watch:

@@ -126,8 +126,7 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
 // A launch that failed with one of these has run nothing and can never succeed on this device.
 bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
-         error == cudaErrorLaunchOutOfResources || error == cudaErrorCooperativeLaunchTooLarge ||
-         error == cudaErrorNoKernelImageForDevice
+         error == cudaErrorLaunchOutOfResources || error == cudaErrorNoKernelImageForDevice
 #ifndef ATTENTION_EMULATOR
          || error == cudaErrorInsufficientDriver
 #endif

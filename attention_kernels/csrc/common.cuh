@@ -10,8 +10,6 @@
 #include "emulator/cuda_emulator.h"
 #else
 #include <cuda_runtime.h>
-
-#include <tuple>
 #endif
 
 namespace attention {
@@ -49,46 +47,39 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   return cudaGetLastError();
 }
 
-// The same, for blocks that wait for each other: a grid that cannot all run at once is an error.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_cooperative(void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                               size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
-  const auto address = reinterpret_cast<const void*>(kernel);
-  const cudaError_t error = allow_shared(address, smem_bytes);
-  if (error != cudaSuccess) return error;
-  std::tuple<Parameters...> values(static_cast<Parameters>(arguments)...);
-  void* pointers[] = {&std::get<Parameters>(values)...};
-  const cudaError_t launched =
-      cudaLaunchCooperativeKernel(address, grid, block, pointers, smem_bytes, stream);
-  if (launched != cudaSuccess) (void)cudaGetLastError();
-  return launched;
-}
-
 // The same, for a kernel that may start before the one ahead of it in the stream has ended: it calls
-// ptx::wait_for_previous(). Before compute capability 9.0 it starts as any other.
+// ptx::wait_for_previous(). Before compute capability 9.0 it starts as any other. `cluster` blocks
+// in a row form a cluster.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
-                         cudaStream_t stream, Arguments... arguments) {
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
+                         size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
   cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
   int device = 0, major = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess && cluster > 1 && major < 9) error = cudaErrorNotSupported;
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : cluster == 1 ? 1 : 2;
   error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }
+
+// The emulator may have put a launch off.
+inline cudaError_t finish_launches(cudaError_t error) { return error; }
 
 #endif  // ATTENTION_EMULATOR
 
@@ -123,8 +114,8 @@ const Version version = {
       return ATTENTION_VERSION::scratch_floats(*static_cast<const VersionParams*>(params));
     },
     [](const void* params, void* stream) -> int {
-      return ATTENTION_VERSION::launch(*static_cast<const VersionParams*>(params),
-                                       static_cast<cudaStream_t>(stream));
+      return finish_launches(ATTENTION_VERSION::launch(*static_cast<const VersionParams*>(params),
+                                                       static_cast<cudaStream_t>(stream)));
     },
 };
 

@@ -11,32 +11,11 @@
 
 namespace attention::ptx {
 
-using Word = unsigned long long;
 // An mbarrier, in shared memory.
 using Barrier = unsigned long long;
 
 inline __device__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Relaxed accesses at the scope of the GPU: each 64-bit word is read and written as a whole, and no
-// other access is ordered by it.
-inline __device__ void store_relaxed(Word* to, Word value) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-inline __device__ ulonglong2 load_relaxed(const Word* from) {
-  ulonglong2 words;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(words.x), "=l"(words.y)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-
-// A barrier of the block's first kThreads threads.
-template <int kThreads>
-__device__ void sync_threads() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 inline __device__ void barrier_init(Barrier* barrier, unsigned arrivals) {
@@ -82,6 +61,22 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
           "r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+// A barrier of all threads of a cluster. What a thread has written before it arrives, those see that
+// have waited.
+inline __device__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+inline __device__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to where another block of the cluster has what is here at `here`, in shared memory. That
+// block has begun, and has not ended.
+inline __device__ void store_to_block(float* here, unsigned block, float value) {
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
 // Of kernels that launch_early() launched. The next one in the stream may start once all blocks of

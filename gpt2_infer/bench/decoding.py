@@ -172,7 +172,6 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
             if (index + 1) % POSITION_STEP == 0 or index + 1 == cell.new_tokens:
                 marks.add()
         marks.synchronize()
-        engine.check()
         seconds = [once + moment for moment in marks.seconds()[1:]]
         return engine.new_tokens(cell.new_tokens), seconds
 

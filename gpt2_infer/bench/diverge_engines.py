@@ -212,7 +212,6 @@ class _Run:
             self.chosen.append(token)
             self.fed.append(fed[step] if fed else max(token, 0))
             engine.newest[0] = engine.tokens[0, len(prompt) + step] = self.fed[-1]
-        engine.check()
         cache = engine.cache if isinstance(engine, Cached) else None
         self.stages = _stages(cache, len(prompt) + steps - 1, self.logits)
 

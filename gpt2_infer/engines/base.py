@@ -64,9 +64,6 @@ class Engine:
         """Enqueue a step; it waits for nothing."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise an error if the device has reported one; the device is idle."""
-
     def backend(self, step: int) -> str:
         """Return the name of what computes a step's attention."""
         return self.model.attention.name

@@ -1,7 +1,7 @@
-"""The fused engine: a decode step is one kernel of our own, csrc/v01_persistent_step.cu.
+"""The fused engine: a decode step is a chain of kernels of our own, csrc/v02_early_launches.cu.
 
-The kernel is compiled for a model's shape, a batch size and a grid, on first use. It reads weights
-in the order in which it needs them, so the engine keeps a second, packed copy of them.
+The kernels are compiled for a model's shape and a batch size, on first use. A block reads its part
+of a matrix in one piece, so the engine keeps a second, packed copy of the layers' weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,22 +24,20 @@ from attention_kernels.ladder.op import load_struct_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import device_reasons
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.errors import EngineError
 from gpt2_infer.model import GPT2, KVCache
 
 if TYPE_CHECKING:
     from gpt2_infer.generation import Request
 
 DECODE_ATTENTION = "FUSED"
-SOURCE = Path(__file__).parent / "csrc" / "v01_persistent_step.cu"
-DTYPES = ("float32", "float16", "bfloat16")  # as in the kernel's header
+SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
+DTYPES = ("float32", "float16", "bfloat16")  # as in the kernels' header
 MAX_BATCH = 8
-SPLIT = 128  # keys of a row and head for one block
-# The more blocks, the more poll: on an H200, for batch 1, 96 blocks are faster than 64, 128 or all
-# 132; for larger batches, all.
-MAX_BLOCKS = 96
-MAX_BLOCKS_UP_TO_BATCH = 2
-MAX_WARPS = 31  # and one that fills the ring
+SPLIT = 128  # keys that are attended to at once
+# The most that a block asks for, if its columns can be chosen; tried on an H200.
+QKV_BYTES = 64 * 1024
+FC_BYTES = 104 * 1024
+STATIC_BYTES = 10 * 1024  # of shared memory, at most
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
@@ -50,11 +48,8 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append(f"dtype {dtype} (it takes {', '.join(DTYPES)})")
     if len(request.rows) > MAX_BATCH:
         reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-    if config.n_embd % 64 or config.n_embd > 64 * MAX_WARPS or config.inner_dim % 64:
-        reasons.append(
-            f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64, n_embd up "
-            f"to {64 * MAX_WARPS})"
-        )
+    if config.n_embd % 64 or config.inner_dim % 64:
+        reasons.append(f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64)")
     if config.head_dim not in (32, 64, 128):
         reasons.append(f"head_dim {config.head_dim} (it takes 32, 64, 128)")
     if config.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
@@ -64,7 +59,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     if model.decodes_with_named_backend:
         reasons.append(f"the named backend {model.decode_attention.name} is to decode")
     if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
-        reasons.append("the shared memory of a block has no room for the ring of weights")
+        reasons.append("the shared memory of a block has no room for its weights")
     return reasons
 
 
@@ -79,7 +74,7 @@ def power_of_two(n: int) -> int:
 
 
 class Fused(Cached):
-    """Decodes in one kernel per step; a graph adds the sampler if the text is not greedy."""
+    """Decodes in kernels of our own; a graph has a step's, and the sampler if it is not greedy."""
 
     fused_step: Step | None = None
 
@@ -107,184 +102,72 @@ class Fused(Cached):
         if not self.sampling.is_greedy:
             self.accept(step.logits)
 
-    def check(self) -> None:
-        """Raise EngineError if the blocks of a step waited for each other in vain."""
-        if self.fused_step is not None:
-            self.fused_step.check()
 
-
-# ---- The kernel's view of a model ----------------------------------------------------------------
+# ---- The kernels' view of a model ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stage:
-    """How the rows of a matrix (rows, columns) are spread over blocks, warps and lanes.
-
-    It is the Stage of the kernel, which says more.
-    """
+class Product:
+    """A matrix (rows, columns) that is spread over blocks by its columns."""
 
     rows: int
     columns: int
-    per_chunk: int
+    block_columns: int
     warps: int
-    blocks: int
-    batch: int
-    max_tile: int
 
-    @property
-    def chunks(self) -> int:
-        """Chunks of 16 bytes in a row."""
-        return self.columns // self.per_chunk
+    def block_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a block's columns."""
+        return self.rows * self.block_columns * itemsize
 
-    @property
-    def passes(self) -> int:
-        """Chunks of a row for one lane."""
-        return ceil_div(self.chunks, 32 * self.warps)
-
-    @property
-    def group_warps(self) -> int:
-        """Warps that share a row."""
-        return ceil_div(ceil_div(self.chunks, self.passes), 32)
-
-    @property
-    def groups(self) -> int:
-        """Rows of a block that are multiplied at the same time."""
-        return self.warps // self.group_warps
-
-    @property
-    def unit(self) -> int:
-        """Rows are given out in pairs, if there is an even number of them."""
-        return 2 if self.rows % 2 == 0 else 1
-
-    @property
-    def first_rows(self) -> list[int]:
-        """The first row of each block, and the end."""
-        unit = self.unit
-        return [self.rows // unit * b // self.blocks * unit for b in range(self.blocks + 1)]
-
-    @property
-    def thread_rows(self) -> int:
-        """Rows per thread."""
-        return ceil_div(ceil_div(self.rows // self.unit, self.blocks) * self.unit, self.groups)
-
-    @property
-    def steps(self) -> int:
-        """Chunks per thread."""
-        return self.thread_rows * self.passes
-
-    def tiles(self) -> Iterator[range]:
-        """Yield the rows per thread that are in registers at the same time."""
-        most = min(self.max_tile, 32 // self.batch)
-        size = ceil_div(self.thread_rows, ceil_div(self.steps, most))
-        for first in range(0, self.thread_rows, size):
-            yield range(first, min(first + size, self.thread_rows))
-
-    def pack(self, weight: Tensor, out: Tensor) -> None:
-        """Write weight (rows, columns) in the order of use to out (blocks, steps, threads, ...)."""
-        device = weight.device
-        padded = nn.functional.pad(weight, (0, 1, 0, 1))  # row and column of zeros
-        first = torch.tensor(self.first_rows, device=device)
-        lanes = 32 * self.group_warps
-        group = torch.arange(self.groups, device=device)
-        step = 0
-        for tile in self.tiles():
-            for part in range(self.passes):
-                chunk = part * lanes + torch.arange(lanes, device=device)
-                column = chunk[:, None] * self.per_chunk + torch.arange(
-                    self.per_chunk, device=device
-                )
-                column = column.where(chunk[:, None] < self.chunks, self.columns)
-                for row_of_thread in tile:
-                    row = first[:-1, None] + row_of_thread * self.groups + group
-                    row = row.where(row < first[1:, None], self.rows)
-                    values = padded[row][:, :, column]  # (blocks, groups, lanes, per_chunk)
-                    out[:, step, : self.groups * lanes] = values.flatten(1, 2)
-                    step += 1
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return weight (rows, columns) as (columns / block_columns, rows, block_columns), flat."""
+        blocks = weight.reshape(self.rows, -1, self.block_columns)
+        return blocks.transpose(0, 1).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernel is compiled for."""
+    """What the kernels are compiled for."""
 
     config: GPT2Config
     dtype: torch.dtype
     batch: int
-    blocks: int
+    head_blocks: int
+    """Blocks of the product with the embedding: the multiprocessors."""
     shared_bytes: int
 
-    @property
-    def per_chunk(self) -> int:
-        """Weights in 16 bytes."""
-        return 16 // self.dtype.itemsize
-
     @functools.cached_property
-    def warps(self) -> int:
-        """Warps of a block that compute: as many as read the fewest bytes, padding included."""
-        widest = max(3 * self.config.n_embd, self.config.inner_dim)
-        # Each row of a block is one thread's in the end. The same number for every batch, so that
-        # a row's result does not depend on the others.
-        rows = 2 * ceil_div(widest, 2 * self.blocks) * MAX_BATCH
-        fewest = max(self.config.n_embd // 64, ceil_div(rows, 32))
-        return min(
-            range(fewest, min(fewest + 4, MAX_WARPS + 1)),
-            key=lambda warps: warps * sum(stage.steps for stage in self._layer(warps)),
-        )
-
-    @property
-    def tile(self) -> int:
-        """Chunks that a thread has in registers at once."""
-        return 12 if self.warps <= 15 else 6 if self.warps <= 19 else 4
-
-    def _stage(self, rows: int, columns: int, warps: int, max_tile: int) -> Stage:
-        return Stage(
-            rows, columns, self.per_chunk, warps, self.blocks, self.batch, min(max_tile, 12)
-        )
-
-    def _layer(self, warps: int, tile: int = 12) -> list[Stage]:
-        width, inner = self.config.n_embd, self.config.inner_dim
-        sizes = ((3 * width, width), (width, width), (inner, width), (width, inner))
-        return [self._stage(rows, columns, warps, tile) for rows, columns in sizes]
-
-    @property
-    def layer(self) -> list[Stage]:
+    def products(self) -> Mapping[str, Product]:
         """The four products of a layer."""
-        return self._layer(self.warps, self.tile)
+        width, inner = self.config.n_embd, self.config.inner_dim
+        return {
+            "QKV": Product(width, 3 * width, self._columns(width, QKV_BYTES), 8),
+            "PROJ": Product(width, width, 8, 8),
+            "FC": Product(width, inner, self._columns(width, FC_BYTES), 8),
+            "FC2": Product(inner, width, 8, 16),
+        }
 
-    @property
-    def head(self) -> Stage:
-        """The product with the embedding."""
-        tile = min(self.tile, 8)
-        return self._stage(self.config.vocab_size, self.config.n_embd, self.warps, tile)
+    def _columns(self, rows: int, most_bytes: int) -> int:
+        """Return the most columns of a block of which `rows` rows are at most that large."""
+        return next((n for n in (32, 16) if rows * n * self.dtype.itemsize <= most_bytes), 8)
 
     @property
     def fits(self) -> bool:
-        """Whether the ring has room for a tile beside the kernel's Shared."""
-        config, batch, warps = self.config, self.batch, self.warps
-        stages = [*self.layer, self.head]
-        largest = max(len(tile) * stage.passes for stage in stages for tile in stage.tiles())
-        rows = max(*(stage.thread_rows for stage in self.layer), len(next(self.head.tiles())))
-        floats = 2 * batch * (config.n_embd + rows * warps + warps)
-        floats += warps * (config.head_dim + 2)
-        barriers_and_padding = 2 * 64 * 8 + 64
-        room = self.shared_bytes - 4 * floats - barriers_and_padding
-        return room >= largest * 16 * 32 * warps
+        """Whether each block has room for its weights, and for all rows of x at any batch size."""
+        x = 4 * MAX_BATCH * self.config.n_embd  # where a LayerNorm is ahead
+        sizes = {name: one.block_bytes(self.dtype.itemsize) for name, one in self.products.items()}
+        passes = ceil_div(self.config.n_embd * self.dtype.itemsize, 16 * 32)
+        two_rows_per_warp = 2 * passes * 16 * 256  # of the embedding
+        most = max(x + sizes["QKV"], x + sizes["FC"], sizes["FC2"], x + two_rows_per_warp)
+        return most <= self.shared_bytes - STATIC_BYTES
 
     @property
-    def max_splits(self) -> int:
-        """Splits of the keys of the longest row."""
-        return ceil_div(self.config.n_positions, SPLIT)
-
-    @property
-    def exchange_words(self) -> int:
-        """64-bit words that the blocks exchange; the kernel's Exchange."""
-        config, batch = self.config, self.batch
-        packed = 2 if self.dtype.itemsize == 2 else 1
-        partial = config.n_head * self.max_splits * (config.head_dim + 2)
-        layer = 5 * config.n_embd + partial + config.inner_dim // packed
-        return batch * (2 * layer + 2 * self.blocks)
+    def scratch_floats(self) -> int:
+        """Return the floats of the kernels' Scratch."""
+        return self.batch * (3 * self.config.n_embd + self.config.inner_dim + 2 * self.head_blocks)
 
     def version(self) -> header.VersionHeader:
-        """Return the kernel's header, with the shape as macros and an op of its own."""
+        """Return the kernels' header, with the shape as macros and an op of its own."""
         config = self.config
         macros = {
             "EMBD": config.n_embd,
@@ -292,12 +175,12 @@ class Shape:
             "HEADS": config.n_head,
             "VOCAB": config.vocab_size,
             "BATCH": self.batch,
-            "BLOCKS": self.blocks,
-            "WARPS": self.warps,
-            "TILE": self.tile,
-            "MAX_SPLITS": self.max_splits,
+            "BLOCKS": self.head_blocks,
+            "MAX_SPLITS": ceil_div(config.n_positions, SPLIT),
             "SMEM": self.shared_bytes,
         }
+        for name, one in self.products.items():
+            macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}
         parsed = header.parse_header(SOURCE, "fused_step_")
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
         dtypes = (dtype_name(self.dtype),)
@@ -306,7 +189,7 @@ class Shape:
 
 
 class Params(ctypes.Structure):
-    """The kernel's StructParams."""
+    """The kernels' StructParams."""
 
     _fields_ = (
         *(
@@ -317,14 +200,14 @@ class Params(ctypes.Structure):
                 "ln_f",
                 "wte",
                 "wpe",
+                "head",
                 "kv",
                 "seqlens",
                 "newest",
                 "tokens",
                 "lengths",
                 "logits",
-                "exchange",
-                "state",
+                "scratch",
             )
         ),
         ("capacity", ctypes.c_int64),
@@ -339,43 +222,37 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Packed:
-    """A model's weights as the kernel reads them."""
+    """A model's weights as the kernels read them."""
 
     weights: Tensor
-    """(blocks, steps, threads, weights in 16 bytes)."""
+    """(layers, weights of a layer)."""
     vectors: Tensor
-    """float32: LayerNorms and biases of each layer, in the order of the kernel's LayerVectors."""
+    """float32: LayerNorms and biases of each layer, in the order of the kernels' LayerVectors."""
     ln_f: Tensor
     """float32: the last LayerNorm's weight and bias."""
 
 
-_packed: weakref.WeakKeyDictionary[nn.Module, dict[object, Packed]] = weakref.WeakKeyDictionary()
+_packed: weakref.WeakKeyDictionary[nn.Module, Packed] = weakref.WeakKeyDictionary()
 
 
 def pack(model: GPT2, shape: Shape) -> Packed:
     """Return the packed weights; a model that shares them with another shares these too."""
-    key = (shape.blocks, shape.warps, shape.tile, min(32 // shape.batch, shape.tile))
-    known = _packed.setdefault(model.wte, {})
-    if key not in known:
-        known.clear()
-        known[key] = _pack(model, shape)
-    return known[key]
+    if model.wte not in _packed:
+        _packed[model.wte] = _pack(model, shape)
+    return _packed[model.wte]
 
 
 def _pack(model: GPT2, shape: Shape) -> Packed:
-    head = model.wte if model.lm_head is None else model.lm_head
-    stages = [*(shape.layer * model.config.n_layer), shape.head]
-    matrices = [
-        linear.weight.t()
-        for block in model.blocks()
-        for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-    ]
-    steps = sum(stage.steps for stage in stages)
-    weights = model.wte.weight.new_zeros(shape.blocks, steps, 32 * shape.warps, shape.per_chunk)
-    first = 0
-    for stage, matrix in zip(stages, [*matrices, head.weight], strict=True):
-        stage.pack(matrix, weights[:, first : first + stage.steps])
-        first += stage.steps
+    products = shape.products.values()
+    each = sum(one.rows * one.columns for one in products)
+    weights = model.wte.weight.new_empty(model.config.n_layer, each)
+    for layer, block in zip(weights, model.blocks(), strict=True):
+        linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+        first = 0
+        for product, linear in zip(products, linears, strict=True):
+            packed = product.pack(linear.weight)
+            layer[first : first + len(packed)] = packed
+            first += len(packed)
     vectors = [
         vector.float()
         for block in model.blocks()
@@ -392,23 +269,20 @@ def _pack(model: GPT2, shape: Shape) -> Packed:
 
 
 def shape_on(model: GPT2, batch: int) -> Shape:
-    """Return what the kernel is compiled for on a model's GPU."""
+    """Return what the kernels are compiled for on a model's GPU."""
     properties = torch.cuda.get_device_properties(model.device)
-    blocks = properties.multi_processor_count
-    if batch <= MAX_BLOCKS_UP_TO_BATCH:
-        blocks = min(blocks, MAX_BLOCKS)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Shape(model.config, model.dtype, batch, blocks, shared)
+    return Shape(model.config, model.dtype, batch, properties.multi_processor_count, shared)
 
 
 class Step:
-    """A decode step of one model over one cache; called, it enqueues the kernel.
+    """A decode step of one model over one cache; called, it enqueues its kernels.
 
     newest, int64 (batch,): the tokens to read. If is_greedy, the step replaces them by the most
     likely next ones (-1 where logits are not finite), writes these to tokens (batch, capacity) at
     `lengths` (batch,) and adds 1 to lengths. It adds 1 to cache.seqlens. logits: float32 (batch,
-    vocab_size). shape: of another grid; on a CPU, where the emulator runs the step, it is needed.
+    vocab_size). shape: on a CPU, where the emulator runs the step.
     """
 
     def __init__(
@@ -427,10 +301,12 @@ class Step:
         shape = shape or shape_on(model, batch)
         self.packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, device=device)
-        self.exchange = torch.zeros(shape.exchange_words, dtype=torch.int64, device=device)
-        self.state = torch.tensor([1, 0], dtype=torch.int32, device=device)
-        # The kernel has pointers to these.
-        self._kept = (model, cache, newest, tokens, lengths)
+        scratch = torch.empty(shape.scratch_floats, device=device)
+        # Weights that were laid out on a CPU may have come here.
+        wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
+        head = wte if model.lm_head is None else model.lm_head.weight.contiguous()
+        # The kernels have pointers to these.
+        self._kept = (cache, newest, tokens, lengths, scratch, wte, wpe, head)
         self._params = Params(
             *(
                 tensor.data_ptr()
@@ -438,16 +314,16 @@ class Step:
                     self.packed.weights,
                     self.packed.vectors,
                     self.packed.ln_f,
-                    model.wte.weight,
-                    model.wpe.weight,
+                    wte,
+                    wpe,
+                    head,
                     cache.kv,
                     cache.seqlens,
                     newest,
                     tokens,
                     lengths,
                     self.logits,
-                    self.exchange,
-                    self.state,
+                    scratch,
                 )
             ),
             tokens.shape[1],
@@ -463,12 +339,4 @@ class Step:
 
     def __call__(self) -> None:
         """Enqueue the step on the current stream."""
-        self._op(self.state, self._bytes)
-
-    def check(self) -> None:
-        """Raise EngineError if the blocks of a step waited for each other in vain."""
-        if int(self.state[1]):
-            raise EngineError(
-                "the fused decode step gave up: its blocks waited for each other too long, as they "
-                "do where something else holds a part of the GPU; --engine graph does not wait"
-            )
+        self._op(self.logits, self._bytes)

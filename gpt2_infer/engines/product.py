@@ -141,7 +141,7 @@ class Product:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, *, plan: Plan | None = None) -> None:
-        self.weight, self.bias, self.plan = weight, bias, plan
+        self.weight, self.bias, self.plan = weight.contiguous(), bias, plan
         device = weight.device
         self._multiprocessors = EMULATED_MULTIPROCESSORS
         if device.type == "cuda":

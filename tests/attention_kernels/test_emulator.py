@@ -22,6 +22,7 @@ SOURCE = FILE.read_text("utf-8")
 RIGHT, SPIN, BARRIERS, ABOVE, BELOW, NULL, DIVERGENCE = range(1, 8)
 PAST_AN_ARRAY, PAST_A_POINTER, FLOAT2, FLOAT4, JUST_PAST, ASSERT, TRAP, EXIT, ABORT = range(8, 17)
 PAST_A_FUNCTION, RACE, EXIT_OF_THE_HOST, RETURNED = range(17, 21)
+NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS = range(21, 24)
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -178,6 +179,8 @@ def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
         (TRAP, "__trap() at {}"),
         (EXIT, "the version file calls exit(3)"),
         (ABORT, "the version file calls abort()"),
+        (NO_SUCH_BLOCK, "store_to_block() at {}: that block of the cluster has not begun, or has"),
+        (NOT_SHARED, "store_to_block() at {}: the address is not in shared memory"),
     ],
 )
 def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
@@ -192,6 +195,11 @@ def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
 def test_a_write_past_an_array_through_a_function_is_told(spec):
     with pytest.raises(RuntimeError, match="access out of bounds of an array at v04_faults"):
         launch(spec, PAST_A_FUNCTION)
+
+
+def test_blocks_do_not_wait_for_one_of_their_cluster_that_has_failed(spec):
+    with pytest.raises(RuntimeError, match=r"__trap\(\) at .*block \(1, 0, 0\)"):
+        launch(spec, A_BLOCK_FAILS)
 
 
 def test_a_launch_function_that_exits_is_an_error(spec):

@@ -118,10 +118,8 @@ Fiber* Block::yield() {
   __builtin_unreachable();
 }
 
-Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line,
-                                unsigned awaited_threads) {
+Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line) {
   if (arrived == 0) {
-    awaited = awaited_threads;
     barrier = {name, file, line};
     barrier_thread = this_fiber().thread;
     votes = 0;
@@ -139,7 +137,7 @@ Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* fi
 
 // Lets the threads go on that wait at a barrier, once all that have not returned are there.
 void Block::pass_barrier() {
-  if (arrived == 0 || (awaited == 0 ? arrived + finished < threads : arrived < awaited)) return;
+  if (arrived == 0 || arrived + finished < threads) return;
   arrived = 0;
   barrier_votes = votes;
   ++interval;
@@ -218,6 +216,7 @@ void Block::record_stuck() {
 // address of its stack.
 inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
   if (fiber.pending != nullptr) fiber.pending->clear();
+  fiber.cluster_waits = 0;
   auto** const top = reinterpret_cast<void**>(&fiber);
 #ifdef ATTENTION_EMULATOR_ASAN
   fiber.fake_stack = nullptr;
@@ -313,8 +312,16 @@ bool Block::run(uint64_t number_in_grid) {
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
   copies.clear();
+  if (launch->cluster > 1) {
+    cluster = &launch->clusters[number / launch->cluster];
+    __atomic_store_n(&cluster->blocks[number % launch->cluster], this, __ATOMIC_RELEASE);
+  }
   begin_interval();
   switch_context(main, *next_ready());
+  if (launch->cluster > 1) {
+    __atomic_store_n(&cluster->blocks[number % launch->cluster], nullptr, __ATOMIC_RELEASE);
+    if (error != cudaSuccess) __atomic_store_n(&cluster->failed, true, __ATOMIC_RELEASE);
+  }
   if (error == cudaSuccess) check_shared();
   if (signals.stopped) drop_stacks();  // and with them what a fiber was changing
 #ifdef ATTENTION_EMULATOR_ASAN

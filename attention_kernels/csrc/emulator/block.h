@@ -32,6 +32,17 @@ struct Device {
   static Device emulated();
 };
 
+constexpr unsigned kMaxCluster = 8;
+
+// Blocks that have a barrier and can write to each other's shared memory.
+struct Cluster {
+  uint64_t arrived = 0;          // threads, since the beginning
+  Block* blocks[kMaxCluster]{};  // that have begun and not ended
+  bool failed = false;           // one of the blocks
+};
+
+struct PreviousLaunch;
+
 struct Launch {
   dim3 grid;
   dim3 block;
@@ -41,9 +52,11 @@ struct Launch {
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
-  unsigned tick_limit = 0;      // of one block; 0: none
-  unsigned interrupts = 0;      // counted before it began
-  bool is_cooperative = false;  // all blocks run at the same time
+  unsigned tick_limit = 0;             // of one block; 0: none
+  unsigned interrupts = 0;             // counted before it began
+  unsigned cluster = 1;                // blocks that run at the same time
+  Cluster* clusters = nullptr;         // if there is more than one block in each
+  PreviousLaunch* previous = nullptr;  // that has yet to run
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
 };
@@ -90,7 +103,6 @@ struct Block {
   Site barrier{};
   unsigned barrier_thread = 0;  // the first to arrive
   unsigned arrived = 0;
-  unsigned awaited = 0;  // threads; 0: all that have not returned
   unsigned votes = 0;
   unsigned barrier_votes = 0;  // of the last barrier passed
   unsigned interval = 0;
@@ -108,6 +120,7 @@ struct Block {
   uintptr_t stacks = 0;
   SharedMemory shared;
   std::vector<BulkCopy> copies;  // on their way
+  Cluster* cluster = nullptr;
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
@@ -117,8 +130,7 @@ struct Block {
   // Waiting: the calling fiber has arrived at a barrier, or at a warp-level operation of the lanes in
   // `mask`. Returns the fiber to switch to, which may be the same. When the caller is back, the
   // barrier's votes or its lane's `result` are there.
-  Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line,
-                           unsigned awaited_threads = 0);
+  Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line);
   Fiber* arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                         const Site* site);
   // The calling fiber waits for memory to change. Returns the next that can run, itself at last.
@@ -150,7 +162,19 @@ struct Block {
 };
 
 // Checks a launch as the CUDA runtime does, and runs it.
-cudaError_t run_launch(Launch launch);
+cudaError_t run_launch(const Launch& launch);
+
+// The same, for a launch that may start before the last one has ended. CUDA promises neither that it
+// does nor that it does not, so every other one of them in a row runs first, and the one before it
+// when a thread waits for it: a kernel that reads what it should have waited for is wrong then.
+// release(arguments) is called when they have been used.
+cudaError_t run_early(const Launch& launch, void (*release)(const void* arguments));
+
+// Runs the launch that has been put off, if there is one; returns its error, or else `error`.
+cudaError_t finish_launches(cudaError_t error);
+
+// In a kernel: runs the launch ahead of it.
+void wait_for_previous();
 
 // Ends the calling thread's launch, and with it the thread's frames: what they have allocated is
 // lost memory. In host code it is an exception.

@@ -405,36 +405,35 @@ inline float fmaxf(float x, float y) { return x < y || x != x ? y : x; }
 inline float fminf(float x, float y) { return y < x || x != x ? y : x; }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_emulated(bool is_cooperative, void (*kernel)(Parameters...), dim3 grid,
-                            dim3 block, size_t smem_bytes, Arguments... arguments) {
-  const auto call =
-      std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
-  const auto body = [](const void* data) {
-    const auto& [function, parameters] = *static_cast<decltype(call)*>(data);
-    std::apply(function, parameters);
-  };
-  emulator::Launch launch{grid, block, smem_bytes, body, &call};
-  launch.is_cooperative = is_cooperative;
-  return emulator::run_launch(launch);
+auto make_call(void (*kernel)(Parameters...), Arguments... arguments) {
+  return std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
+}
+
+template <typename Call>
+void run_call(const void* call) {
+  const auto& [function, parameters] = *static_cast<const Call*>(call);
+  std::apply(function, parameters);
 }
 
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t /*stream*/, Arguments... arguments) {
-  return launch_emulated(false, kernel, grid, block, smem_bytes, arguments...);
+  const auto call = make_call(kernel, arguments...);
+  return emulator::run_launch({grid, block, smem_bytes, run_call<decltype(call)>, &call});
 }
 
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_early(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
-                         cudaStream_t stream, Arguments... arguments) {
-  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
+cudaError_t launch_early(Kernel* kernel, dim3 grid, int cluster, dim3 block, size_t smem_bytes,
+                         cudaStream_t /*stream*/, Arguments... arguments) {
+  using Call = decltype(make_call(kernel, arguments...));
+  const Call* const call = new Call(make_call(kernel, arguments...));
+  emulator::Launch launch{grid, block, smem_bytes, run_call<Call>, call};
+  launch.cluster = cluster;
+  return emulator::run_early(launch,
+                             [](const void* used) { delete static_cast<const Call*>(used); });
 }
 
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_cooperative(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
-                               cudaStream_t /*stream*/, Arguments... arguments) {
-  return launch_emulated(true, kernel, grid, block, smem_bytes, arguments...);
-}
+using emulator::finish_launches;
 
 }  // namespace attention
 

@@ -73,6 +73,7 @@ struct Fiber : Context {
   uint3 thread_idx;
   unsigned thread;                    // linear index in the block
   std::vector<PendingCopy>* pending;  // null, as all of a new stack, until there are any
+  unsigned cluster_waits;             // at the cluster's barrier
 };
 
 // Fibers lie at different offsets within a page: at equal ones they would compete for the same few

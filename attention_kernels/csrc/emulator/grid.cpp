@@ -113,12 +113,14 @@ struct BlockOrder {
   }
 };
 
-// The blocks of a launch, run by any number of OS threads. Each is run to its end, so the first one
-// in their order that fails is always the same.
+// The blocks of a launch, run by any number of OS threads, but as many as a cluster has blocks: the
+// first of them that have not ended are then those of one cluster. Each is run to its end, so the
+// first one in their order that fails is always the same.
 struct GridRun {
-  const Launch& launch;
+  Launch launch;
   const uint64_t blocks;
-  const BlockOrder order;
+  const BlockOrder order;  // of clusters
+  std::vector<Cluster> clusters;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
   uint64_t failed;  // the place in the order
@@ -128,8 +130,15 @@ struct GridRun {
   explicit GridRun(const Launch& l)
       : launch(l),
         blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
-        order(l, blocks),
-        failed(blocks) {}
+        order(l, blocks / l.cluster),
+        clusters(l.cluster > 1 ? blocks / l.cluster : 0),
+        failed(blocks) {
+    launch.clusters = clusters.data();
+  }
+
+  uint64_t block_at(uint64_t place) const {
+    return order[place / launch.cluster] * launch.cluster + place % launch.cluster;
+  }
 
   void fail(uint64_t place, cudaError_t code, const std::string& what) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -149,7 +158,8 @@ struct GridRun {
       std::optional<Ticker> ticker;
       if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
       for (uint64_t place; (place = next++) < blocks;) {
-        if (!block->run(order[place])) fail(place, block->error, block->message);
+        if (!block->run(block_at(place)) && block->error != emulatorErrorCluster)
+          fail(place, block->error, block->message);
       }
       if (block->stacks_overflowed())
         fail(blocks, cudaErrorLaunchFailure, "a thread's stack overflowed");
@@ -164,10 +174,15 @@ struct GridRun {
   static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
 };
 
-cudaError_t run_launch(Launch launch) {
+struct Outcome {
+  cudaError_t error = cudaSuccess;
+  std::string message;
+};
+
+inline Outcome run_grid(Launch launch) {
   const dim3 grid = launch.grid, block = launch.block;
   const auto report = [](cudaError_t code, const std::string& message) {
-    return Blocks::instance().report(code, message);
+    return Outcome{code, message};
   };
   uint64_t workers = 1;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
@@ -181,6 +196,11 @@ cudaError_t run_launch(Launch launch) {
       grid.z - 1 >= 65535) {  // 0 - 1 is the largest of all
     return report(cudaErrorInvalidConfiguration,
                   "a grid of " + text(grid) + " blocks is not possible");
+  }
+  if (launch.cluster == 0 || launch.cluster > kMaxCluster || grid.x % launch.cluster != 0) {
+    return report(cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
+                                                     " blocks of a grid of " + text(grid) +
+                                                     " are not possible");
   }
   if (launch.dynamic_shared > launch.shared_limit) {
     return report(cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
@@ -197,7 +217,7 @@ cudaError_t run_launch(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
-  if (launch.is_cooperative) workers = run.blocks;
+  if (launch.cluster > 1) workers = launch.cluster;
   std::vector<std::thread> others;
   try {
     while (others.size() + 1 < std::min(workers, run.blocks)) {
@@ -205,14 +225,92 @@ cudaError_t run_launch(Launch launch) {
     }
   } catch (const std::system_error&) {  // as many threads as there can be
   }
-  if (launch.is_cooperative && others.size() + 1 < run.blocks) {
-    run.next = run.blocks;
-    for (std::thread& other : others) other.join();
-    return report(cudaErrorCooperativeLaunchTooLarge, "too few OS threads for all blocks at once");
+  if (launch.cluster > 1 && others.size() + 1 < launch.cluster) {
+    run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
   }
   run.work();
   for (std::thread& other : others) other.join();
   return report(run.error, run.message);
+}
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+// A launch that has been put off.
+struct PreviousLaunch {
+  Launch launch;
+  void (*release)(const void* arguments);
+  std::mutex mutex;
+  bool has_run = false;
+  Outcome outcome;
+
+  const Outcome& run() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!std::exchange(has_run, true)) {
+      // On an OS thread of its own: the caller's has the static shared arrays of the next launch.
+      std::thread(&PreviousLaunch::thread_main, static_cast<void*>(this)).join();
+      release(launch.arguments);
+    }
+    return outcome;
+  }
+
+  static void thread_main(void* self) {
+    auto& previous = *static_cast<PreviousLaunch*>(self);
+    previous.outcome = run_grid(previous.launch);
+  }
+};
+
+// By host thread.
+struct PutOff {
+  std::mutex mutex;
+  std::map<std::thread::id, PreviousLaunch*> launches;
+
+  static PutOff& instance() {
+    static PutOff* const all = new PutOff;
+    return *all;
+  }
+
+  PreviousLaunch* exchange(PreviousLaunch* next) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return std::exchange(launches[std::this_thread::get_id()], next);
+  }
+};
+
+cudaError_t finish_launches(cudaError_t error) {
+  PreviousLaunch* const previous = PutOff::instance().exchange(nullptr);
+  if (previous == nullptr) return error;
+  const Outcome outcome = previous->run();
+  delete previous;
+  return outcome.error == cudaSuccess ? error
+                                      : Blocks::instance().report(outcome.error, outcome.message);
+}
+
+cudaError_t run_launch(const Launch& launch) {
+  if (const cudaError_t error = finish_launches(cudaSuccess); error != cudaSuccess) return error;
+  const Outcome outcome = run_grid(launch);
+  return Blocks::instance().report(outcome.error, outcome.message);
+}
+
+cudaError_t run_early(const Launch& launch, void (*release)(const void* arguments)) {
+  PreviousLaunch* const previous = PutOff::instance().exchange(nullptr);
+  if (previous == nullptr) {
+    PutOff::instance().exchange(new PreviousLaunch{launch, release});
+    return cudaSuccess;
+  }
+  Launch next = launch;
+  next.previous = previous;
+  const Outcome outcome = run_grid(next);
+  release(launch.arguments);
+  const Outcome first = previous->run();  // unless a thread has waited for it
+  delete previous;
+  const Outcome& said = first.error == cudaSuccess ? outcome : first;
+  return Blocks::instance().report(said.error, said.message);
+}
+
+void wait_for_previous() {
+  PreviousLaunch* const previous = this_fiber().block->launch->previous;
+  if (previous == nullptr) return;
+  if (const Outcome& outcome = previous->run(); outcome.error != cudaSuccess)
+    fail(outcome.error, outcome.message.c_str());
 }
 
 }  // namespace attention::emulator

@@ -1,8 +1,7 @@
 // The twins of ptx.cuh's functions.
 //
 // What is copied arrives when a thread asks the copy's barrier for it, and not before: until then
-// the destination holds poison. A relaxed load lets the other threads of the block run, so a loop
-// that waits for a word ends, if the word is ever written.
+// the destination holds poison.
 
 #pragma once
 
@@ -11,8 +10,6 @@
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
-
-using Word = unsigned long long;
 
 // 64 bits, as in shared memory.
 struct Barrier {
@@ -25,20 +22,6 @@ static_assert(sizeof(Barrier) == 8);
 ATTENTION_EMULATOR_INLINE void yield() {
   emulator::Fiber& self = emulator::this_fiber();
   emulator::Fiber* const to = self.block->yield();
-  if (to != &self) switch_context(self, *to);
-}
-
-inline void store_relaxed(Word* to, Word value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
-ATTENTION_EMULATOR_INLINE ulonglong2 load_relaxed(const Word* from) {
-  yield();
-  return {__atomic_load_n(from, __ATOMIC_RELAXED), __atomic_load_n(from + 1, __ATOMIC_RELAXED)};
-}
-
-template <int kThreads>
-ATTENTION_EMULATOR_INLINE void sync_threads(ATTENTION_EMULATOR_SITE) {
-  emulator::Fiber& self = emulator::this_fiber();
-  emulator::Fiber* const to =
-      self.block->arrive_at_barrier(false, "sync_threads", file, line, kThreads);
   if (to != &self) switch_context(self, *to);
 }
 
@@ -88,9 +71,37 @@ inline void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barri
   block.copies.push_back({to, from, bytes, barrier});
 }
 
-// Here a kernel starts when the one ahead of it has ended.
+inline void cluster_arrive() {
+  __atomic_fetch_add(&emulator::this_fiber().block->cluster->arrived, 1, __ATOMIC_RELEASE);
+}
+ATTENTION_EMULATOR_INLINE void cluster_wait() {
+  emulator::Fiber& self = emulator::this_fiber();
+  const emulator::Launch& launch = *self.block->launch;
+  const emulator::Cluster& cluster = *self.block->cluster;
+  const uint64_t due = uint64_t{++self.cluster_waits} * launch.cluster * self.block->threads;
+  while (__atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE) < due) {
+    if (__atomic_load_n(&cluster.failed, __ATOMIC_ACQUIRE))
+      emulator::fail(emulatorErrorCluster, "another block of the cluster has failed");
+    yield();
+  }
+}
+
+inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {
+  const emulator::Block& self = *emulator::this_fiber().block;
+  const emulator::Block* const other =
+      block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
+                                   : nullptr;
+  const auto fail = [&](const char* what) {
+    emulator::fail(cudaErrorIllegalAddress,
+                   emulator::Site{"store_to_block", file, line}.text() + what);
+  };
+  if (other == nullptr) fail(": that block of the cluster has not begun, or has ended");
+  if (!self.shared.has(here)) fail(": the address is not in shared memory");
+  *self.shared.in_other(here, other->shared) = value;
+}
+
 inline void allow_next() {}
-inline void wait_for_previous() {}
+ATTENTION_EMULATOR_INLINE void wait_for_previous() { emulator::wait_for_previous(); }
 
 }  // namespace attention::ptx
 

@@ -151,6 +151,15 @@ struct SharedMemory {
     return within(dynamic, dynamic_bytes) || within(fixed, Library::instance().tls_bytes);
   }
 
+  // What another block has where this one has `here`.
+  template <typename T>
+  T* in_other(T* here, const SharedMemory& other) const {
+    auto* const byte = reinterpret_cast<unsigned char*>(here);
+    const bool is_dynamic = static_cast<size_t>(byte - dynamic) < dynamic_bytes;
+    return reinterpret_cast<T*>(is_dynamic ? other.dynamic + (byte - dynamic)
+                                           : other.fixed + (byte - fixed));
+  }
+
   // Whether an address is in or near dynamic shared memory.
   bool is_near(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <

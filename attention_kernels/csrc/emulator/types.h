@@ -32,11 +32,11 @@ struct dim3 {
   X(cudaErrorLaunchTimeout, 702, "the launch timed out and was terminated")             \
   X(cudaErrorAssert, 710, "device-side assert triggered")                               \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
-  X(cudaErrorCooperativeLaunchTooLarge, 720, "too many blocks in cooperative launch")      \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
   X(cudaErrorNotSupported, 801, "operation not supported")                              \
   X(cudaErrorUnknown, 999, "unknown error")                                             \
-  X(emulatorErrorSetting, 10000, "a setting of the emulator is wrong")
+  X(emulatorErrorSetting, 10000, "a setting of the emulator is wrong")                  \
+  X(emulatorErrorCluster, 10001, "another block of the cluster has failed")
 // clang-format on
 
 enum cudaError_t {

@@ -346,13 +346,13 @@ cudaError_t launch_tile(const ProductParams& p, cudaStream_t stream) {
   const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
   if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
   if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
-  const cudaError_t error = launch_early(product<T>, dim3(p.blocks), dim3(T::kThreads),
+  const cudaError_t error = launch_early(product<T>, dim3(p.blocks), 1, dim3(T::kThreads),
                                          sizeof(float) * T::kSmemFloats, stream, p);
   const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles
   if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
   const int row = ceil_div(p.n / 4, 32) * 32;
   const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
-  return launch_early(finish, dim3(p.m, ceil_div(row, threads)), dim3(threads), 0, stream, p,
+  return launch_early(finish, dim3(p.m, ceil_div(row, threads)), 1, dim3(threads), 0, stream, p,
                       T::kBlockM, T::kBlockN, T::kBlockK);
 }
 

@@ -11,7 +11,7 @@
 #include <cassert>
 #include <cstdlib>
 
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -42,6 +42,10 @@ __global__ void faults(float* o, int fault) {
   if (fault == 15) std::exit(3);                                            // 15
   if (fault == 16) abort();                                                 // 16
   if (fault == 17) store(s_fixed, 64 + threadIdx.x);
+  if (fault == 21) ptx::store_to_block(smem, 2, 1.0f);  // 21
+  if (fault == 22) ptx::store_to_block(o, 0, 1.0f);     // 22
+  if (fault == 23 && blockIdx.x == 1) __trap();         // 23
+  if (fault > 20) ptx::cluster_arrive(), ptx::cluster_wait();
   // A race: blocks start in any order.
   if (fault == 18 && blockIdx.x % 2 == 1) smem[threadIdx.x] = o[32 * (blockIdx.x - 1)];
   __syncthreads();
@@ -52,8 +56,13 @@ int64_t scratch_floats(const Params&) { return 0; }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.seqlen == 19) std::exit(3);
-  return launch_kernel(faults, params.batch * params.seqlen, 64, 64 * sizeof(float), stream,
-                       static_cast<float*>(params.o), params.seqlen);
+  const auto o = static_cast<float*>(params.o);
+  if (params.seqlen > 20) {
+    const int blocks = 2 * ceil_div(params.batch * params.seqlen, 2);
+    return launch_early(faults, blocks, 2, 64, 64 * sizeof(float), stream, o, params.seqlen);
+  }
+  return launch_kernel(faults, params.batch * params.seqlen, 64, 64 * sizeof(float), stream, o,
+                       params.seqlen);
 }
 
 }  // namespace attention::ATTENTION_VERSION

@@ -18,7 +18,7 @@ from gpt2_infer.engines.fused import Fused, Shape
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.engines.common import random_model
-from tests.gpt2_infer.engines.test_fused import BLOCKS, CONFIG
+from tests.gpt2_infer.engines.test_fused import CONFIG, HEAD_BLOCKS
 
 PROMPT = [449, 1973, 355, 751, 258]
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "4", "--prompt", "Once upon"]
@@ -169,7 +169,7 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
             self.model = right
 
     model = random_model(CONFIG)
-    shape = Shape(model.config, torch.float32, 1, BLOCKS, 227 * 1024)
+    shape = Shape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
     monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
     break_second(lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused)
     result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3)

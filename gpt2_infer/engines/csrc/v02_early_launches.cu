@@ -1,0 +1,746 @@
+// v02 - one decode step as a chain of kernels, each there before its input
+//
+// Change: in place of one persistent kernel, five kernels per layer: q, k and v; attention; the
+//         heads' projection; the hidden units; their projection. Each starts before those ahead of it
+//         have ended (programmatic dependent launch) and asks for what no kernel of the step writes:
+//         a block its weights, in one bulk copy, attention the keys and values of earlier steps.
+//         Then it waits. LayerNorm, bias, GELU and residual are in the products.
+// Why:    the end of a kernel is a cheaper exchange than words that all blocks poll: about 0.6 us
+//         from its last store to the next one's first load, whatever the batch. It needs no tags,
+//         and no grid that must run all at once.
+// Cost:   a second, packed copy of the layers' weights. Each block of a product that follows a
+//         LayerNorm computes it again. A block's weights must fit in its shared memory.
+// Tile:   STEP_*_COLUMNS columns per block, all of K; a lane has 16 bytes of a row; 128 keys per split
+// Layout: strided
+// Role:   struct
+// Takes:  float32 float16 bfloat16
+// Flags:  (none)
+// Expect: latency, about 2 us per kernel, is the limit at batch 1; for gpt2-xl the memory, and for
+//         batches the instructions.
+//
+// Sums are taken in float32 in an order that neither depends on timing nor on the other rows of the
+// batch. Activations are float32. The file is built for one model shape and batch size; fused.py
+// sets the macros.
+
+#include <cfloat>
+#include <cstdint>
+
+#include "element.cuh"
+#include "ptx.cuh"
+
+// nvcc's header and, for the CPU, emulator/cuda_pipeline.h.
+#include <cuda_pipeline.h>
+
+namespace attention {
+
+namespace {
+
+constexpr int kEmbd = STEP_EMBD;
+constexpr int kInner = STEP_INNER;
+constexpr int kHeads = STEP_HEADS;
+constexpr int kVocab = STEP_VOCAB;
+constexpr int kBatch = STEP_BATCH;           // 1, 2, 4 or 8
+constexpr int kHeadBlocks = STEP_BLOCKS;     // of the product with the embedding
+constexpr int kMaxSplits = STEP_MAX_SPLITS;  // of the keys of the longest row
+constexpr int kSmemBytes = STEP_SMEM;        // that a block may have
+
+constexpr int kHeadDim = kEmbd / kHeads;
+constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
+constexpr unsigned kWarp = 0xffffffff;
+static_assert(kBatch == 1 || kBatch == 2 || kBatch == 4 || kBatch == 8);
+
+__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+// The float32 vectors of a layer, one after the other.
+struct LayerVectors {
+  float ln_1_weight[kEmbd], ln_1_bias[kEmbd], qkv_bias[3 * kEmbd], proj_bias[kEmbd];
+  float ln_2_weight[kEmbd], ln_2_bias[kEmbd], fc_bias[kInner], fc2_bias[kEmbd];
+};
+
+// The weights of a layer, each matrix packed as its Columns say.
+struct LayerWeights {
+  Element qkv[kEmbd * 3 * kEmbd], proj[kEmbd * kEmbd], fc[kEmbd * kInner], fc2[kInner * kEmbd];
+};
+
+struct Best {
+  float value;
+  int row;
+  // NaN is larger than all; of equals the first.
+  __device__ void see(float v, int r) {
+    const bool larger = v > value || (v != v && value == value);
+    if (larger || (v == value && r < row)) value = v, row = r;
+  }
+};
+
+// What the kernels of a step leave for each other.
+struct Scratch {
+  float x[kBatch][kEmbd];  // the residual stream
+  float q[kBatch][kEmbd];
+  float o[kEmbd][kBatch];
+  float hidden[kInner][kBatch];
+  Best best[kHeadBlocks][kBatch];
+};
+
+}  // namespace
+
+// As fused.py's Params.
+struct StructParams {
+  const LayerWeights* weights;  // (layers)
+  const LayerVectors* vectors;  // (layers)
+  const float* ln_f;            // weight, bias
+  const Element* wte;
+  const Element* wpe;
+  const Element* head;  // (vocab, n_embd)
+  Element* kv;          // (layers, 2, batch, heads, max_seqlen, head_dim)
+  int* seqlens;         // (batch): keys in the cache; the step adds one
+  int64_t* newest;      // (batch): the tokens to read; if is_greedy, then those chosen
+  int64_t* tokens;      // (batch, capacity): if is_greedy, what is chosen is added at `lengths`
+  int64_t* lengths;     // (batch)
+  float* logits;        // (batch, vocab)
+  Scratch* scratch;
+  int64_t capacity;
+  int layers;
+  int max_seqlen;
+  int is_greedy;
+  float softmax_scale;
+  int scales_by_layer;  // softmax_scale is divided by the layer's number, from 1
+  float epsilon;
+};
+using StepParams = StructParams;
+
+namespace {
+
+// ---- Sums ---------------------------------------------------------------------------------------
+
+// What is left of V values.
+__host__ __device__ constexpr int folded(int last, int width, int V) {
+  return width < last ? V : max_of(1, V * last / width / 2);
+}
+
+// Sums V values, V a power of two, over the lanes that differ in the bits from kWidth down to kLast.
+// Each of them returns its share, or one value if there are more lanes than values: value i is with
+// the lanes whose highest of those bits are i's.
+template <int kLast, int kWidth, typename T, int V>
+__device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
+  if constexpr (kWidth < kLast) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) sums[i] = a[i];
+  } else if constexpr (V == 1) {
+    const T sum[1] = {a[0] + __shfl_xor_sync(kWarp, a[0], kWidth)};
+    fold<kLast, kWidth / 2>(sum, sums);
+  } else {
+    const bool upper = threadIdx.x & kWidth;
+    T half[V / 2];
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      const T sent = upper ? a[i] : a[i + V / 2];
+      half[i] = (upper ? a[i + V / 2] : a[i]) + __shfl_xor_sync(kWarp, sent, kWidth);
+    }
+    fold<kLast, kWidth / 2>(half, sums);
+  }
+}
+
+// One value per row of the batch. What a kernel of this step has written comes from L2: an earlier
+// kernel may have left the line in L1.
+template <bool kFromL2>
+__device__ void load_rows(const float* from, float (&rows)[kBatch]) {
+  const auto load = [](auto* address) { return kFromL2 ? __ldcg(address) : *address; };
+  if constexpr (kBatch == 1) {
+    rows[0] = load(from);
+  } else if constexpr (kBatch == 2) {
+    const float2 two = load(reinterpret_cast<const float2*>(from));
+    rows[0] = two.x, rows[1] = two.y;
+  } else {
+#pragma unroll
+    for (int r = 0; r < kBatch; r += 4) {
+      const float4 four = load(reinterpret_cast<const float4*>(from + r));
+      rows[r] = four.x, rows[r + 1] = four.y, rows[r + 2] = four.z, rows[r + 3] = four.w;
+    }
+  }
+}
+
+// ---- LayerNorm ----------------------------------------------------------------------------------
+
+// LayerNorm of x (batch, kEmbd) by a block; a thread has the elements threadIdx.x + i * kThreads.
+template <int kWarps>
+struct Norm {
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kEach = ceil_div(kEmbd, kThreads);
+  static constexpr int kMoments = 2 * kBatch;  // of each row the sum, then of each that of squares
+
+  struct Shared {
+    double moments[kWarps][kMoments];
+  };
+
+  float weight[kEach], bias[kEach];
+
+  static __device__ int k_of(int i) { return threadIdx.x + i * kThreads; }
+  static __device__ bool has(int i) {
+    return kEmbd % kThreads == 0 || i < kEach - 1 || k_of(i) < kEmbd;
+  }
+
+  __device__ Norm(const float* all_weights, const float* all_biases) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (has(i)) weight[i] = all_weights[k_of(i)], bias[i] = all_biases[k_of(i)];
+  }
+
+  // store(k, rows) takes what becomes of x[...][k].
+  template <typename Store>
+  __device__ void apply(const float (*x)[kEmbd], float epsilon, Shared& shared, Store store) const {
+    float v[kEach][kBatch];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) v[i][r] = has(i) ? __ldcg(&x[r][k_of(i)]) : 0.0f;
+    }
+    // In float64 the variance may be a difference, so that there is one sum to wait for.
+    double moments[kMoments] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) {
+        moments[r] += v[i][r];
+        moments[kBatch + r] += double{v[i][r]} * v[i][r];
+      }
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int kSame = 32 / kMoments;  // lanes with the same moment
+    double moment[1];
+    fold<1, 16>(moments, moment);
+    if (lane % kSame == 0) shared.moments[warp][lane / kSame] = moment[0];
+    __syncthreads();
+    // Every warp adds up what all have, a lane one of the moments.
+    moment[0] = 0.0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) moment[0] += shared.moments[w][lane % kMoments];
+    moment[0] /= kEmbd;
+    const double mean = __shfl_sync(kWarp, moment[0], lane % kBatch);
+    const double square = __shfl_sync(kWarp, moment[0], lane % kBatch + kBatch);
+    const auto variance = static_cast<float>(square - mean * mean);
+    const float row_mean = mean, row_scale = rsqrtf(variance + epsilon);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) {
+      const float shift = __shfl_sync(kWarp, row_mean, r);
+      const float scale = __shfl_sync(kWarp, row_scale, r);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (has(i)) v[i][r] = (v[i][r] - shift) * scale * weight[i] + bias[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (has(i)) store(k_of(i), v[i]);
+    __syncthreads();
+  }
+};
+
+// ---- Products -----------------------------------------------------------------------------------
+
+// kColumns columns of W (K, N), for one block. Packed, W is (N / kColumns, K, kColumns), so what a
+// block multiplies is one piece. Lanes have 16 bytes of a row, consecutive lanes the rows' next
+// bytes and the next rows; warps, too, have rows of their own.
+template <int K_, int N_, int kColumns_, int kWarps_>
+struct Columns {
+  static constexpr int K = K_, N = N_, kColumns = kColumns_, kWarps = kWarps_;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRowLanes = kColumns / kPerChunk;
+  static constexpr int kWarpK = 32 / kRowLanes;   // rows of a warp
+  static constexpr int kStepK = kWarps * kWarpK;  // and of the block, at once
+  static constexpr int kSteps = ceil_div(K, kStepK);
+  static constexpr int kBytes = sizeof(Element) * K * kColumns;
+  static constexpr int kSums = kPerChunk * kBatch;  // of a lane
+  static constexpr int kFolded = max_of(1, kSums / kWarpK);
+  static_assert(N % kColumns == 0 && kBytes % 16 == 0 && kThreads >= kColumns * kBatch);
+
+  using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
+
+  static __device__ int k_of(int step) {
+    return step * kStepK + (threadIdx.x / 32 * 32 + threadIdx.x % 32) / kRowLanes;
+  }
+  static __device__ bool has(int step) {
+    return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
+  }
+
+  // load_x(k, rows) loads a row of x; kAtOnce of them are on their way at the same time.
+  template <int kAtOnce, typename LoadX>
+  static __device__ void multiply(const uint4* weights, Sums& sums, LoadX load_x) {
+    float acc[kSums] = {};
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kAtOnce) {
+      float x[kAtOnce][kBatch];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < kSteps && has(first + i)) load_x(k_of(first + i), x[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= kSteps || !has(first + i)) continue;
+        float w[kPerChunk];
+        unpack<Element>(weights[(first + i) * kThreads + threadIdx.x], w);
+#pragma unroll
+        for (int e = 0; e < kPerChunk; ++e) {
+#pragma unroll
+          for (int r = 0; r < kBatch; ++r) acc[e * kBatch + r] += w[e] * x[i][r];
+        }
+      }
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float folded[kFolded];
+    fold<kRowLanes, 16>(acc, folded);
+    constexpr int kSame = max_of(1, kWarpK / kSums);  // lanes with the same sum
+    if (lane / kRowLanes % kSame == 0) {
+#pragma unroll
+      for (int i = 0; i < kFolded; ++i)
+        sums[warp][lane % kRowLanes * kSums + lane / kRowLanes / kSame * kFolded + i] = folded[i];
+    }
+  }
+};
+
+__device__ inline float gelu(float x) {
+  constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
+  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
+  const float u = kRoot * (x + 0.044715f * x * x * x);
+  return x / (1.0f + expf(-2.0f * u));
+}
+
+enum Kind { kQkv, kProj, kFc, kFc2 };
+
+template <Kind kKind>
+struct Product;
+template <>
+struct Product<kQkv> : Columns<kEmbd, 3 * kEmbd, STEP_QKV_COLUMNS, STEP_QKV_WARPS> {
+  static constexpr bool kHasNorm = true;
+};
+template <>
+struct Product<kProj> : Columns<kEmbd, kEmbd, STEP_PROJ_COLUMNS, STEP_PROJ_WARPS> {
+  static constexpr bool kHasNorm = false;
+};
+template <>
+struct Product<kFc> : Columns<kEmbd, kInner, STEP_FC_COLUMNS, STEP_FC_WARPS> {
+  static constexpr bool kHasNorm = true;
+};
+template <>
+struct Product<kFc2> : Columns<kInner, kEmbd, STEP_FC2_COLUMNS, STEP_FC2_WARPS> {
+  static constexpr bool kHasNorm = false;
+};
+// Dynamic shared memory: the weights, and x after a LayerNorm.
+template <Kind kKind>
+constexpr size_t kProductBytes =
+    Product<kKind>::kBytes + (Product<kKind>::kHasNorm ? sizeof(float) * kEmbd * kBatch : 0);
+
+__device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, int row, int head) {
+  const int64_t head_of_all = ((int64_t{layer} * 2 + matrix) * kBatch + row) * kHeads + head;
+  return p.kv + head_of_all * p.max_seqlen * kHeadDim;
+}
+
+template <Kind kKind>
+__global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepParams p, int layer) {
+  using P = Product<kKind>;
+  using LayerNorm = Norm<P::kWarps>;
+  ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
+  float* const s_x = reinterpret_cast<float*>(s_weights) + P::kBytes / sizeof(float);
+  __shared__ typename P::Sums sums;
+  __shared__ typename LayerNorm::Shared s_norm;
+  __shared__ ptx::Barrier arrived;
+  const LayerWeights& weights = p.weights[layer];
+  const LayerVectors& vectors = p.vectors[layer];
+  const Element* const packed = kKind == kQkv    ? weights.qkv
+                                : kKind == kProj ? weights.proj
+                                : kKind == kFc   ? weights.fc
+                                                 : weights.fc2;
+  const float* const bias = kKind == kQkv    ? vectors.qkv_bias
+                            : kKind == kProj ? vectors.proj_bias
+                            : kKind == kFc   ? vectors.fc_bias
+                                             : vectors.fc2_bias;
+  const int t = threadIdx.x;
+  if (t == 0) {
+    ptx::barrier_init(&arrived, 1);
+    ptx::barrier_init_fence();
+    ptx::barrier_expect(&arrived, P::kBytes);
+    ptx::copy_bulk(s_weights, packed + int64_t{blockIdx.x} * P::K * P::kColumns, P::kBytes,
+                   &arrived);
+  }
+  const LayerNorm norm(kKind == kQkv ? vectors.ln_1_weight : vectors.ln_2_weight,
+                       kKind == kQkv ? vectors.ln_1_bias : vectors.ln_2_bias);
+  // The output of this thread, if it has one
+  const int n = blockIdx.x * P::kColumns + t % P::kColumns, row = t / P::kColumns;
+  const bool has_output = t < P::kColumns * kBatch;
+  const float my_bias = has_output ? bias[n] : 0.0f;
+  const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
+  __syncthreads();  // the barrier is initialized
+
+  ptx::wait_for_previous();
+  ptx::allow_next();  // not earlier: blocks that start disturb those that work
+  Scratch& scratch = *p.scratch;
+  const float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
+  const auto await_weights = [&] {
+    while (!ptx::barrier_test(&arrived, 0)) {
+    }
+  };
+  if constexpr (P::kHasNorm) {
+    norm.apply(scratch.x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+#pragma unroll
+      for (int r = 0; r < kBatch; ++r) s_x[k * kBatch + r] = rows[r];
+    });
+    await_weights();
+    P::template multiply<1>(s_weights, sums, [&](int k, float (&rows)[kBatch]) {
+      load_rows<false>(s_x + k * kBatch, rows);
+    });
+  } else {
+    const float* const x = kKind == kProj ? scratch.o[0] : scratch.hidden[0];
+    await_weights();
+    P::template multiply<24 / kBatch>(s_weights, sums, [&](int k, float (&rows)[kBatch]) {
+      load_rows<true>(x + k * kBatch, rows);
+    });
+  }
+  __syncthreads();
+  if (!has_output) return;
+  float y = 0.0f;
+#pragma unroll
+  for (int w = 0; w < P::kWarps; ++w) y += sums[w][t % P::kColumns * kBatch + row];
+  y += my_bias;
+  if constexpr (kKind == kQkv) {
+    const int matrix = n / kEmbd, head = n % kEmbd / kHeadDim, column = n % kHeadDim;
+    if (matrix == 0) {
+      scratch.q[row][n] = y;
+    } else {
+      cache_of(p, layer, matrix - 1, row, head)[int64_t{position} * kHeadDim + column] =
+          from_float<Element>(y);
+    }
+  } else if constexpr (kKind == kFc) {
+    scratch.hidden[n][row] = gelu(y);
+  } else {
+    scratch.x[row][n] = residual + y;
+  }
+}
+
+// ---- Attention ----------------------------------------------------------------------------------
+
+constexpr int kSplit = 128;  // keys that are attended to at once
+constexpr int kAttendWarps = 8;
+constexpr int kAttendThreads = 32 * kAttendWarps;
+// Blocks that share the splits of a row and head: the more rows, the fewer, so that all run at once.
+constexpr int kCluster = min_of(kMaxSplits, min_of(8, 16 / kBatch));
+
+// A split: O before the division, row_max and row_sum.
+struct Partial {
+  float o[kHeadDim];
+  float row_max;
+  float row_sum;
+};
+
+// Joins partials in order, a column of O per thread.
+struct Join {
+  float row_max = -FLT_MAX, row_sum = 0.0f, o = 0.0f;
+
+  __device__ Join(const Partial* partials, int count, int column) {
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) row_max = fmaxf(row_max, partials[i].row_max);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float scale = __expf(partials[i].row_max - row_max);
+      row_sum += scale * partials[i].row_sum;
+      o += scale * partials[i].o[column];
+    }
+  }
+};
+
+// Grid: kCluster, heads, rows. Consecutive lanes have the chunks of a key.
+__global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
+  constexpr int kKeyLanes = kHeadDim / kPerChunk;    // lanes that share a key
+  constexpr int kKeys = kAttendThreads / kKeyLanes;  // keys that the block reads at once
+  constexpr int kSteps = kSplit / kKeys;
+  __shared__ Partial warps[kAttendWarps];
+  __shared__ Partial splits[kMaxSplits];  // of the cluster, in its first block
+  ptx::cluster_arrive();                  // in the end all know by this that the first block runs
+
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int head = blockIdx.y, row = blockIdx.z;
+  const int column = t % kKeyLanes * kPerChunk;
+  const int newest = p.seqlens[row];
+  const Element* const keys = cache_of(p, layer, 0, row, head) + column;
+  const Element* const values = cache_of(p, layer, 1, row, head) + column;
+  const auto key_of = [&](int split, int step) {
+    return split * kSplit + t / kKeyLanes + step * kKeys;
+  };
+  // What earlier steps have written
+  const auto load = [&](const Element* from, int split, uint4(&to)[kSteps]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int64_t n = key_of(split, step);
+      to[step] = n < newest ? *reinterpret_cast<const uint4*>(from + n * kHeadDim)
+                            : make_uint4(0, 0, 0, 0);
+    }
+  };
+  uint4 k[kSteps], v[kSteps];
+  int split = blockIdx.x;
+  load(keys, split, k);
+  load(values, split, v);
+
+  ptx::wait_for_previous();
+  ptx::allow_next();
+  float q[kPerChunk];
+#pragma unroll
+  for (int i = 0; i < kPerChunk; i += 4) {
+    const float4 four =
+        __ldcg(reinterpret_cast<const float4*>(p.scratch->q[row] + head * kHeadDim + column + i));
+    q[i] = four.x, q[i + 1] = four.y, q[i + 2] = four.z, q[i + 3] = four.w;
+  }
+  const int64_t at = int64_t{newest} * kHeadDim;
+  const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(keys + at));
+  const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(values + at));
+  bool is_first = true;
+  for (; split * kSplit <= newest; split += kCluster) {
+    // S = softmax_scale * Q K^T, and its maximum in the warp. Before the first key the maximum is
+    // finite, so that a warp without a key has no inf - inf.
+    const float scale = p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
+    float s[kSteps], row_max = -FLT_MAX;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int n = key_of(split, step);
+      float key[kPerChunk];
+      unpack<Element>(n == newest ? newest_k : k[step], key);
+      s[step] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) s[step] += q[i] * key[i];
+#pragma unroll
+      for (int width = kKeyLanes / 2; width > 0; width /= 2)
+        s[step] += __shfl_xor_sync(kWarp, s[step], width);
+      s[step] = n <= newest ? scale * s[step] : -INFINITY;
+      row_max = fmaxf(row_max, s[step]);
+    }
+    if constexpr (kCluster < kMaxSplits) load(keys, split + kCluster, k);
+#pragma unroll
+    for (int width = kKeyLanes; width < 32; width *= 2)
+      row_max = fmaxf(row_max, __shfl_xor_sync(kWarp, row_max, width));
+
+    // P = exp(S - row_max), O = P V
+    float row_sum = 0.0f, o[kPerChunk] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      float value[kPerChunk];
+      unpack<Element>(key_of(split, step) == newest ? newest_v : v[step], value);
+      const float weight = __expf(s[step] - row_max);
+      row_sum += weight;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) o[i] += weight * value[i];
+    }
+    if constexpr (kCluster < kMaxSplits) load(values, split + kCluster, v);
+#pragma unroll
+    for (int width = kKeyLanes; width < 32; width *= 2) {
+      row_sum += __shfl_xor_sync(kWarp, row_sum, width);
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) o[i] += __shfl_xor_sync(kWarp, o[i], width);
+    }
+    if (!is_first) __syncthreads();  // the last split's partials have been read
+    if (lane < kKeyLanes) {
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) warps[warp].o[column + i] = o[i];
+    }
+    if (lane == 0) warps[warp].row_max = row_max, warps[warp].row_sum = row_sum;
+    __syncthreads();
+    if (is_first) ptx::cluster_wait();
+    is_first = false;
+    if (t < kHeadDim) {
+      const Join join(warps, kAttendWarps, t);
+      ptx::store_to_block(&splits[split].o[t], 0, join.o);
+      if (t == 0) {
+        ptx::store_to_block(&splits[split].row_max, 0, join.row_max);
+        ptx::store_to_block(&splits[split].row_sum, 0, join.row_sum);
+      }
+    }
+  }
+  if (is_first) ptx::cluster_wait();
+  ptx::cluster_arrive();
+  if (blockIdx.x != 0) return;
+  ptx::cluster_wait();
+  if (t >= kHeadDim) return;
+  const Join join(splits, newest / kSplit + 1, t);
+  p.scratch->o[head * kHeadDim + t][row] = join.o / join.row_sum;
+}
+
+// ---- The first and the last ---------------------------------------------------------------------
+
+constexpr int kThreads = 256, kWarps = 8;
+
+__global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
+  ptx::allow_next();
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= kBatch * kEmbd) return;
+  const int row = i / kEmbd, column = i % kEmbd;
+  const int64_t token = p.newest[row] < 0 ? 0 : p.newest[row];
+  p.scratch->x[row][column] = to_float(p.wte[token * kEmbd + column]) +
+                              to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
+}
+
+// The logits: a warp has kRows rows of the embedding at once. Each thread copies what it multiplies,
+// so that no barrier is needed, kStages times ahead.
+constexpr int kChunks = kEmbd / kPerChunk;      // 16-byte chunks of a row
+constexpr int kPasses = ceil_div(kChunks, 32);  // of them for a lane
+constexpr size_t kNormedBytes = sizeof(float) * kEmbd * kBatch;
+constexpr size_t kRowBytes = sizeof(uint4) * kPasses * kThreads;  // one row per warp
+constexpr int kStageRows = (kSmemBytes - 4096 - sizeof(float) * kEmbd * 8) / kRowBytes;
+constexpr int kRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
+constexpr int kStages = min_of(4, kStageRows / kRows);
+constexpr int kGroups = ceil_div(kVocab, kRows);
+constexpr int kStride = kHeadBlocks * kWarps;  // groups from one of a warp to its next
+static_assert(kStages >= 2, "a block has no room for two rows per warp");
+
+__global__ void __launch_bounds__(kThreads) head(const StepParams p) {
+  ATTENTION_DYNAMIC_SHARED(uint4, s_rows);  // (kStages, kRows, kPasses, kThreads)
+  float (*const s_x)[kEmbd] =
+      reinterpret_cast<float (*)[kEmbd]>(s_rows + kStages * kRows * kPasses * kThreads);
+  __shared__ Norm<kWarps>::Shared s_norm;
+  __shared__ Best s_best[kWarps][kBatch];
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int first = warp * kHeadBlocks + blockIdx.x;
+  const auto has = [&](int pass) { return kChunks % 32 == 0 || pass * 32 + lane < kChunks; };
+  const auto slot = [&](int stage, int r, int pass) {
+    return s_rows + ((stage * kRows + r) * kPasses + pass) * kThreads + t;
+  };
+  int asked = first, asked_stage = 0;
+  const auto ask = [&] {
+    if (asked < kGroups) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t row = min(asked * kRows + r, kVocab - 1);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          const Element* const from = p.head + row * kEmbd + (pass * 32 + lane) * kPerChunk;
+          if (has(pass)) __pipeline_memcpy_async(slot(asked_stage, r, pass), from, 16);
+        }
+      }
+    }
+    __pipeline_commit();
+    asked += kStride;
+    asked_stage = asked_stage + 1 == kStages ? 0 : asked_stage + 1;
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) ask();
+  const Norm<kWarps> norm(p.ln_f, p.ln_f + kEmbd);
+
+  ptx::wait_for_previous();
+  ptx::allow_next();
+  norm.apply(p.scratch->x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r) s_x[r][k] = rows[r];
+  });
+  constexpr int kSums = kRows * kBatch, kSame = 32 / kSums;
+  const int my_row = lane / kSame / kBatch, my_batch = lane / kSame % kBatch;
+  Best best{-INFINITY, kVocab};
+  int stage = 0;
+  for (int group = first; group < kGroups; group += kStride) {
+    ask();
+    __pipeline_wait_prior(kStages - 1);
+    float acc[kSums] = {};
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!has(pass)) continue;
+      float w[kRows][kPerChunk];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) unpack<Element>(*slot(stage, r, pass), w[r]);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+        for (int e = 0; e < kPerChunk; e += 4) {
+          const float4 x =
+              *reinterpret_cast<const float4*>(s_x[b] + (pass * 32 + lane) * kPerChunk + e);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r)
+            acc[r * kBatch + b] +=
+                w[r][e] * x.x + w[r][e + 1] * x.y + w[r][e + 2] * x.z + w[r][e + 3] * x.w;
+        }
+      }
+    }
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    float logit[1];
+    fold<1, 16>(acc, logit);
+    const int row = group * kRows + my_row;
+    if (lane % kSame == 0 && row < kVocab) {
+      p.logits[int64_t{my_batch} * kVocab + row] = logit[0];
+      best.see(logit[0], row);
+    }
+  }
+  // Over the lanes with the same row of the batch, then over the warps
+#pragma unroll
+  for (int width = 16; width >= kSame * kBatch; width /= 2) {
+    const float value = __shfl_xor_sync(kWarp, best.value, width);
+    const int row = __shfl_xor_sync(kWarp, best.row, width);
+    best.see(value, row);
+  }
+  if (lane % kSame == 0 && lane < kSame * kBatch) s_best[warp][my_batch] = best;
+  __syncthreads();
+  if (t >= kBatch) return;
+  best = s_best[0][t];
+  for (int w = 1; w < kWarps; ++w) best.see(s_best[w][t].value, s_best[w][t].row);
+  p.scratch->best[blockIdx.x][t] = best;
+}
+
+// A warp per row of the batch
+__global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
+  ptx::wait_for_previous();
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
+  Best best{-INFINITY, kVocab};
+  for (int i = lane; i < kHeadBlocks; i += 32) {
+    const Best& other = p.scratch->best[i][row];
+    best.see(__ldcg(&other.value), __ldcg(&other.row));
+  }
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) {
+    const float value = __shfl_xor_sync(kWarp, best.value, width);
+    const int other = __shfl_xor_sync(kWarp, best.row, width);
+    best.see(value, other);
+  }
+  if (lane != 0) return;
+  p.seqlens[row] += 1;
+  if (!p.is_greedy) return;
+  const int64_t token = best.value - best.value == 0.0f ? best.row : -1;
+  const int64_t at = p.lengths[row];
+  p.newest[row] = token;
+  p.tokens[row * p.capacity + at] = token;
+  p.lengths[row] = at + 1;
+}
+
+// Launches kernels early, until one fails.
+struct Chain {
+  cudaStream_t stream;
+  cudaError_t error;
+
+  template <typename Kernel, typename... Arguments>
+  void add(Kernel* kernel, dim3 grid, int cluster, int threads, size_t smem,
+           Arguments... arguments) {
+    if (error == cudaSuccess)
+      error = launch_early(kernel, grid, cluster, threads, smem, stream, arguments...);
+  }
+  template <Kind kKind>
+  void add_product(const StepParams& p, int layer) {
+    using P = Product<kKind>;
+    add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
+  }
+};
+
+}  // namespace
+
+namespace ATTENTION_VERSION {
+
+// Scratch outlives a launch: the caller keeps it.
+int64_t scratch_floats(const StepParams&) { return sizeof(Scratch) / sizeof(float); }
+
+cudaError_t launch(const StepParams& p, cudaStream_t stream) {
+  // Not early: what it reads, the step before writes.
+  Chain chain{stream,
+              launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
+  for (int layer = 0; layer < p.layers; ++layer) {
+    chain.add_product<kQkv>(p, layer);
+    chain.add(attend, dim3(kCluster, kHeads, kBatch), kCluster, kAttendThreads, 0, p, layer);
+    chain.add_product<kProj>(p, layer);
+    chain.add_product<kFc>(p, layer);
+    chain.add_product<kFc2>(p, layer);
+  }
+  chain.add(head, kHeadBlocks, 1, kThreads, kStages * kRows * kRowBytes + kNormedBytes, p);
+  chain.add(choose, 1, 1, 32 * kBatch, 0, p);
+  return chain.error;
+}
+
+}  // namespace ATTENTION_VERSION
+}  // namespace attention
