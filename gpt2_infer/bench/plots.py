@@ -217,21 +217,23 @@ def decode_bars(results: DecodeTiming) -> Figure | None:
         return None
     speeds = [one.tokens_per_second for one in group]
     limits = [one.cell.batch * results.read_gb_s * 1e9 / one.weight_bytes for one in group]
+    seconds = [(one.median, *one.spread) for one in group]
+    low = [v * median / most for v, (median, _, most) in zip(speeds, seconds, strict=True)]
+    high = [v * median / least for v, (median, least, _) in zip(speeds, seconds, strict=True)]
     figure, axes = _bar_axes(
         [
             (one.name, f"{one.cell.model}, {one.cell.dtype}, batch {one.cell.batch}")
             for one in group
         ],
-        speeds,
+        high,
         [
             f"{speed:,.0f}, {speed / limit:.0%} of the limit"
             for speed, limit in zip(speeds, limits, strict=True)
         ],
     )
-    seconds = [(one.median, *one.spread) for one in group]
     whiskers = [
-        [v - v * median / most for v, (median, _, most) in zip(speeds, seconds, strict=True)],
-        [v * median / least - v for v, (median, least, _) in zip(speeds, seconds, strict=True)],
+        [speed - least for speed, least in zip(speeds, low, strict=True)],
+        [most - speed for speed, most in zip(speeds, high, strict=True)],
     ]
     colours = [_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
     style = {"linewidth": 0.8}
