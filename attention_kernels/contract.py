@@ -71,18 +71,16 @@ def check_decode(
     """Check the arguments of decode() and return the scale to use; raises ArgumentError."""
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     check_tensors({**tensors, "seqlens": seqlens})
-    if any(tensor.dim() != 4 for tensor in tensors.values()):
+    if not q.dim() == k_cache.dim() == v_cache.dim() == 4:
         raise ArgumentError("; ".join(_complaints(tensors, same_shape=False)))
     batch, one, num_heads, head_dim = q.shape
-    wrong = []
+    cached, wrong = k_cache.shape, []
     if one != 1:
         wrong.append(f"q has {one} tokens per row; decode takes one")
-    if k_cache.shape != v_cache.shape:
-        wrong.append(
-            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} differ in shape"
-        )
-    if k_cache.shape[0] != batch or k_cache.shape[2:] != (num_heads, head_dim):
-        wrong.append(f"k_cache {tuple(k_cache.shape)} does not fit q {tuple(q.shape)}")
+    if cached != v_cache.shape:
+        wrong.append(f"k_cache {tuple(cached)} and v_cache {tuple(v_cache.shape)} differ in shape")
+    if cached[0] != batch or cached[2:] != (num_heads, head_dim):
+        wrong.append(f"k_cache {tuple(cached)} does not fit q {tuple(q.shape)}")
     if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q.device:
         wrong.append(
             f"seqlens must be int32 ({batch},) on {q.device}, not {dtype_name(seqlens.dtype)} "
@@ -99,8 +97,8 @@ def check_decode(
     if wrong:
         raise ArgumentError("; ".join(wrong))
     # Tracing has no values to look at.
-    if seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths, max_seqlen = seqlens.tolist(), k_cache.shape[1]
+    if seqlens.is_cpu and not torch.compiler.is_compiling():
+        lengths, max_seqlen = seqlens.tolist(), cached[1]
         if min(lengths) < 1 or max(lengths) > max_seqlen:
             raise ArgumentError(f"seqlens must be between 1 and {max_seqlen}, not {lengths}")
     return check_scale(softmax_scale, head_dim)

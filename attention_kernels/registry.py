@@ -264,11 +264,12 @@ class BackendSpec:
         Raises what attention() does; UnsupportedError also where there is no decode kernel.
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
-        if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
+        device_type = q.device.type
+        if reasons := self.static_reasons(q.dtype, q.shape[3], device_type):
             raise UnsupportedError(self.name, reasons)
         kernels = self.load()
-        if kernels.decode is None or q.device.type not in kernels.decode_device_types:
-            raise UnsupportedError(self.name, [f"it has no decode kernel on {q.device.type}"])
+        if kernels.decode is None or device_type not in kernels.decode_device_types:
+            raise UnsupportedError(self.name, [f"it has no decode kernel on {device_type}"])
         return self._run(kernels.decode, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:

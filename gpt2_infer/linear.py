@@ -39,7 +39,7 @@ class Linear(nn.Module):
         if _takes_onednn(x, min_rows=2):
             weight = self.weight.t()
             return cast("Tensor", _linear_onednn().binary(x, residual, weight, self.bias, "add"))
-        if x.device.type == "cpu":
+        if x.is_cpu:
             return residual.add_(self.bias).add_(_product(x, self.weight))
         return residual.add_(self.bias).addmm_(x, self.weight)
 
@@ -66,7 +66,7 @@ def lay_out(weight: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply (rows, in_features) by weight, (in_features, out_features)."""
     ins, outs = weight.shape
-    if x.shape[0] > 1 or x.device.type != "cpu" or torch.get_num_threads() == 1:
+    if x.shape[0] > 1 or not x.is_cpu or torch.get_num_threads() == 1:
         return torch.mm(x, weight)
     if weight.stride(1) == 1 and ins % 2 == 0:
         a, b = torch.bmm(x.view(2, 1, -1), weight.view(2, -1, outs)).unbind(0)
@@ -80,7 +80,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _takes_onednn(rows: Tensor, *, min_rows: int) -> bool:
     return (
         rows.shape[0] >= min_rows
-        and rows.device.type == "cpu"
+        and rows.is_cpu
         and rows.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )

@@ -33,7 +33,7 @@ def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
     the host and break graph capture, so the whole cache is visited and masked.
     """
     positions = k_cache.shape[1]
-    if seqlens.device.type == "cpu":
+    if seqlens.is_cpu:
         lengths = seqlens.tolist()
         positions = max(lengths)
         if min(lengths) == positions:
@@ -64,6 +64,8 @@ def load_naive() -> Kernels:
 
 
 def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
+    is_flash = kernel == SDPBackend.FLASH_ATTENTION
+
     def run(
         q: Tensor,
         k: Tensor,
@@ -73,7 +75,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         mask: Tensor | None = None,
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if kernel == SDPBackend.FLASH_ATTENTION and q.device.type == "cpu":
+        if is_flash and q.is_cpu:
             # Pinning sets a dozen flags, which takes as long as decoding a short row.
             return torch._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
