@@ -28,20 +28,21 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""
+        weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            return cast("Tensor", _linear_onednn()(x, self.weight.t(), self.bias, kind, [], form))
-        y = _product(x, self.weight).add_(self.bias)
+            return cast("Tensor", _linear_onednn()(x, weight.t(), bias, kind, [], form))
+        y = _product(x, weight).add_(bias)
         return F.gelu(y, approximate="tanh") if gelu else y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x W + b to residual, which may be overwritten, and return the sum."""
+        weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
-            weight = self.weight.t()
-            return cast("Tensor", _linear_onednn().binary(x, residual, weight, self.bias, "add"))
+            return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
         if x.is_cpu:
-            return residual.add_(self.bias).add_(_product(x, self.weight))
-        return residual.add_(self.bias).addmm_(x, self.weight)
+            return residual.add_(bias).add_(_product(x, weight))
+        return residual.add_(bias).addmm_(x, weight)
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -50,6 +51,12 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
         return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
     return _product(x, weight.t()) if is_laid_out else F.linear(x, weight)
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return both parameters; nn.Module's lookup of an attribute takes as long as making a view."""
+    parameters = cast("dict[str, Tensor]", module._parameters)
+    return parameters["weight"], parameters["bias"]
 
 
 def lay_out(weight: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from gpt2_infer.checkpoint import (
 )
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import ConfigError
-from gpt2_infer.linear import Linear, project
+from gpt2_infer.linear import Linear, project, weight_and_bias
 from gpt2_infer.tokenizer import Tokenizer
 
 
@@ -111,12 +111,13 @@ class Attention(nn.Module):
         """
         qkv = self.c_attn.forward(x).view(-1, 3, self.num_heads, self.head_dim)
         k_cache, v_cache, places = cache.layers[self.layer]
-        places.index_put_((cache.rows, position), qkv[:, 1:])
-        q = qkv[:, :1]
+        places.index_put_((cache.rows, position), qkv.narrow(1, 1, 2))
+        q = qkv.narrow(1, 0, 1)
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
         o = backend.decode(q, k_cache, v_cache, cache.seqlens, softmax_scale=self.softmax_scale)
-        return o.view(x.shape).to(x.dtype)
+        heads = o.view(x.shape)
+        return heads.to(x.dtype) if self.upcast else heads
 
 
 class MLP(nn.Module):
@@ -139,8 +140,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block.
 
-    forward() of what it consists of is called directly: on a CPU, nn.Module's call around it takes
-    as long as a small kernel.
+    Its parts' forward() is called directly: on a CPU, nn.Module's call around it takes as long as a
+    small kernel.
     """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -154,7 +155,7 @@ class Block(nn.Module):
         """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
         x = self.attn.c_proj.add_to(x, heads)
         mlp = self.mlp
-        return mlp.c_proj.add_to(x, mlp.forward(self.ln_2.forward(x)))
+        return mlp.c_proj.add_to(x, mlp.forward(_layer_norm(self.ln_2, x)))
 
 
 class GPT2(nn.Module):
@@ -337,7 +338,7 @@ class GPT2(nn.Module):
         backend = self.attention
         x = self.embed(tokens)
         for block in self.blocks():
-            heads = block.attn.forward(block.ln_1.forward(x), tokens.shape, backend, cache)
+            heads = block.attn.forward(_layer_norm(block.ln_1, x), tokens.shape, backend, cache)
             if block is self.h[-1]:
                 # Nothing mixes positions from here on: the rest is computed only where logits are
                 # asked for.
@@ -364,7 +365,7 @@ class GPT2(nn.Module):
         cache.seqlens += 1
         x = self.wte.weight.index_select(0, tokens) + self.wpe.weight.index_select(0, position)
         for block in self.blocks():
-            normed = block.ln_1.forward(x)
+            normed = _layer_norm(block.ln_1, x)
             x = block.finish(x, block.attn.decode(normed, backend, cache, position))
         return self.head(self.ln_f(x))
 
@@ -376,6 +377,11 @@ class GPT2(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of rows that ln_f normalized."""
         return project(x, (self.wte if self.lm_head is None else self.lm_head).weight)
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Normalize rows in half the time that norm(x) takes for one row on a CPU."""
+    return torch.layer_norm(x, norm.normalized_shape, *weight_and_bias(norm), norm.eps)
 
 
 def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:
