@@ -78,8 +78,11 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
   return error;
 }
 
-// The emulator may have put a launch off.
-inline cudaError_t finish_launches(cudaError_t error) { return error; }
+// The emulator puts launches off.
+template <typename Launches>
+cudaError_t complete(Launches launches) {
+  return launches();
+}
 
 #endif  // ATTENTION_EMULATOR
 
@@ -114,8 +117,10 @@ const Version version = {
       return ATTENTION_VERSION::scratch_floats(*static_cast<const VersionParams*>(params));
     },
     [](const void* params, void* stream) -> int {
-      return finish_launches(ATTENTION_VERSION::launch(*static_cast<const VersionParams*>(params),
-                                                       static_cast<cudaStream_t>(stream)));
+      return complete([&] {
+        return ATTENTION_VERSION::launch(*static_cast<const VersionParams*>(params),
+                                         static_cast<cudaStream_t>(stream));
+      });
     },
 };
 

@@ -63,8 +63,8 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
-// A barrier of all threads of a cluster. What a thread has written before it arrives, those see that
-// have waited.
+// A barrier of all threads of a cluster. What a thread has written before it arrives is visible to
+// threads that have waited.
 inline __device__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

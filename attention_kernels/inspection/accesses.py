@@ -56,6 +56,12 @@ class Access:
     """As many sectors as would hold the bytes."""
 
 
+_UNCOUNTED = {
+    r"^#include <mma\.h>": "a fragment's loads are in an order that CUDA does not document",
+    r"\blaunch_early\(": "kernels that start early run at the same time as others",
+}
+
+
 def count_accesses(
     version: VersionHeader,
     *,
@@ -78,8 +84,8 @@ def count_accesses(
         reasons.append("only a kernel's accesses are counted, and this is host code")
     if version.role != "attention":
         reasons.append("only an attention kernel's accesses are counted, and this one decodes")
-    if re.search(r"^#include <mma\.h>", version.path.read_text("utf-8"), re.MULTILINE):
-        reasons.append("a fragment's loads are in an order that CUDA does not document")
+    source = version.path.read_text("utf-8")
+    reasons += [why for found, why in _UNCOUNTED.items() if re.search(found, source, re.MULTILINE)]
     if head_dim not in version.head_dims:
         reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
     sizes = {"seqlen": seqlen, "batch": batch, "num_heads": num_heads}

@@ -37,7 +37,8 @@ SPLIT = 128  # keys that are attended to at once
 # The most that a block asks for, if its columns can be chosen; tried on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
-STATIC_BYTES = 10 * 1024  # of shared memory, at most
+STATIC_BYTES = 10 * 1024  # of shared memory, at most, beside dynamic memory
+MAX_STATIC_BYTES = 48 * 1024  # that a kernel can have
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
@@ -89,7 +90,7 @@ class Fused(Cached):
         return rows + [rows[0]] * (power_of_two(len(rows)) - len(rows))
 
     def prepare_decode(self) -> None:
-        """Build the kernel and pack the weights."""
+        """Build the kernels and pack the weights."""
         self.fused_step = Step(
             self.model, self.cache, self.newest, self.tokens, self.lengths, self.sampling.is_greedy
         )
@@ -159,7 +160,14 @@ class Shape:
         passes = ceil_div(self.config.n_embd * self.dtype.itemsize, 16 * 32)
         two_rows_per_warp = 2 * passes * 16 * 256  # of the embedding
         most = max(x + sizes["QKV"], x + sizes["FC"], sizes["FC2"], x + two_rows_per_warp)
-        return most <= self.shared_bytes - STATIC_BYTES
+        partials = 8 + self.max_splits  # of attention: of its warps, and of the keys' splits
+        attention = 4 * (self.config.head_dim + 2) * partials
+        return most <= self.shared_bytes - STATIC_BYTES and attention <= MAX_STATIC_BYTES
+
+    @property
+    def max_splits(self) -> int:
+        """Splits of the keys of the longest row."""
+        return ceil_div(self.config.n_positions, SPLIT)
 
     @property
     def scratch_floats(self) -> int:
@@ -176,7 +184,7 @@ class Shape:
             "VOCAB": config.vocab_size,
             "BATCH": self.batch,
             "BLOCKS": self.head_blocks,
-            "MAX_SPLITS": ceil_div(config.n_positions, SPLIT),
+            "MAX_SPLITS": self.max_splits,
             "SMEM": self.shared_bytes,
         }
         for name, one in self.products.items():
@@ -232,14 +240,20 @@ class Packed:
     """float32: the last LayerNorm's weight and bias."""
 
 
-_packed: weakref.WeakKeyDictionary[nn.Module, Packed] = weakref.WeakKeyDictionary()
+_packed: weakref.WeakKeyDictionary[nn.Module, tuple[object, Packed]] = weakref.WeakKeyDictionary()
 
 
 def pack(model: GPT2, shape: Shape) -> Packed:
     """Return the packed weights; a model that shares them with another shares these too."""
-    if model.wte not in _packed:
-        _packed[model.wte] = _pack(model, shape)
-    return _packed[model.wte]
+    state = [
+        (p.data_ptr(), p.device, p.dtype, 0 if p.is_inference() else p._version)
+        for p in model.parameters()
+    ]
+    known, packed = _packed.get(model.wte, (None, None))
+    if packed is None or known != state:
+        packed = _pack(model, shape)
+        _packed[model.wte] = state, packed
+    return packed
 
 
 def _pack(model: GPT2, shape: Shape) -> Packed:
@@ -300,8 +314,8 @@ class Step:
         batch = newest.shape[0]
         shape = shape or shape_on(model, batch)
         self.packed = pack(model, shape)
-        self.logits = torch.zeros(batch, config.vocab_size, device=device)
-        scratch = torch.empty(shape.scratch_floats, device=device)
+        self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
+        scratch = torch.empty(shape.scratch_floats, dtype=torch.float32, device=device)
         # Weights that were laid out on a CPU may have come here.
         wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
         head = wte if model.lm_head is None else model.lm_head.weight.contiguous()

@@ -312,16 +312,14 @@ bool Block::run(uint64_t number_in_grid) {
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
   copies.clear();
-  if (launch->cluster > 1) {
+  if (launch->cluster > 0) {
     cluster = &launch->clusters[number / launch->cluster];
     __atomic_store_n(&cluster->blocks[number % launch->cluster], this, __ATOMIC_RELEASE);
   }
   begin_interval();
   switch_context(main, *next_ready());
-  if (launch->cluster > 1) {
+  if (launch->cluster > 0)
     __atomic_store_n(&cluster->blocks[number % launch->cluster], nullptr, __ATOMIC_RELEASE);
-    if (error != cudaSuccess) __atomic_store_n(&cluster->failed, true, __ATOMIC_RELEASE);
-  }
   if (error == cudaSuccess) check_shared();
   if (signals.stopped) drop_stacks();  // and with them what a fiber was changing
 #ifdef ATTENTION_EMULATOR_ASAN

@@ -52,10 +52,10 @@ struct Launch {
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
-  unsigned tick_limit = 0;             // of one block; 0: none
-  unsigned interrupts = 0;             // counted before it began
-  unsigned cluster = 1;                // blocks that run at the same time
-  Cluster* clusters = nullptr;         // if there is more than one block in each
+  unsigned tick_limit = 0;  // of one block; 0: none
+  unsigned interrupts = 0;  // counted before it began
+  unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
+  Cluster* clusters = nullptr;
   PreviousLaunch* previous = nullptr;  // that has yet to run
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;

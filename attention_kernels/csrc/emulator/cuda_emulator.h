@@ -433,7 +433,18 @@ cudaError_t launch_early(Kernel* kernel, dim3 grid, int cluster, dim3 block, siz
                              [](const void* used) { delete static_cast<const Call*>(used); });
 }
 
-using emulator::finish_launches;
+// Calls launches(), and runs what it has put off.
+template <typename Launches>
+cudaError_t complete(Launches launches) {
+  cudaError_t error;
+  try {
+    error = launches();
+  } catch (...) {  // exit() in host code
+    emulator::finish_launches(cudaSuccess);
+    throw;
+  }
+  return emulator::finish_launches(error);
+}
 
 }  // namespace attention
 

@@ -119,7 +119,8 @@ struct BlockOrder {
 struct GridRun {
   Launch launch;
   const uint64_t blocks;
-  const BlockOrder order;  // of clusters
+  const uint64_t cluster;
+  const BlockOrder order, within;  // of clusters, and of the blocks in one
   std::vector<Cluster> clusters;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
@@ -130,19 +131,24 @@ struct GridRun {
   explicit GridRun(const Launch& l)
       : launch(l),
         blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
-        order(l, blocks / l.cluster),
-        clusters(l.cluster > 1 ? blocks / l.cluster : 0),
+        cluster(std::max(l.cluster, 1u)),
+        order(l, blocks / cluster),
+        within(l, cluster),
+        clusters(l.cluster > 0 ? blocks / cluster : 0),
         failed(blocks) {
     launch.clusters = clusters.data();
   }
 
   uint64_t block_at(uint64_t place) const {
-    return order[place / launch.cluster] * launch.cluster + place % launch.cluster;
+    return order[place / cluster] * cluster + within[place % cluster];
   }
 
   void fail(uint64_t place, cudaError_t code, const std::string& what) {
     const std::lock_guard<std::mutex> lock(mutex);
     next = blocks;
+    // Its cluster's blocks, and those behind, may wait for one that does not begin any more.
+    for (uint64_t i = place == blocks ? 0 : place / cluster; i < clusters.size(); ++i)
+      __atomic_store_n(&clusters[order[i]].failed, true, __ATOMIC_RELEASE);
     if (error != cudaSuccess && place >= failed) return;
     failed = place;
     error = code;
@@ -197,7 +203,9 @@ inline Outcome run_grid(Launch launch) {
     return report(cudaErrorInvalidConfiguration,
                   "a grid of " + text(grid) + " blocks is not possible");
   }
-  if (launch.cluster == 0 || launch.cluster > kMaxCluster || grid.x % launch.cluster != 0) {
+  if (launch.cluster > 1 && launch.arch < 90)
+    return report(cudaErrorNotSupported, "clusters need compute capability 9.0");
+  if (launch.cluster > kMaxCluster || (launch.cluster > 0 && grid.x % launch.cluster != 0)) {
     return report(cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
                                                      " blocks of a grid of " + text(grid) +
                                                      " are not possible");
@@ -242,6 +250,8 @@ struct PreviousLaunch {
   std::mutex mutex;
   bool has_run = false;
   Outcome outcome;
+
+  PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {}
 
   const Outcome& run() {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -293,7 +303,7 @@ cudaError_t run_launch(const Launch& launch) {
 cudaError_t run_early(const Launch& launch, void (*release)(const void* arguments)) {
   PreviousLaunch* const previous = PutOff::instance().exchange(nullptr);
   if (previous == nullptr) {
-    PutOff::instance().exchange(new PreviousLaunch{launch, release});
+    PutOff::instance().exchange(new PreviousLaunch(launch, release));
     return cudaSuccess;
   }
   Launch next = launch;
@@ -307,8 +317,12 @@ cudaError_t run_early(const Launch& launch, void (*release)(const void* argument
 }
 
 void wait_for_previous() {
-  PreviousLaunch* const previous = this_fiber().block->launch->previous;
+  Block& block = *this_fiber().block;
+  PreviousLaunch* const previous = block.launch->previous;
   if (previous == nullptr) return;
+  const unsigned ticks = block.signals.ticks;  // those of the other launch are not this block's
+  previous->run();
+  block.signals.ticks = ticks;
   if (const Outcome& outcome = previous->run(); outcome.error != cudaSuccess)
     fail(outcome.error, outcome.message.c_str());
 }

@@ -5,9 +5,9 @@
 //         have ended (programmatic dependent launch) and asks for what no kernel of the step writes:
 //         a block its weights, in one bulk copy, attention the keys and values of earlier steps.
 //         Then it waits. LayerNorm, bias, GELU and residual are in the products.
-// Why:    the end of a kernel is a cheaper exchange than words that all blocks poll: about 0.6 us
-//         from its last store to the next one's first load, whatever the batch. It needs no tags,
-//         and no grid that must run all at once.
+// Why:    the end of a kernel is a cheaper exchange than words that all blocks poll: it
+//         takes the same time whatever the batch. It needs no tags, and no grid that must run all
+//         at once.
 // Cost:   a second, packed copy of the layers' weights. Each block of a product that follows a
 //         LayerNorm computes it again. A block's weights must fit in its shared memory.
 // Tile:   STEP_*_COLUMNS columns per block, all of K; a lane has 16 bytes of a row; 128 keys per split
@@ -15,7 +15,7 @@
 // Role:   struct
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
-// Expect: latency, about 2 us per kernel, is the limit at batch 1; for gpt2-xl the memory, and for
+// Expect: latency is the limit at batch 1; for gpt2-xl the memory, and for
 //         batches the instructions.
 //
 // Sums are taken in float32 in an order that neither depends on timing nor on the other rows of the
@@ -255,9 +255,7 @@ struct Columns {
 
   using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
 
-  static __device__ int k_of(int step) {
-    return step * kStepK + (threadIdx.x / 32 * 32 + threadIdx.x % 32) / kRowLanes;
-  }
+  static __device__ int k_of(int step) { return step * kStepK + threadIdx.x / kRowLanes; }
   static __device__ bool has(int step) {
     return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
   }
@@ -452,7 +450,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   constexpr int kSteps = kSplit / kKeys;
   __shared__ Partial warps[kAttendWarps];
   __shared__ Partial splits[kMaxSplits];  // of the cluster, in its first block
-  ptx::cluster_arrive();                  // in the end all know by this that the first block runs
+  ptx::cluster_arrive();                  // by this all know later that the first block runs
 
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int head = blockIdx.y, row = blockIdx.z;
