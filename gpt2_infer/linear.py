@@ -3,8 +3,8 @@
 The choice depends on the device and the number of rows; the result depends on it only by rounding.
 
 cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
-cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the weights' two
-halves. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
+cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the two halves of a
+large weight. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
 cuda: a plain product, then a pass for the bias. addmm with a bias vector goes to cuBLASLt, which
 does not split K and at GPT-2's sizes took up to 2.5 times as long on an H200.
 """
@@ -16,6 +16,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# Of a weight whose halves two cores multiply sooner than one core multiplies it.
+MIN_SPLIT_NUMEL = 2**17
 
 
 class Linear(nn.Module):
@@ -40,7 +43,7 @@ class Linear(nn.Module):
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
-        if x.is_cpu:
+        if x.is_cpu and weight.numel() >= MIN_SPLIT_NUMEL:
             return residual.add_(bias).add_(_product(x, weight))
         return residual.add_(bias).addmm_(x, weight)
 
@@ -73,7 +76,8 @@ def lay_out(weight: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply (rows, in_features) by weight, (in_features, out_features)."""
     ins, outs = weight.shape
-    if x.shape[0] > 1 or not x.is_cpu or torch.get_num_threads() == 1:
+    is_small = weight.numel() < MIN_SPLIT_NUMEL
+    if is_small or x.shape[0] > 1 or not x.is_cpu or torch.get_num_threads() == 1:
         return torch.mm(x, weight)
     if weight.stride(1) == 1 and ins % 2 == 0:
         a, b = torch.bmm(x.view(2, 1, -1), weight.view(2, -1, outs)).unbind(0)

@@ -3,17 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpt2_infer import linear
 from gpt2_infer.linear import Linear, lay_out, project
 
 
 @pytest.mark.parametrize("is_laid_out", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])  # of these the product of one row depends on
+# Of these the product of one row depends on.
+@pytest.mark.parametrize(("threads", "min_split"), [(1, 0), (2, 0), (2, 2**17)])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize(("ins", "outs"), [(3, 6), (4, 5), (5, 4), (6, 3)])
 def test_every_way_to_multiply_is_the_same_product(
-    ins, outs, rows, threads, is_laid_out, monkeypatch
+    ins, outs, rows, threads, min_split, is_laid_out, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(linear, "MIN_SPLIT_NUMEL", min_split)
     torch.manual_seed(0)
     layer = Linear(ins, outs).requires_grad_(False)
     for parameter in layer.parameters():
