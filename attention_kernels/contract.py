@@ -46,6 +46,10 @@ class Kernels:
     prepare: Callable[[str], None] | None = None
     """Builds what the first call on a device type would; raises UnavailableBackendError."""
 
+    def decode_on(self, device_type: str) -> DecodeFunction | None:
+        """Return the decode kernel if it runs on that device type."""
+        return self.decode if device_type in self.decode_device_types else None
+
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None) -> float:
     """Check the arguments of attention() and return the scale to use.

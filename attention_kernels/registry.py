@@ -247,8 +247,7 @@ class BackendSpec:
 
     def has_decode(self, device_type: str) -> bool:
         """Return whether it has a decode kernel for that device type (loads the backend)."""
-        kernels = self.load()
-        return kernels.decode is not None and device_type in kernels.decode_device_types
+        return self.load().decode_on(device_type) is not None
 
     def decode(
         self,
@@ -267,10 +266,10 @@ class BackendSpec:
         device_type = q.device.type
         if reasons := self.static_reasons(q.dtype, q.shape[3], device_type):
             raise UnsupportedError(self.name, reasons)
-        kernels = self.load()
-        if kernels.decode is None or device_type not in kernels.decode_device_types:
+        kernel = self.load().decode_on(device_type)
+        if kernel is None:
             raise UnsupportedError(self.name, [f"it has no decode kernel on {device_type}"])
-        return self._run(kernels.decode, q, k_cache, v_cache, seqlens, scale)
+        return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
         """Call a kernel with tensors, q first, and hold its output to the contract."""

@@ -96,6 +96,11 @@ class GPT2Config:
             )
 
     @property
+    def is_gelu_tanh(self) -> bool:
+        """Whether the MLP's activation is GELU in its tanh form."""
+        return self.activation_function in ("gelu_new", "gelu_pytorch_tanh")
+
+    @property
     def head_dim(self) -> int:
         """Return the width of one attention head."""
         return self.n_embd // self.n_head

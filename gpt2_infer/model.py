@@ -128,7 +128,7 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, config.inner_dim)
         self.c_proj = Linear(config.inner_dim, config.n_embd)
         # One fused kernel, or none, for the formula that transformers spells out.
-        self.is_gelu_tanh = config.activation_function in ("gelu_new", "gelu_pytorch_tanh")
+        self.is_gelu_tanh = config.is_gelu_tanh
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -231,13 +231,8 @@ def decode_bars(results: DecodeTiming) -> Figure | None:
             for speed, limit in zip(speeds, limits, strict=True)
         ],
     )
-    whiskers = [
-        [speed - least for speed, least in zip(speeds, low, strict=True)],
-        [most - speed for speed, most in zip(speeds, high, strict=True)],
-    ]
     colours = [_CONTENDERS.get(one.name, OTHERS[-1]) for one in group]
-    style = {"linewidth": 0.8}
-    axes.barh(range(len(group)), speeds, color=colours, xerr=whiskers, error_kw=style)
+    _whisker_bars(axes, speeds, low, high, colours)
     _title(axes, "Decoding with a cache", _how(results))
     axes.set_xlabel("new tokens per second; the limit is one reading of the weights per step")
     return figure
@@ -358,20 +353,31 @@ def _bars(at: Sequence[Series], title: str, how: str, unit: str, form: str) -> F
         return None
     medians = [series.median for series in at]
     low, high = zip(*(series.spread for series in at), strict=True)
-    whiskers = [
-        [median - least for median, least in zip(medians, low, strict=True)],
-        [most - median for median, most in zip(medians, high, strict=True)],
-    ]
     figure, axes = _bar_axes(
         [(series.name, series.change or series.precision) for series in at],
         high,
         [form.format(median) for median in medians],
     )
     colours = [colour for colour, _ in _looks(at).values()]
-    axes.barh(range(len(at)), medians, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
+    _whisker_bars(axes, medians, low, high, colours)
     _title(axes, title, how)
     axes.set_xlabel(f"{unit}: median, least to most")
     return figure
+
+
+def _whisker_bars(
+    axes: Axes,
+    values: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    colours: Sequence[str],
+) -> None:
+    """Draw horizontal bars, each with a whisker from its lowest to its highest value."""
+    whiskers = [
+        [value - least for value, least in zip(values, low, strict=True)],
+        [most - value for value, most in zip(values, high, strict=True)],
+    ]
+    axes.barh(range(len(values)), values, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
 
 
 def _bar_axes(

@@ -53,7 +53,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append(f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64)")
     if config.head_dim not in (32, 64, 128):
         reasons.append(f"head_dim {config.head_dim} (it takes 32, 64, 128)")
-    if config.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+    if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     if not request.check_finite:
         reasons.append("logits that are not checked to be finite")

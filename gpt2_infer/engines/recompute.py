@@ -32,7 +32,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
             f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64, n_embd up "
             f"to {MAX_NORM})"
         )
-    if config.activation_function not in ("gelu_new", "gelu_pytorch_tanh"):
+    if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     longest = max(map(len, request.rows)) + request.max_new_tokens - 1
     if (rows := len(request.rows) * longest) > MAX_ROWS:

@@ -187,34 +187,30 @@ struct Outcome {
 
 inline Outcome run_grid(Launch launch) {
   const dim3 grid = launch.grid, block = launch.block;
-  const auto report = [](cudaError_t code, const std::string& message) {
-    return Outcome{code, message};
-  };
   uint64_t workers = 1;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
-    return report(emulatorErrorSetting, wrong);
+    return {emulatorErrorSetting, wrong};
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64) {
-    return report(cudaErrorInvalidConfiguration,
-                  "a block of " + text(block) + " threads: 1 to 1024 are possible");
+    return {cudaErrorInvalidConfiguration,
+            "a block of " + text(block) + " threads: 1 to 1024 are possible"};
   }
   if (grid.x - 1 >= 0x7fffffff || grid.y - 1 >= 65535 ||
       grid.z - 1 >= 65535) {  // 0 - 1 is the largest of all
-    return report(cudaErrorInvalidConfiguration,
-                  "a grid of " + text(grid) + " blocks is not possible");
+    return {cudaErrorInvalidConfiguration, "a grid of " + text(grid) + " blocks is not possible"};
   }
   if (launch.cluster > 1 && launch.arch < 90)
-    return report(cudaErrorNotSupported, "clusters need compute capability 9.0");
+    return {cudaErrorNotSupported, "clusters need compute capability 9.0"};
   if (launch.cluster > kMaxCluster || (launch.cluster > 0 && grid.x % launch.cluster != 0)) {
-    return report(cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
-                                                     " blocks of a grid of " + text(grid) +
-                                                     " are not possible");
+    return {cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
+                                               " blocks of a grid of " + text(grid) +
+                                               " are not possible"};
   }
   if (launch.dynamic_shared > launch.shared_limit) {
-    return report(cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
-                                             " bytes of dynamic shared memory are more than the " +
-                                             std::to_string(launch.shared_limit) +
-                                             " of the emulated device");
+    return {cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
+                                       " bytes of dynamic shared memory are more than the " +
+                                       std::to_string(launch.shared_limit) +
+                                       " of the emulated device"};
   }
   [[maybe_unused]] static const bool handling = [] {
     catch_faults();
@@ -238,7 +234,7 @@ inline Outcome run_grid(Launch launch) {
   }
   run.work();
   for (std::thread& other : others) other.join();
-  return report(run.error, run.message);
+  return {run.error, run.message};
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
@@ -321,10 +317,9 @@ void wait_for_previous() {
   PreviousLaunch* const previous = block.launch->previous;
   if (previous == nullptr) return;
   const unsigned ticks = block.signals.ticks;  // those of the other launch are not this block's
-  previous->run();
+  const Outcome& outcome = previous->run();
   block.signals.ticks = ticks;
-  if (const Outcome& outcome = previous->run(); outcome.error != cudaSuccess)
-    fail(outcome.error, outcome.message.c_str());
+  if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());
 }
 
 }  // namespace attention::emulator
