@@ -63,6 +63,25 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
+// sums += A B for a warp, of float16 or bfloat16: A is 16 x 16, B 16 x 8, sums 16 x 8 in float32. Lane
+// l has of A the rows l / 4 (a[0], a[2]) and l / 4 + 8 (a[1], a[3]), of B the column l / 4, each at k =
+// 2 (l % 4) and the next (a[0], a[1], b[0]), and 8 further on; and of the sums both rows' columns
+// 2 (l % 4) and the next.
+template <bool kIsBfloat16>
+__device__ void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  if constexpr (kIsBfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
 // A barrier of all threads of a cluster. What a thread has written before it arrives is visible to
 // threads that have waited.
 inline __device__ void cluster_arrive() {

@@ -121,9 +121,12 @@ class Product:
         return self.rows * self.block_columns * itemsize
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return weight (rows, columns) as (columns / block_columns, rows, block_columns), flat."""
-        blocks = weight.reshape(self.rows, -1, self.block_columns)
-        return blocks.transpose(0, 1).reshape(-1)
+        """Return weight (rows, columns) in the order of the kernels' Product of its dtype."""
+        blocks = self.columns // self.block_columns
+        if weight.dtype == torch.float32:
+            return weight.reshape(self.rows, blocks, self.block_columns).transpose(0, 1).reshape(-1)
+        tiles = weight.t().reshape(blocks, self.block_columns // 8, 8, self.rows // 32, 32)
+        return tiles.permute(0, 3, 1, 2, 4).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "cuda_emulator.h"
+#include "cuda_fp16.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -69,6 +69,28 @@ inline void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barri
   }
   block.shared.fill(static_cast<unsigned char*>(to), bytes, block.launch->poison);
   block.copies.push_back({to, from, bytes, barrier});
+}
+
+template <bool kIsBfloat16>
+void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  const unsigned lane = emulator::this_fiber().thread % 32;
+  const auto product = [](unsigned x, unsigned y) {
+    const auto value = [](unsigned bits) {
+      const auto low = static_cast<uint16_t>(bits);
+      return kIsBfloat16 ? emulator::BFloat16Format::decode(low)
+                         : emulator::HalfFormat::decode(low);
+    };
+    return value(x) * value(y) + value(x >> 16) * value(y >> 16);
+  };
+  for (unsigned pair = 0; pair < 8; ++pair) {  // of k
+    for (unsigned half = 0; half < 2; ++half) {
+      const unsigned row = __shfl_sync(~0u, a[pair / 4 * 2 + half], lane / 4 * 4 + pair % 4);
+      for (unsigned column = 0; column < 2; ++column) {
+        const unsigned source = (lane % 4 * 2 + column) * 4 + pair % 4;
+        sums[half * 2 + column] += product(row, __shfl_sync(~0u, b[pair / 4], source));
+      }
+    }
+  }
 }
 
 inline void cluster_arrive() {

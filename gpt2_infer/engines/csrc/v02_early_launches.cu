@@ -15,15 +15,16 @@
 // Role:   struct
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
-// Expect: latency is the limit at batch 1; for gpt2-xl the memory, and for
-//         batches the instructions.
+// Expect: latency is the limit at batch 1; for gpt2-xl the memory, and for batches the instructions
+//         of the products in float32.
 //
 // Sums are taken in float32 in an order that neither depends on timing nor on the other rows of the
-// batch. Activations are float32. The file is built for one model shape and batch size; fused.py
-// sets the macros.
+// batch. For 16-bit weights tensor cores multiply, so activations are rounded to 16 bits too. The
+// file is built for one model shape and batch size; fused.py sets the macros.
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 #include "element.cuh"
 #include "ptx.cuh"
@@ -73,12 +74,22 @@ struct Best {
   }
 };
 
+// Tensor cores multiply 8 columns at a time; the batch's rows are the first of their 16 rows.
+constexpr bool kUsesTensorCores = sizeof(Element) == 2;
+
+// What is multiplied, (batch, K) for tensor cores, else (K, batch).
+using Factor = std::conditional_t<kUsesTensorCores, Element, float>;
+template <int K, int kPadding = 0>
+__device__ constexpr int factor_at(int k, int row) {
+  return kUsesTensorCores ? row * (K + kPadding) + k : k * kBatch + row;
+}
+
 // What the kernels of a step leave for each other.
 struct Scratch {
   float x[kBatch][kEmbd];  // the residual stream
   float q[kBatch][kEmbd];
-  float o[kEmbd][kBatch];
-  float hidden[kInner][kBatch];
+  alignas(16) Factor o[kEmbd * kBatch];
+  alignas(16) Factor hidden[kInner * kBatch];
   Best best[kHeadBlocks][kBatch];
 };
 
@@ -237,48 +248,55 @@ struct Norm {
 
 // ---- Products -----------------------------------------------------------------------------------
 
-// kColumns columns of W (K, N), for one block. Packed, W is (N / kColumns, K, kColumns), so what a
-// block multiplies is one piece. Lanes have 16 bytes of a row, consecutive lanes the rows' next
-// bytes and the next rows; warps, too, have rows of their own.
+// kColumns columns of W (K, N), for one block: one piece of memory.
 template <int K_, int N_, int kColumns_, int kWarps_>
 struct Columns {
   static constexpr int K = K_, N = N_, kColumns = kColumns_, kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBytes = sizeof(Element) * K * kColumns;
+  static_assert(N % kColumns == 0 && kColumns % 8 == 0 && kThreads >= kColumns * kBatch);
+
+  using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
+};
+
+// Packed, W is (N / kColumns, K, kColumns). Lanes have 16 bytes of a row, consecutive lanes the rows'
+// next bytes and the next rows; warps, too, have rows of their own.
+template <int K, int N, int kColumns, int kWarps>
+struct PlainProduct : Columns<K, N, kColumns, kWarps> {
+  using Base = Columns<K, N, kColumns, kWarps>;
+  static constexpr int kPadding = 0;
   static constexpr int kRowLanes = kColumns / kPerChunk;
   static constexpr int kWarpK = 32 / kRowLanes;   // rows of a warp
   static constexpr int kStepK = kWarps * kWarpK;  // and of the block, at once
   static constexpr int kSteps = ceil_div(K, kStepK);
-  static constexpr int kBytes = sizeof(Element) * K * kColumns;
   static constexpr int kSums = kPerChunk * kBatch;  // of a lane
   static constexpr int kFolded = max_of(1, kSums / kWarpK);
-  static_assert(N % kColumns == 0 && kBytes % 16 == 0 && kThreads >= kColumns * kBatch);
-
-  using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
 
   static __device__ int k_of(int step) { return step * kStepK + threadIdx.x / kRowLanes; }
   static __device__ bool has(int step) {
     return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
   }
 
-  // load_x(k, rows) loads a row of x; kAtOnce of them are on their way at the same time.
-  template <int kAtOnce, typename LoadX>
-  static __device__ void multiply(const uint4* weights, Sums& sums, LoadX load_x) {
+  template <bool kFromL2>
+  static __device__ void multiply(const uint4* weights, const float* x, typename Base::Sums& sums) {
+    constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x on their way
     float acc[kSums] = {};
 #pragma unroll
     for (int first = 0; first < kSteps; first += kAtOnce) {
-      float x[kAtOnce][kBatch];
+      float rows[kAtOnce][kBatch];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < kSteps && has(first + i)) load_x(k_of(first + i), x[i]);
+        if (first + i < kSteps && has(first + i))
+          load_rows<kFromL2>(x + k_of(first + i) * kBatch, rows[i]);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= kSteps || !has(first + i)) continue;
         float w[kPerChunk];
-        unpack<Element>(weights[(first + i) * kThreads + threadIdx.x], w);
+        unpack<Element>(weights[(first + i) * Base::kThreads + threadIdx.x], w);
 #pragma unroll
         for (int e = 0; e < kPerChunk; ++e) {
 #pragma unroll
-          for (int r = 0; r < kBatch; ++r) acc[e * kBatch + r] += w[e] * x[i][r];
+          for (int r = 0; r < kBatch; ++r) acc[e * kBatch + r] += w[e] * rows[i][r];
         }
       }
     }
@@ -294,6 +312,60 @@ struct Columns {
   }
 };
 
+// Packed, W is (N / kColumns, K / 32, kColumns / 8, 8 columns, 32 rows): lane l has, of column l / 4,
+// the 8 rows from 8 (l % 4) on. Which k the tensor core calls which does not matter, if both factors
+// agree: the first four of them are one product's, the others the next one's.
+template <int K, int N, int kColumns, int kWarps>
+struct TensorProduct : Columns<K, N, kColumns, kWarps> {
+  static constexpr int kPadding = 32;  // of x in shared memory: two rows have all banks
+  static constexpr int kGroups = K / 32, kTiles = kColumns / 8;
+  static constexpr int kSteps = ceil_div(kGroups, kWarps);
+  static_assert(K % 32 == 0);
+
+  template <bool kFromL2>
+  static __device__ void multiply(const uint4* weights, const Element* x,
+                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
+    const auto group_of = [&](int step) { return step * kWarps + warp; };
+    const auto has = [&](int step) {
+      return kGroups % kWarps == 0 || step < kSteps - 1 || group_of(step) < kGroups;
+    };
+    uint4 rows[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      rows[step] = make_uint4(0, 0, 0, 0);
+      if (row >= kBatch || !has(step)) continue;
+      const int k = group_of(step) * 32 + lane % 4 * 8;
+      const auto* const from =
+          reinterpret_cast<const uint4*>(x + factor_at<K, kFromL2 ? 0 : kPadding>(k, row));
+      rows[step] = kFromL2 ? __ldcg(from) : *from;
+    }
+    float acc[kTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (!has(step)) continue;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4 w = weights[(group_of(step) * kTiles + tile) * 32 + lane];
+        constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
+        ptx::mma<kIsBfloat16>(acc[tile], {rows[step].x, 0, rows[step].y, 0}, {w.x, w.y});
+        ptx::mma<kIsBfloat16>(acc[tile], {rows[step].z, 0, rows[step].w, 0}, {w.z, w.w});
+      }
+    }
+    if (row >= kBatch) return;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        sums[warp][(tile * 8 + lane % 4 * 2 + i) * kBatch + row] = acc[tile][i];
+    }
+  }
+};
+
+template <int K, int N, int kColumns, int kWarps>
+using AnyProduct = std::conditional_t<kUsesTensorCores, TensorProduct<K, N, kColumns, kWarps>,
+                                      PlainProduct<K, N, kColumns, kWarps>>;
+
 __device__ inline float gelu(float x) {
   constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
   // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
@@ -306,25 +378,26 @@ enum Kind { kQkv, kProj, kFc, kFc2 };
 template <Kind kKind>
 struct Product;
 template <>
-struct Product<kQkv> : Columns<kEmbd, 3 * kEmbd, STEP_QKV_COLUMNS, STEP_QKV_WARPS> {
+struct Product<kQkv> : AnyProduct<kEmbd, 3 * kEmbd, STEP_QKV_COLUMNS, STEP_QKV_WARPS> {
   static constexpr bool kHasNorm = true;
 };
 template <>
-struct Product<kProj> : Columns<kEmbd, kEmbd, STEP_PROJ_COLUMNS, STEP_PROJ_WARPS> {
+struct Product<kProj> : AnyProduct<kEmbd, kEmbd, STEP_PROJ_COLUMNS, STEP_PROJ_WARPS> {
   static constexpr bool kHasNorm = false;
 };
 template <>
-struct Product<kFc> : Columns<kEmbd, kInner, STEP_FC_COLUMNS, STEP_FC_WARPS> {
+struct Product<kFc> : AnyProduct<kEmbd, kInner, STEP_FC_COLUMNS, STEP_FC_WARPS> {
   static constexpr bool kHasNorm = true;
 };
 template <>
-struct Product<kFc2> : Columns<kInner, kEmbd, STEP_FC2_COLUMNS, STEP_FC2_WARPS> {
+struct Product<kFc2> : AnyProduct<kInner, kEmbd, STEP_FC2_COLUMNS, STEP_FC2_WARPS> {
   static constexpr bool kHasNorm = false;
 };
 // Dynamic shared memory: the weights, and x after a LayerNorm.
 template <Kind kKind>
 constexpr size_t kProductBytes =
-    Product<kKind>::kBytes + (Product<kKind>::kHasNorm ? sizeof(float) * kEmbd * kBatch : 0);
+    Product<kKind>::kBytes +
+    (Product<kKind>::kHasNorm ? sizeof(Factor) * (kEmbd + Product<kKind>::kPadding) * kBatch : 0);
 
 __device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, int row, int head) {
   const int64_t head_of_all = ((int64_t{layer} * 2 + matrix) * kBatch + row) * kHeads + head;
@@ -336,7 +409,7 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   using P = Product<kKind>;
   using LayerNorm = Norm<P::kWarps>;
   ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
-  float* const s_x = reinterpret_cast<float*>(s_weights) + P::kBytes / sizeof(float);
+  auto* const s_x = reinterpret_cast<Factor*>(s_weights + P::kBytes / 16);
   __shared__ typename P::Sums sums;
   __shared__ typename LayerNorm::Shared s_norm;
   __shared__ ptx::Barrier arrived;
@@ -378,18 +451,14 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   if constexpr (P::kHasNorm) {
     norm.apply(scratch.x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
-      for (int r = 0; r < kBatch; ++r) s_x[k * kBatch + r] = rows[r];
+      for (int r = 0; r < kBatch; ++r)
+        s_x[factor_at<kEmbd, P::kPadding>(k, r)] = from_float<Factor>(rows[r]);
     });
     await_weights();
-    P::template multiply<1>(s_weights, sums, [&](int k, float (&rows)[kBatch]) {
-      load_rows<false>(s_x + k * kBatch, rows);
-    });
+    P::template multiply<false>(s_weights, s_x, sums);
   } else {
-    const float* const x = kKind == kProj ? scratch.o[0] : scratch.hidden[0];
     await_weights();
-    P::template multiply<24 / kBatch>(s_weights, sums, [&](int k, float (&rows)[kBatch]) {
-      load_rows<true>(x + k * kBatch, rows);
-    });
+    P::template multiply<true>(s_weights, kKind == kProj ? scratch.o : scratch.hidden, sums);
   }
   __syncthreads();
   if (!has_output) return;
@@ -406,7 +475,7 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
           from_float<Element>(y);
     }
   } else if constexpr (kKind == kFc) {
-    scratch.hidden[n][row] = gelu(y);
+    scratch.hidden[factor_at<kInner>(n, row)] = from_float<Factor>(gelu(y));
   } else {
     scratch.x[row][n] = residual + y;
   }
@@ -554,7 +623,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   ptx::cluster_wait();
   if (t >= kHeadDim) return;
   const Join join(splits, newest / kSplit + 1, t);
-  p.scratch->o[head * kHeadDim + t][row] = join.o / join.row_sum;
+  p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] =
+      from_float<Factor>(join.o / join.row_sum);
 }
 
 // ---- The first and the last ---------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_weights_that_change_are_packed_again():
 
 
 def test_packing_puts_the_columns_of_a_block_together():
-    weight = torch.arange(6 * 8).view(6, 8)
+    weight = torch.arange(48.0).view(6, 8)
     packed = Product(6, 8, 4, 1).pack(weight).view(2, 6, 4)
     assert torch.equal(packed[0], weight[:, :4])
     assert torch.equal(packed[1], weight[:, 4:])
