@@ -9,7 +9,7 @@ from gpt2_infer.model import KVCache
 
 
 class Cached(Engine):
-    """Decodes eagerly, or replays one captured graph."""
+    """Runs eagerly, or replays two captured graphs: of the prompts, and of a step."""
 
     def backend(self, step: int) -> str:
         """Return the name of what computes a step's attention."""
@@ -21,15 +21,19 @@ class Cached(Engine):
         return self.model.decode_attention.name
 
     def warm_up(self) -> None:
-        """Load the kernels; capture a step."""
+        """Load the kernels; capture the graphs."""
         self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.prompt_graph: torch.cuda.CUDAGraph | None = None
+        self.step_graph: torch.cuda.CUDAGraph | None = None
         self.prefill()
+        # The fused engine takes a prompt's backend that cannot be captured.
+        if self.name != "eager" and self.model.attention.cuda_graphs:
+            self.prompt_graph = capture(self.prefill)
         if self.last_length > self.longest:  # more than one token: there is something to decode
             self.prepare_decode()
             self.decode()
             if self.name != "eager":
-                self.graph = capture(self.decode)
+                self.step_graph = capture(self.decode, shared_with=self.prompt_graph)
         self.reset()
 
     def prepare_decode(self) -> None:
@@ -47,9 +51,10 @@ class Cached(Engine):
 
     def step(self, index: int) -> None:
         """Enqueue a step."""
-        if index == 0:
+        graph = self.step_graph if index else self.prompt_graph
+        if graph is not None:
+            graph.replay()
+        elif index == 0:
             self.prefill()
-        elif self.graph is not None:
-            self.graph.replay()
         else:
             self.decode()

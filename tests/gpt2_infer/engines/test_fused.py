@@ -10,7 +10,9 @@ import torch
 
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, Sampling, generate
+from gpt2_infer.bench.diverge import unregistered
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Product, Shape, Step
@@ -236,6 +238,19 @@ def test_greedy_text_of_all_engines_is_the_same():
     for engine, text in texts.items():
         assert text.engine == engine
         assert text.tokens == texts["eager"].tokens, engine
+
+
+@pytest.mark.gpu
+def test_a_prompt_runs_eagerly_where_its_attention_cannot_be_captured():
+    def attention(q, k, v, *, softmax_scale, is_causal):
+        torch.cuda.synchronize()
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    spec = dataclasses.replace(unregistered(attention), cuda_graphs=False)
+    demo = GPT2.from_pretrained("demo", device="cuda")
+    text = generate(demo.with_attention(spec), "Once", max_new_tokens=20, mode="kv-cache")
+    assert text.engine == "fused"
+    assert text.tokens == generate(demo, "Once", max_new_tokens=20).tokens
 
 
 @pytest.mark.gpu
