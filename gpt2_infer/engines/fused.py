@@ -125,8 +125,13 @@ class Product:
         blocks = self.columns // self.block_columns
         if weight.dtype == torch.float32:
             return weight.reshape(self.rows, blocks, self.block_columns).transpose(0, 1).reshape(-1)
-        tiles = weight.t().reshape(blocks, self.block_columns // 8, 8, self.rows // 32, 32)
-        return tiles.permute(0, 3, 1, 2, 4).reshape(-1)
+        if self.block_columns == 8:
+            tiles = weight.t().reshape(blocks, 8, self.rows // 64, 2, 4, 2, 2, 2)
+            return tiles.permute(0, 2, 5, 1, 4, 6, 3, 7).reshape(-1)
+        tiles = weight.t().reshape(
+            blocks, self.block_columns // 16, 2, 8, self.rows // 32, 4, 2, 2, 2
+        )
+        return tiles.permute(0, 4, 1, 6, 3, 5, 7, 2, 8).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,15 @@ struct Best {
     const bool larger = v > value || (v != v && value == value);
     if (larger || (v == value && r < row)) value = v, row = r;
   }
+  // And what another lane has seen.
+  __device__ void see_lane(int width) {
+    const float v = __shfl_xor_sync(kWarp, value, width);
+    see(v, __shfl_xor_sync(kWarp, row, width));
+  }
 };
 
-// Tensor cores multiply 8 columns at a time; the batch's rows are the first of their 16 rows.
 constexpr bool kUsesTensorCores = sizeof(Element) == 2;
+constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
 // What is multiplied, (batch, K) for tensor cores, else (K, batch).
 using Factor = std::conditional_t<kUsesTensorCores, Element, float>;
@@ -312,52 +317,83 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   }
 };
 
-// Packed, W is (N / kColumns, K / 32, kColumns / 8, 8 columns, 32 rows): lane l has, of column l / 4,
-// the 8 rows from 8 (l % 4) on. Which k the tensor core calls which does not matter, if both factors
-// agree: the first four of them are one product's, the others the next one's.
+// A tensor core multiplies 16 rows of a matrix A by 8 columns of B. A is W transposed, B x: its columns
+// are the rows of the batch. Which k the tensor core calls which does not matter, if both agree, so
+// lane l reads 8 neighbours of x at once, from 8 (l % 4) on, and as much of W for each product.
+//
+// With 8 columns of W, the other 8 rows of A are the same columns, 32 rows of W further down. They
+// need another B; up to 4 rows of a batch leave room for both in one.
+//
+// Packed, W is (N / kColumns, K / kStepK, kTiles, 2 products, 32 lanes, 2 pairs of k, 2 rows of A, 2).
 template <int K, int N, int kColumns, int kWarps>
 struct TensorProduct : Columns<K, N, kColumns, kWarps> {
+  static constexpr bool kIsPaired = kColumns == 8;
+  static constexpr bool kSharesB = kIsPaired && kBatch <= 4;
   static constexpr int kPadding = 32;  // of x in shared memory: two rows have all banks
-  static constexpr int kGroups = K / 32, kTiles = kColumns / 8;
-  static constexpr int kSteps = ceil_div(kGroups, kWarps);
-  static_assert(K % 32 == 0);
+  static constexpr int kTiles = ceil_div(kColumns, 16);
+  static constexpr int kStepK = kIsPaired ? 64 : 32;
+  static constexpr int kGroups = K / kStepK, kSteps = ceil_div(kGroups, kWarps);
+  static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
+  static_assert(K % kStepK == 0);
 
   template <bool kFromL2>
   static __device__ void multiply(const uint4* weights, const Element* x,
                                   typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = kSharesB ? lane / 4 % 4 : lane / 4;
+    const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
     const auto group_of = [&](int step) { return step * kWarps + warp; };
     const auto has = [&](int step) {
-      return kGroups % kWarps == 0 || step < kSteps - 1 || group_of(step) < kGroups;
+      return step < kSteps - 1 ||
+             (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
     };
-    uint4 rows[kSteps];
+    constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x on their way
+    float acc[kTiles][kFactors][4] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      rows[step] = make_uint4(0, 0, 0, 0);
-      if (row >= kBatch || !has(step)) continue;
-      const int k = group_of(step) * 32 + lane % 4 * 8;
-      const auto* const from =
-          reinterpret_cast<const uint4*>(x + factor_at<K, kFromL2 ? 0 : kPadding>(k, row));
-      rows[step] = kFromL2 ? __ldcg(from) : *from;
-    }
-    float acc[kTiles][4] = {};
+    for (int first = 0; first < kSteps; first += kAtOnce) {
+      uint4 factors[kAtOnce][kFactors];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (!has(step)) continue;
+      for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const uint4 w = weights[(group_of(step) * kTiles + tile) * 32 + lane];
-        constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
-        ptx::mma<kIsBfloat16>(acc[tile], {rows[step].x, 0, rows[step].y, 0}, {w.x, w.y});
-        ptx::mma<kIsBfloat16>(acc[tile], {rows[step].z, 0, rows[step].w, 0}, {w.z, w.w});
+        for (int f = 0; f < kFactors; ++f) {
+          factors[i][f] = make_uint4(0, 0, 0, 0);
+          if (row >= kBatch || !has(first + i)) continue;
+          const int k = group_of(first + i) * kStepK + f * 32 + first_k;
+          const auto* const from =
+              reinterpret_cast<const uint4*>(x + factor_at<K, kFromL2 ? 0 : kPadding>(k, row));
+          factors[i][f] = kFromL2 ? __ldcg(from) : *from;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!has(first + i)) continue;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint4* const w = weights + (group_of(first + i) * kTiles + tile) * 64 + lane;
+          const uint4 a = w[0], next_a = w[32];
+#pragma unroll
+          for (int f = 0; f < kFactors; ++f) {
+            const uint4 b = factors[i][f];
+            ptx::mma<kIsBfloat16>(acc[tile][f], {a.x, a.y, a.z, a.w}, {b.x, b.y});
+            ptx::mma<kIsBfloat16>(acc[tile][f], {next_a.x, next_a.y, next_a.z, next_a.w},
+                                  {b.z, b.w});
+          }
+        }
       }
     }
-    if (row >= kBatch) return;
+    // The lane has two columns of W, or one whose second part is in another lane if B is shared.
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        sums[warp][(tile * 8 + lane % 4 * 2 + i) * kBatch + row] = acc[tile][i];
+      for (int i = 0; i < 2; ++i) {
+        float y[2] = {acc[tile][0][i], acc[tile][kFactors - 1][2 + i]};
+        if constexpr (kIsPaired) y[0] += kSharesB ? __shfl_xor_sync(kWarp, y[1], 2) : y[1];
+        const int y_row = lane % 4 * 2 + i;
+        if (y_row >= kBatch) continue;
+#pragma unroll
+        for (int half = 0; half < (kIsPaired ? 1 : 2); ++half)
+          sums[warp][(tile * 16 + half * 8 + lane / 4) * kBatch + y_row] = y[half];
+      }
     }
   }
 };
@@ -641,33 +677,34 @@ __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
                               to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
 }
 
-// The logits: a warp has kRows rows of the embedding at once. Each thread copies what it multiplies,
-// so that no barrier is needed, kStages times ahead.
-constexpr int kChunks = kEmbd / kPerChunk;      // 16-byte chunks of a row
-constexpr int kPasses = ceil_div(kChunks, 32);  // of them for a lane
-constexpr size_t kNormedBytes = sizeof(float) * kEmbd * kBatch;
-constexpr size_t kRowBytes = sizeof(uint4) * kPasses * kThreads;  // one row per warp
-constexpr int kStageRows = (kSmemBytes - 4096 - sizeof(float) * kEmbd * 8) / kRowBytes;
-constexpr int kRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
-constexpr int kStages = min_of(4, kStageRows / kRows);
-constexpr int kGroups = ceil_div(kVocab, kRows);
-constexpr int kStride = kHeadBlocks * kWarps;  // groups from one of a warp to its next
-static_assert(kStages >= 2, "a block has no room for two rows per warp");
+constexpr int kStride = kHeadBlocks * kWarps;  // groups of rows from one of a warp to its next
 
-__global__ void __launch_bounds__(kThreads) head(const StepParams p) {
-  ATTENTION_DYNAMIC_SHARED(uint4, s_rows);  // (kStages, kRows, kPasses, kThreads)
-  float (*const s_x)[kEmbd] =
-      reinterpret_cast<float (*)[kEmbd]>(s_rows + kStages * kRows * kPasses * kThreads);
-  __shared__ Norm<kWarps>::Shared s_norm;
-  __shared__ Best s_best[kWarps][kBatch];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int first = warp * kHeadBlocks + blockIdx.x;
-  const auto has = [&](int pass) { return kChunks % 32 == 0 || pass * 32 + lane < kChunks; };
-  const auto slot = [&](int stage, int r, int pass) {
-    return s_rows + ((stage * kRows + r) * kPasses + pass) * kThreads + t;
-  };
+// The logits of a warp's groups of rows of the embedding: kRows at once. Each thread copies what it
+// multiplies, so that no barrier is needed, kStages times ahead.
+struct PlainLogits {
+  static constexpr int kPadding = 0;
+  static constexpr int kChunks = kEmbd / kPerChunk;      // 16-byte chunks of a row
+  static constexpr int kPasses = ceil_div(kChunks, 32);  // of them for a lane
+  static constexpr size_t kRowBytes = sizeof(uint4) * kPasses * kThreads;  // one row per warp
+  static constexpr int kStageRows = (kSmemBytes - 4096 - sizeof(float) * kEmbd * 8) / kRowBytes;
+  static constexpr int kRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
+  static constexpr int kStages = min_of(4, kStageRows / kRows);
+  static constexpr size_t kBytes = kStages * kRows * kRowBytes;
+  static constexpr int kGroups = ceil_div(kVocab, kRows);
+  static_assert(kStages >= 2, "a block has no room for two rows per warp");
+
+  const StepParams& p;
+  uint4* const s_rows;  // (kStages, kRows, kPasses, kThreads)
+  int lane = threadIdx.x % 32;
+  int first = threadIdx.x / 32 * kHeadBlocks + blockIdx.x;
   int asked = first, asked_stage = 0;
-  const auto ask = [&] {
+
+  static __device__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+  __device__ bool has(int pass) const { return kChunks % 32 == 0 || pass * 32 + lane < kChunks; }
+  __device__ uint4* slot(int stage, int r, int pass) const {
+    return s_rows + ((stage * kRows + r) * kPasses + pass) * kThreads + threadIdx.x;
+  }
+  __device__ void ask() {
     if (asked < kGroups) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -681,65 +718,153 @@ __global__ void __launch_bounds__(kThreads) head(const StepParams p) {
     }
     __pipeline_commit();
     asked += kStride;
-    asked_stage = asked_stage + 1 == kStages ? 0 : asked_stage + 1;
-  };
+    asked_stage = next(asked_stage);
+  }
+
+  __device__ void compute(const float* x, Best (&warp_best)[kBatch]) {
+    constexpr int kSums = kRows * kBatch, kSame = 32 / kSums;
+    const int my_row = lane / kSame / kBatch, my_batch = lane / kSame % kBatch;
+    Best best{-INFINITY, kVocab};
+    int stage = 0;
+    for (int group = first; group < kGroups; group += kStride) {
+      ask();
+      __pipeline_wait_prior(kStages - 1);
+      float acc[kSums] = {};
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) ask();
+      for (int pass = 0; pass < kPasses; ++pass) {
+        if (!has(pass)) continue;
+        float w[kRows][kPerChunk];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) unpack<Element>(*slot(stage, r, pass), w[r]);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+          for (int e = 0; e < kPerChunk; e += 4) {
+            const float4 v = *reinterpret_cast<const float4*>(x + b * kEmbd +
+                                                              (pass * 32 + lane) * kPerChunk + e);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+              acc[r * kBatch + b] +=
+                  w[r][e] * v.x + w[r][e + 1] * v.y + w[r][e + 2] * v.z + w[r][e + 3] * v.w;
+          }
+        }
+      }
+      stage = next(stage);
+      float logit[1];
+      fold<1, 16>(acc, logit);
+      const int row = group * kRows + my_row;
+      if (lane % kSame == 0 && row < kVocab) {
+        p.logits[int64_t{my_batch} * kVocab + row] = logit[0];
+        best.see(logit[0], row);
+      }
+    }
+#pragma unroll
+    for (int width = 16; width >= kSame * kBatch; width /= 2) best.see_lane(width);
+    if (lane % kSame == 0 && lane < kSame * kBatch) warp_best[my_batch] = best;
+  }
+};
+
+// The same by tensor cores: 16 rows at once, kStageK columns of them per stage. See TensorProduct.
+struct TensorLogits {
+  static constexpr int kPadding = 32;
+  static constexpr int kRows = 16, kStageK = 64;
+  static constexpr int kChunks = kRows * kStageK / 8 / 32;  // of a lane in a stage
+  static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
+  static constexpr int kStages =
+      min_of(8, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
+  static constexpr size_t kBytes = kStages * kStageBytes;
+  static constexpr int kGroups = ceil_div(kVocab, kRows);
+  static_assert(kEmbd % kStageK == 0 && kStages >= 2);
+
+  const StepParams& p;
+  uint4* const s_rows;  // (kStages, kChunks, kThreads)
+  int lane = threadIdx.x % 32;
+  int first = threadIdx.x / 32 * kHeadBlocks + blockIdx.x;
+  int asked = first, asked_k = 0, asked_stage = 0;
+
+  static __device__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+  __device__ uint4* slot(int stage, int chunk) const {
+    return s_rows + (stage * kChunks + chunk) * kThreads + threadIdx.x;
+  }
+  __device__ void ask() {
+    if (asked < kGroups) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = min(asked * kRows + half * 8 + lane / 4, kVocab - 1);
+        const Element* const from = p.head + row * kEmbd + asked_k + lane % 4 * 8;
+#pragma unroll
+        for (int k = 0; k < kStageK; k += 32)
+          __pipeline_memcpy_async(slot(asked_stage, k / 16 + half), from + k, 16);
+      }
+    }
+    __pipeline_commit();
+    asked_stage = next(asked_stage);
+    asked_k += kStageK;
+    if (asked_k == kEmbd) asked_k = 0, asked += kStride;
+  }
+
+  __device__ void compute(const Element* x, Best (&warp_best)[kBatch]) {
+    const int my_batch = lane % 4 * 2;  // and the next
+    Best best[2] = {{-INFINITY, kVocab}, {-INFINITY, kVocab}};
+    int stage = 0;
+    for (int group = first; group < kGroups; group += kStride) {
+      float acc[4] = {};
+      for (int first_k = 0; first_k < kEmbd; first_k += kStageK) {
+        ask();
+        __pipeline_wait_prior(kStages - 1);
+#pragma unroll
+        for (int k = 0; k < kStageK; k += 32) {
+          const uint4 a = *slot(stage, k / 16), b = *slot(stage, k / 16 + 1);
+          const int at = factor_at<kEmbd, kPadding>(first_k + k + lane % 4 * 8, lane / 4);
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (lane / 4 < kBatch) v = *reinterpret_cast<const uint4*>(x + at);
+          ptx::mma<kIsBfloat16>(acc, {a.x, b.x, a.y, b.y}, {v.x, v.y});
+          ptx::mma<kIsBfloat16>(acc, {a.z, b.z, a.w, b.w}, {v.z, v.w});
+        }
+        stage = next(stage);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = group * kRows + i / 2 * 8 + lane / 4;
+        if (my_batch + i % 2 >= kBatch || row >= kVocab) continue;
+        p.logits[int64_t{my_batch + i % 2} * kVocab + row] = acc[i];
+        best[i % 2].see(acc[i], row);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int width = 16; width >= 4; width /= 2) best[i].see_lane(width);
+      if (lane < 4 && my_batch + i < kBatch) warp_best[my_batch + i] = best[i];
+    }
+  }
+};
+
+using Logits = std::conditional_t<kUsesTensorCores, TensorLogits, PlainLogits>;
+constexpr size_t kHeadBytes = Logits::kBytes + sizeof(Factor) * (kEmbd + Logits::kPadding) * kBatch;
+
+__global__ void __launch_bounds__(kThreads) head(const StepParams p) {
+  ATTENTION_DYNAMIC_SHARED(uint4, s_rows);
+  auto* const s_x = reinterpret_cast<Factor*>(s_rows + Logits::kBytes / 16);
+  __shared__ Norm<kWarps>::Shared s_norm;
+  __shared__ Best s_best[kWarps][kBatch];
+  Logits logits{p, s_rows};
+#pragma unroll
+  for (int i = 0; i < Logits::kStages - 1; ++i) logits.ask();
   const Norm<kWarps> norm(p.ln_f, p.ln_f + kEmbd);
 
   ptx::wait_for_previous();
   ptx::allow_next();
   norm.apply(p.scratch->x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) s_x[r][k] = rows[r];
+    for (int r = 0; r < kBatch; ++r)
+      s_x[r * (kEmbd + Logits::kPadding) + k] = from_float<Factor>(rows[r]);
   });
-  constexpr int kSums = kRows * kBatch, kSame = 32 / kSums;
-  const int my_row = lane / kSame / kBatch, my_batch = lane / kSame % kBatch;
-  Best best{-INFINITY, kVocab};
-  int stage = 0;
-  for (int group = first; group < kGroups; group += kStride) {
-    ask();
-    __pipeline_wait_prior(kStages - 1);
-    float acc[kSums] = {};
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (!has(pass)) continue;
-      float w[kRows][kPerChunk];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) unpack<Element>(*slot(stage, r, pass), w[r]);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-        for (int e = 0; e < kPerChunk; e += 4) {
-          const float4 x =
-              *reinterpret_cast<const float4*>(s_x[b] + (pass * 32 + lane) * kPerChunk + e);
-#pragma unroll
-          for (int r = 0; r < kRows; ++r)
-            acc[r * kBatch + b] +=
-                w[r][e] * x.x + w[r][e + 1] * x.y + w[r][e + 2] * x.z + w[r][e + 3] * x.w;
-        }
-      }
-    }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    float logit[1];
-    fold<1, 16>(acc, logit);
-    const int row = group * kRows + my_row;
-    if (lane % kSame == 0 && row < kVocab) {
-      p.logits[int64_t{my_batch} * kVocab + row] = logit[0];
-      best.see(logit[0], row);
-    }
-  }
-  // Over the lanes with the same row of the batch, then over the warps
-#pragma unroll
-  for (int width = 16; width >= kSame * kBatch; width /= 2) {
-    const float value = __shfl_xor_sync(kWarp, best.value, width);
-    const int row = __shfl_xor_sync(kWarp, best.row, width);
-    best.see(value, row);
-  }
-  if (lane % kSame == 0 && lane < kSame * kBatch) s_best[warp][my_batch] = best;
+  logits.compute(s_x, s_best[threadIdx.x / 32]);
   __syncthreads();
+  const int t = threadIdx.x;
   if (t >= kBatch) return;
-  best = s_best[0][t];
+  Best best = s_best[0][t];
   for (int w = 1; w < kWarps; ++w) best.see(s_best[w][t].value, s_best[w][t].row);
   p.scratch->best[blockIdx.x][t] = best;
 }
@@ -754,11 +879,7 @@ __global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
     best.see(__ldcg(&other.value), __ldcg(&other.row));
   }
 #pragma unroll
-  for (int width = 16; width > 0; width /= 2) {
-    const float value = __shfl_xor_sync(kWarp, best.value, width);
-    const int other = __shfl_xor_sync(kWarp, best.row, width);
-    best.see(value, other);
-  }
+  for (int width = 16; width > 0; width /= 2) best.see_lane(width);
   if (lane != 0) return;
   p.seqlens[row] += 1;
   if (!p.is_greedy) return;
@@ -805,7 +926,7 @@ cudaError_t launch(const StepParams& p, cudaStream_t stream) {
     chain.add_product<kFc>(p, layer);
     chain.add_product<kFc2>(p, layer);
   }
-  chain.add(head, kHeadBlocks, 1, kThreads, kStages * kRows * kRowBytes + kNormedBytes, p);
+  chain.add(head, kHeadBlocks, 1, kThreads, kHeadBytes, p);
   chain.add(choose, 1, 1, 32 * kBatch, 0, p);
   return chain.error;
 }
