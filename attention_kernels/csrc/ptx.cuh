@@ -82,6 +82,31 @@ __device__ void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b
   }
 }
 
+// The same in TF32: A is 16 x 8, B 8 x 8. a[0], a[2] and b[0], b[1] are at k = l % 4 and 4 further on,
+// floats whose low 13 bits are ignored.
+inline __device__ void mma_tf32(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Loads four matrices of 8 x 8 16-bit elements from shared memory. Lane 8 i + r has the address of
+// row r of matrix i, 16 bytes. Lane l gets of each the elements 2 (l % 4) and the next of row l / 4;
+// transposed, of column l / 4.
+inline __device__ void load_matrices(unsigned (&x)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+inline __device__ void load_matrices_transposed(unsigned (&x)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 // A barrier of all threads of a cluster. What a thread has written before it arrives is visible to
 // threads that have waited.
 inline __device__ void cluster_arrive() {

@@ -5,7 +5,10 @@
 
 #pragma once
 
-#include "cuda_fp16.h"
+#include <algorithm>
+#include <utility>
+
+#include "mma.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -71,26 +74,132 @@ inline void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barri
   block.copies.push_back({to, from, bytes, barrier});
 }
 
-template <bool kIsBfloat16>
-void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  const unsigned lane = emulator::this_fiber().thread % 32;
-  const auto product = [](unsigned x, unsigned y) {
-    const auto value = [](unsigned bits) {
-      const auto low = static_cast<uint16_t>(bits);
-      return kIsBfloat16 ? emulator::BFloat16Format::decode(low)
-                         : emulator::HalfFormat::decode(low);
-    };
-    return value(x) * value(y) + value(x >> 16) * value(y >> 16);
-  };
-  for (unsigned pair = 0; pair < 8; ++pair) {  // of k
-    for (unsigned half = 0; half < 2; ++half) {
-      const unsigned row = __shfl_sync(~0u, a[pair / 4 * 2 + half], lane / 4 * 4 + pair % 4);
-      for (unsigned column = 0; column < 2; ++column) {
-        const unsigned source = (lane % 4 * 2 + column) * 4 + pair % 4;
-        sums[half * 2 + column] += product(row, __shfl_sync(~0u, b[pair / 4], source));
-      }
+// What mma and mma_tf32 add to each element of sums, as NVIDIA's Hopper does: the products of a row and
+// a column, which are exact, and the element itself are cut off towards zero at kExtraBits below the
+// last bit of the largest, as its exponent has it, which for a product is the sum of its factors';
+// then they are added, and the sum is cut off to a float.
+constexpr int kExtraBits = 2;
+
+inline double power_of_two(int exponent) {
+  return emulator::bit_cast<double>(uint64_t(exponent + 1023) << 52);
+}
+
+// A float's exponent; that of 0 is less than any other.
+inline int exponent_of(float x, int least) {
+  const int biased = emulator::bit_cast<uint32_t>(x) >> 23 & 0xff;
+  return x == 0.0f ? -400 : std::max(biased - 127, least);
+}
+
+inline float towards_zero(double x) {
+  const auto nearest = static_cast<float>(x);
+  if (std::fabs(nearest) <= std::fabs(x)) return nearest;
+  return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
+}
+
+// least: the exponent of the operands' subnormal numbers.
+template <int kDepth>
+float tensor_core_sum(float sum, const float (&a)[kDepth], const float (&b)[kDepth], int least) {
+  int largest = exponent_of(sum, -126);
+  double exact = sum;
+  for (int k = 0; k < kDepth; ++k) {
+    largest = std::max(largest, exponent_of(a[k], least) + exponent_of(b[k], least));
+    exact += double(a[k]) * b[k];
+  }
+  if (!(std::fabs(exact) <= std::numeric_limits<double>::max())) return static_cast<float>(exact);
+  largest = std::max(largest, -300);  // all are 0
+  const double up = power_of_two(23 + kExtraBits - largest);
+  double total = std::trunc(sum * up);
+  for (int k = 0; k < kDepth; ++k) total += std::trunc(double(a[k]) * b[k] * up);
+  return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
+}
+
+// The product of a whole warp. `word` are the elements of A and B in one register.
+template <int kDepth, typename Values>
+void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
+  constexpr int kInWord = kDepth / 8;
+  float a[16][kDepth], b[8][kDepth];
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    const auto* const words_a = static_cast<const unsigned*>(calls[lane]->fragments[1]);
+    const auto* const words_b = static_cast<const unsigned*>(calls[lane]->fragments[2]);
+    for (unsigned i = 0; i < 4; ++i)
+      values(words_a[i], &a[lane / 4 + i % 2 * 8][(lane % 4 + i / 2 * 4) * kInWord]);
+    for (unsigned i = 0; i < 2; ++i)
+      values(words_b[i], &b[lane / 4][(lane % 4 + i * 4) * kInWord]);
+  }
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    auto* const sums = static_cast<float*>(const_cast<void*>(calls[lane]->fragments[0]));
+    for (unsigned i = 0; i < 4; ++i) {
+      const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      sums[i] = tensor_core_sum(sums[i], a[row], b[column], least);
     }
   }
+}
+
+template <bool kIsBfloat16>
+ATTENTION_EMULATOR_INLINE void mma(float (&sums)[4], const unsigned (&a)[4],
+                                   const unsigned (&b)[2], ATTENTION_EMULATOR_SITE) {
+  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
+                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+                   using Format = std::conditional_t<kIsBfloat16, emulator::BFloat16Format,
+                                                     emulator::HalfFormat>;
+                   multiply<16>(calls, kIsBfloat16 ? -126 : -14, [](unsigned word, float* values) {
+                     values[0] = Format::decode(static_cast<uint16_t>(word));
+                     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
+                   });
+                 });
+}
+
+ATTENTION_EMULATOR_INLINE void mma_tf32(float (&sums)[4], const unsigned (&a)[4],
+                                        const unsigned (&b)[2], ATTENTION_EMULATOR_SITE) {
+  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma_tf32", file, line},
+                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+                   multiply<8>(calls, -126, [](unsigned word, float* value) {
+                     *value = emulator::bit_cast<float>(word & ~0x1fffu);
+                   });
+                 });
+}
+
+struct MatrixRow {
+  uint16_t elements[8];
+};
+struct MatrixLoad {
+  MatrixRow row;
+  unsigned* x;
+  bool is_transposed;
+};
+
+// Each lane reads a row, and the last to arrive deals them out.
+ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_transposed,
+                                    const emulator::Site& site) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
+    emulator::fail(cudaErrorMisalignedAddress,
+                   site.text() + ": a row does not begin at a multiple of 16 bytes");
+  if (!emulator::this_fiber().block->shared.has(row))
+    emulator::fail(cudaErrorIllegalAddress, site.text() + ": a row is not in shared memory");
+  MatrixLoad load{{}, x, is_transposed};
+  load.row = *static_cast<const MatrixRow*>(row);
+  emulator::meet({nullptr, 0, is_transposed, {&load}}, site,
+                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+                   const auto of = [&](unsigned lane) {
+                     return static_cast<const MatrixLoad*>(calls[lane]->fragments[0]);
+                   };
+                   for (unsigned lane = 0; lane < 32; ++lane) {
+                     for (unsigned i = 0; i < 4; ++i) {
+                       unsigned r[2] = {lane / 4, lane / 4}, c[2] = {lane % 4 * 2, lane % 4 * 2 + 1};
+                       if (of(0)->is_transposed) std::swap(r, c);
+                       of(lane)->x[i] = of(8 * i + r[0])->row.elements[c[0]] |
+                                        unsigned{of(8 * i + r[1])->row.elements[c[1]]} << 16;
+                     }
+                   }
+                 });
+}
+ATTENTION_EMULATOR_INLINE void load_matrices(unsigned (&x)[4], const void* row,
+                                             ATTENTION_EMULATOR_SITE) {
+  load(x, row, false, {"load_matrices", file, line});
+}
+ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const void* row,
+                                                        ATTENTION_EMULATOR_SITE) {
+  load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
 inline void cluster_arrive() {

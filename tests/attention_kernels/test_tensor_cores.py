@@ -1,0 +1,160 @@
+"""The twins of tensor-core instructions: on a GPU they are compared with the hardware, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder.op import load_struct_op
+
+FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
+HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
+PRODUCTS = 2000
+
+pytestmark = pytest.mark.skipif(
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+)
+
+
+class Params(ctypes.Structure):
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("products", ctypes.c_int),
+        ("kind", ctypes.c_int),
+    )
+
+
+def run(kind, a, b, sums, device):
+    """Return what a warp makes of each product's fragments."""
+    a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
+    params = Params(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
+    op = load_struct_op(header.parse_header(FILE, "probe_"), device, "the probe")
+    op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+    return out.cpu()
+
+
+def fragments(kind, a, b):
+    """Return the words of each lane, for A (products, 16, k) and B (products, k, 8)."""
+    lane = torch.arange(32)
+    row, quad = lane // 4, lane % 4
+    step = 1 if kind == TF32 else 2
+    k = (quad[:, None] * step + torch.arange(step)).flatten()  # a word's elements
+
+    def words(x):
+        if kind == TF32:
+            return x.float().contiguous().view(torch.int32).flatten(1)
+        dtype = torch.float16 if kind == HALF else torch.bfloat16
+        return x.to(dtype).contiguous().view(torch.int32).flatten(1)
+
+    half = 4 * step
+    parts_a = [
+        words(a[:, (row + 8 * low)[:, None], k.view(32, step) + half * right].reshape(len(a), -1))
+        for right in (0, 1)
+        for low in (0, 1)
+    ]
+    parts_b = [
+        words(b[:, k.view(32, step) + half * right, row[:, None]].reshape(len(b), -1))
+        for right in (0, 1)
+    ]
+    return torch.stack(parts_a, 2), torch.stack(parts_b, 2)
+
+
+def sums_of(d):
+    """Return the sums of each lane, for (products, 16, 8)."""
+    lane = torch.arange(32)
+    row, column = lane // 4, lane % 4 * 2
+    return torch.stack([d[:, row + 8 * (i // 2), column + i % 2] for i in range(4)], 2)
+
+
+def operands(kind, name, products=PRODUCTS):
+    """Return A, B and the sums to begin with, of a kind of numbers."""
+    g = torch.Generator().manual_seed(1)
+    depth = 8 if kind == TF32 else 16
+    a, b, c = (
+        torch.randn(products, *shape, generator=g) for shape in ((16, depth), (depth, 8), (16, 8))
+    )
+
+    def spread(x, bits):
+        return x * torch.exp2(torch.randint(-bits, bits + 1, x.shape, generator=g).float())
+
+    if name == "spread":
+        bits = 5 if kind == HALF else 12
+        a, b, c = spread(a, bits), spread(b, bits), spread(c, 2 * bits)
+    if name == "cancelling":  # sums that are nearly 0, so that what was cut off shows
+        a[:, :, depth // 2 :] = a[:, :, : depth // 2]
+        b[:, depth // 2 :] = -b[:, : depth // 2]
+        a, b, c = spread(a, 3), spread(b, 3), c * 2**-10
+    if name == "large sums":
+        c = spread(c * 2**16, 12)
+    if name == "one product":
+        a[:, :, 1:] = 0
+        c = spread(c, 26)
+    if name == "subnormal":
+        a = a * 2.0 ** (-16 if kind == HALF else -127)
+        c = spread(c * 2.0 ** (-18 if kind == HALF else -128), 8)
+    return a, b, c
+
+
+KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
+
+
+def multiply(kind, a, b, c, device):
+    return run(kind, *fragments(kind, a, b), sums_of(c).contiguous(), device)
+
+
+@pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
+def test_products_are_right_and_are_cut_off(kind):
+    """Four bits beside a large sum: three are cut off, and rounding to nearest would keep them."""
+    a, b, c = (x.double() for x in operands(kind, "normal", 20))
+    if kind != TF32:
+        dtype = torch.float16 if kind == HALF else torch.bfloat16
+        a, b = a.to(dtype).double(), b.to(dtype).double()
+    else:
+        a, b = ((x.float().view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b))
+    out = multiply(kind, a.float(), b.float(), c.float(), "cpu")
+    exact = sums_of(c + a.double() @ b.double())
+    assert (out - exact).abs().max() < 1e-5
+    assert (out != exact.float()).any()
+    assert out.abs().double().sum() < exact.abs().sum()
+    zero = torch.zeros_like(a[:1]).float()
+    one = torch.ones_like(b[:1]).float()
+    zero[:, :, 0], c = 2.0**-24, torch.ones(1, 16, 8)
+    assert bool((multiply(kind, zero * 2**10, one * 2**-10, c, "cpu") == 1).all())
+
+
+@pytest.mark.parametrize(("kind", "order"), [(LOAD, (0, 1)), (LOAD_TRANSPOSED, (1, 0))])
+def test_matrices_are_loaded(kind, order):
+    rows = torch.arange(32 * 8, dtype=torch.int16)
+    a = rows.view(torch.int32).view(1, 32, 4)
+    b, sums = torch.zeros(1, 32, 2, dtype=torch.int32), torch.zeros(1, 32, 4)
+    got = run(kind, a, b, sums, "cpu").view(torch.int16).view(32, 4, 2)
+    matrices = (
+        rows.view(32, 8)[torch.arange(32) ^ 5].view(4, 8, 8).permute(0, *(1 + i for i in order))
+    )
+    assert torch.equal(got.permute(1, 0, 2), matrices.reshape(4, 32, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
+def test_a_twin_gives_the_bits_of_the_hardware(kind, name):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the twins round as Hopper's tensor cores do")
+    a, b, c = operands(kind, name)
+    twin, hardware = (multiply(kind, a, b, c, device) for device in ("cpu", "cuda"))
+    assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [LOAD, LOAD_TRANSPOSED])
+def test_the_hardware_loads_the_same_matrices(kind):
+    a = torch.randint(-(2**31), 2**31, (100, 32, 4), dtype=torch.int32)
+    b, sums = torch.zeros(100, 32, 2, dtype=torch.int32), torch.zeros(100, 32, 4)
+    twin, hardware = (run(kind, a, b, sums, device) for device in ("cpu", "cuda"))
+    assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32))
