@@ -43,10 +43,10 @@ from torch import Tensor
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError
 
-# The factor of each precision class. 3xTF32 keeps 22 of float32's 24 bits in each product, so it
-# may lose two bits more than plain float32. float64 has no finer reference: the reference is as far
-# from the truth as the output.
-BUDGET_FACTOR = {"3xtf32": 8.0, "fp64": 4.0}
+# The factor of each precision class. A number split into two terms keeps 22 of float32's 24 bits,
+# so three products of such terms may lose a bit more than plain float32. TF32 has 13 bits less than
+# float32. float64 has no finer reference: the reference is as far from the truth as the output.
+BUDGET_FACTOR = {"3xtf32": 4.0, "3xfp16": 4.0, "tf32": 2.0 * 2**13, "fp64": 4.0}
 # FlashAttention's: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32 kernel
 # keeps it; those that divide O in every tile need the term for sums as well.
 DEFAULT_BUDGET_FACTOR = 2.0

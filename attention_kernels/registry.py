@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
 SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is named on stderr
-PRECISIONS = ("ieee-fp32", "3xtf32", "tf32", "fp16", "bf16", "fp64")
+PRECISIONS = ("ieee-fp32", "3xtf32", "3xfp16", "tf32", "fp16", "bf16", "fp64")
 # The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
 PLAIN_PRECISIONS = {
     "float32": "ieee-fp32",

@@ -119,13 +119,19 @@ def resource_table(
             b.op: pool.submit(_launches, b, [d for d in head_dims if d in b.head_dims])
             for _, b in builds
         }
-        compiled = {(b.op, a): pool.submit(_compile, b, a) for _, b in builds for a in archs}
+        compiled = {
+            (b.op, a): pool.submit(_compile, b, a)
+            for _, b in builds
+            for a in archs
+            if b.compiles_for(a)
+        }
         for future in tqdm(compiled.values(), "compiling kernels", unit=""):
             future.exception()
     return [
         _row(version.op, arch, build.dtype, launch, compiled[build.op, arch].result())
         for version, build in builds
         for arch in archs
+        if build.compiles_for(arch)
         for launch in dict.fromkeys(launches[build.op].result())  # some are launched often
     ]
 

@@ -161,7 +161,9 @@ def compile_flags(
             if flag.startswith("-Xcompiler="):
                 flags += flag.removeprefix("-Xcompiler=").split(",")
         return flags
-    flags += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",")]
+    flags += [
+        f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",") if version.compiles_for(a)
+    ]
     return [*flags, *version.flags]
 
 

@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention_kernels.errors import AttentionError
+from attention_kernels.registry import PLAIN_PRECISIONS, PRECISIONS
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
-OPTIONAL = ("Role", "Takes", "Error")  # lines that may follow Layout
+OPTIONAL = ("Role", "Takes", "Needs", "Precision", "Error")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
 _DTYPE = "(?:float16|bfloat16|float32|float64)"
 # What a version takes, if that is not float32 with every one of HEAD_DIMS.
 TAKES = re.compile(rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?")
+# The architecture that a version requires.
+NEEDS = re.compile(r"sm_(\d+)(\d)")
 # How many times the budget of its precision class a version needs, and why.
 ERROR = re.compile(r"(\d+)x: \S.*")
 
@@ -55,6 +58,10 @@ class VersionHeader:
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False
     """Whether it is host code, which is neither emulated nor built for a GPU."""
+    needs: tuple[int, int] | None = None
+    """The compute capability that its instructions require."""
+    precision: str | None = None
+    """The precision class of its float32, if that is not the plain one."""
     error_slack: float = 1.0
     """How many times the budget of its precision class its algorithm needs."""
 
@@ -63,6 +70,15 @@ class VersionHeader:
         """The dtype of a version that takes one, as each of builds() does."""
         (dtype,) = self.dtypes
         return dtype
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """The precision class of each dtype."""
+        return {dtype: self.precision or PLAIN_PRECISIONS[dtype] for dtype in self.dtypes}
+
+    def compiles_for(self, arch: str) -> bool:
+        """Return whether a compute capability, e.g. "75", has its instructions."""
+        return self.needs is None or divmod(int(arch), 10) >= self.needs
 
     def builds(self) -> list[VersionHeader]:
         """Return the versions to build: itself, or one for each of several dtypes."""
@@ -92,8 +108,9 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
     more lines. After Layout may come `Role: decode`, then `Takes:  float16, head_dim 32 64`,
-    `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`, then `Error:  2x: why`. Raises
-    HeaderError naming the file and what is wrong with it.
+    `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`, then `Needs:  sm_80`,
+    `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError naming the file and what is wrong
+    with it.
     """
     try:
         return _parse(path, op_prefix)
@@ -117,6 +134,14 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     takes = TAKES.fullmatch(values.pop("Takes", "float32"))
     if takes is None:
         raise HeaderError("Takes is like `float16, head_dim 32 64`")
+    required = values.pop("Needs", None)
+    needs = NEEDS.fullmatch(required) if required else None
+    if required and needs is None:
+        raise HeaderError("Needs is like `sm_80`")
+    precision = values.pop("Precision", None)
+    if precision is not None and (precision not in PRECISIONS or takes[1] != "float32"):
+        classes = ", ".join(PRECISIONS)
+        raise HeaderError(f"Precision is the class of a version of float32, one of {classes}")
     slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
     if slack is None:
         raise HeaderError("Error is like `2x: every tile rounds O again`")
@@ -134,6 +159,8 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         dtypes=tuple(dict.fromkeys(takes[1].split())),
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
+        needs=(int(needs[1]), int(needs[2])) if needs else None,
+        precision=precision,
         error_slack=float(slack[1]),
         **names,
         **prose,

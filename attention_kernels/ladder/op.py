@@ -27,7 +27,6 @@ from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import HeaderError, VersionHeader
 from attention_kernels.registry import (
-    PLAIN_PRECISIONS,
     BackendSpec,
     add,
     get_backend,
@@ -151,9 +150,10 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         family=family,
         summary=f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
         loader=functools.partial(_kernels, version, ops),
-        precisions={dtype: PLAIN_PRECISIONS[dtype] for dtype in version.dtypes},
+        precisions=version.precisions,
         head_dims=version.head_dims,
         device_types=("cpu",) if version.is_host else ("cuda", "cpu"),
+        min_compute_capability=version.needs,
         probe=probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",

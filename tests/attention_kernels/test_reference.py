@@ -47,7 +47,8 @@ def test_judge_passes_naive_and_fails_what_is_wrong():
 
 
 @pytest.mark.parametrize(
-    ("precision", "factor"), [("ieee-fp32", 2), ("fp16", 2), ("3xtf32", 8), ("fp64", 4)]
+    ("precision", "factor"),
+    [("ieee-fp32", 2), ("fp16", 2), ("3xtf32", 4), ("3xfp16", 4), ("tf32", 2**14), ("fp64", 4)],
 )
 def test_the_budget_is_a_multiple_of_plain_pytorchs_error_and_four_ulps(precision, factor):
     eps = torch.finfo(torch.float32).eps

@@ -1,4 +1,4 @@
-"""The twins of tensor-core instructions: on a GPU they are compared with the hardware, bit for bit."""
+"""The twins of tensor-core instructions give the bits that a GPU gives."""
 
 from __future__ import annotations
 

@@ -123,8 +123,7 @@ void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
     const auto* const words_b = static_cast<const unsigned*>(calls[lane]->fragments[2]);
     for (unsigned i = 0; i < 4; ++i)
       values(words_a[i], &a[lane / 4 + i % 2 * 8][(lane % 4 + i / 2 * 4) * kInWord]);
-    for (unsigned i = 0; i < 2; ++i)
-      values(words_b[i], &b[lane / 4][(lane % 4 + i * 4) * kInWord]);
+    for (unsigned i = 0; i < 2; ++i) values(words_b[i], &b[lane / 4][(lane % 4 + i * 4) * kInWord]);
   }
   for (unsigned lane = 0; lane < 32; ++lane) {
     auto* const sums = static_cast<float*>(const_cast<void*>(calls[lane]->fragments[0]));
@@ -136,17 +135,18 @@ void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
 }
 
 template <bool kIsBfloat16>
-ATTENTION_EMULATOR_INLINE void mma(float (&sums)[4], const unsigned (&a)[4],
-                                   const unsigned (&b)[2], ATTENTION_EMULATOR_SITE) {
-  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
-                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
-                   using Format = std::conditional_t<kIsBfloat16, emulator::BFloat16Format,
-                                                     emulator::HalfFormat>;
-                   multiply<16>(calls, kIsBfloat16 ? -126 : -14, [](unsigned word, float* values) {
-                     values[0] = Format::decode(static_cast<uint16_t>(word));
-                     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
-                   });
-                 });
+ATTENTION_EMULATOR_INLINE void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                   ATTENTION_EMULATOR_SITE) {
+  emulator::meet(
+      {nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
+      [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+        using Format =
+            std::conditional_t<kIsBfloat16, emulator::BFloat16Format, emulator::HalfFormat>;
+        multiply<16>(calls, kIsBfloat16 ? -126 : -14, [](unsigned word, float* values) {
+          values[0] = Format::decode(static_cast<uint16_t>(word));
+          values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
+        });
+      });
 }
 
 ATTENTION_EMULATOR_INLINE void mma_tf32(float (&sums)[4], const unsigned (&a)[4],
@@ -185,7 +185,8 @@ ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_t
                    };
                    for (unsigned lane = 0; lane < 32; ++lane) {
                      for (unsigned i = 0; i < 4; ++i) {
-                       unsigned r[2] = {lane / 4, lane / 4}, c[2] = {lane % 4 * 2, lane % 4 * 2 + 1};
+                       unsigned r[2] = {lane / 4, lane / 4},
+                                c[2] = {lane % 4 * 2, lane % 4 * 2 + 1};
                        if (of(0)->is_transposed) std::swap(r, c);
                        of(lane)->x[i] = of(8 * i + r[0])->row.elements[c[0]] |
                                         unsigned{of(8 * i + r[1])->row.elements[c[1]]} << 16;

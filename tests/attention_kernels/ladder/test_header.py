@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attention_kernels import ladder
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import HeaderError
 
@@ -42,6 +43,13 @@ def test_a_header_is_read_field_by_field(csrc):
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
         ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes is like"),
         ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
+        ("// Flags", "// Needs:  8.0\n// Flags", "Needs is like `sm_80`"),
+        ("// Flags", "// Precision: best\n// Flags", "Precision is the class of a version of fl"),
+        (
+            "// Flags",
+            "// Takes:  float16\n// Precision: 3xtf32\n// Flags",
+            "Precision is the class of a version of float32, one of ieee-fp32, 3xtf32",
+        ),
         (
             "// Flags",
             "// Role:   train\n// Flags",
@@ -103,6 +111,21 @@ def test_a_version_says_how_much_error_it_needs(csrc):
     assert header.parse_header(file).error_slack == 1
     file.write_text(file.read_text().replace("// Flags", "// Error:  3x: it rounds O\n// Flags"))
     assert header.parse_header(file).error_slack == 3
+
+
+def test_a_version_says_what_it_needs_and_how_precise_it_is(csrc):
+    file = csrc / "fp32" / "v01_first.cu"
+    plain = header.parse_header(file)
+    assert plain.compiles_for("75")
+    assert ladder.backend("TEST_PLAIN", "test", plain).min_compute_capability is None
+    fields = "// Needs:  sm_80\n// Precision: 3xtf32\n// Flags"
+    file.write_text(file.read_text().replace("// Flags", fields))
+    version = header.parse_header(file)
+    assert not version.compiles_for("75")
+    assert version.compiles_for("120")
+    spec = ladder.backend("TEST_SPLIT", "test", version)
+    assert spec.min_compute_capability == (8, 0)
+    assert dict(spec.precisions) == {"float32": "3xtf32"}
 
 
 def test_fields_out_of_order_are_named(csrc):
