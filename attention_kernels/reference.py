@@ -44,12 +44,14 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError
 
 # The factor of each precision class. A number split into two terms keeps 22 of float32's 24 bits,
-# so three products of such terms may lose a bit more than plain float32. TF32 has 13 bits less than
-# float32. float64 has no finer reference: the reference is as far from the truth as the output.
-BUDGET_FACTOR = {"3xtf32": 4.0, "3xfp16": 4.0, "tf32": 2.0 * 2**13, "fp64": 4.0}
+# so three products of such terms may lose a bit more than plain float32. float64 has no finer reference: the reference is as far from the truth as the output.
+BUDGET_FACTOR = {"3xtf32": 4.0, "3xfp16": 4.0, "fp64": 4.0}
 # FlashAttention's: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32 kernel
 # keeps it; those that divide O in every tile need the term for sums as well.
 DEFAULT_BUDGET_FACTOR = 2.0
+# The last place of a class that rounds products more coarsely than its dtype does: TF32 has 13 bits
+# fewer than float32. All terms but the one for sums are as many times as large.
+LAST_PLACE = {"tf32": 2.0**13}
 # The absolute term, in units in the last place: exponentials and divisions, each good to an ulp.
 ABSOLUTE_TERM_ULPS = 4
 # Above this part of its budget an error is reported as borderline: other inputs may exceed it.
@@ -156,7 +158,7 @@ class Truth:
         absolute = ABSOLUTE_TERM_ULPS * _sum_eps(self.dtype) + _eps(self.dtype) / 2
         # Unlike Python's max(), torch's keeps a NaN.
         expected = _factor(precision) * naive.maximum(self.row_condition)
-        return slack * (expected + self.row_sums + absolute)
+        return slack * (_last_place(precision) * (expected + absolute) + self.row_sums)
 
     def judge(self, out: Tensor, precision: str, slack: float = 1.0) -> Verdict:
         """Hold an output against the reference. A wrong shape or dtype is a fault.
@@ -274,7 +276,8 @@ def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: f
     expected: the error of plain PyTorch, or the condition. largest: the reference's largest
     magnitude.
     """
-    return _factor(precision) * expected + ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
+    absolute = ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
+    return _last_place(precision) * (_factor(precision) * expected + absolute)
 
 
 def place(index: int, shape: Sequence[int]) -> str:
@@ -376,6 +379,10 @@ def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
 
 def _factor(precision: str) -> float:
     return BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
+
+
+def _last_place(precision: str) -> float:
+    return LAST_PLACE.get(precision, 1.0)
 
 
 def _eps(dtype: torch.dtype) -> float:
