@@ -110,7 +110,7 @@ def multiply(kind, a, b, c, device):
 
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
 def test_products_are_right_and_are_cut_off(kind):
-    """Four bits beside a large sum: three are cut off, and rounding to nearest would keep them."""
+    """Rounded towards zero, and each product on its own: 16 half units beside 1 add up to nothing."""
     a, b, c = (x.double() for x in operands(kind, "normal", 20))
     if kind != TF32:
         dtype = torch.float16 if kind == HALF else torch.bfloat16
@@ -122,10 +122,9 @@ def test_products_are_right_and_are_cut_off(kind):
     assert (out - exact).abs().max() < 1e-5
     assert (out != exact.float()).any()
     assert out.abs().double().sum() < exact.abs().sum()
-    zero = torch.zeros_like(a[:1]).float()
-    one = torch.ones_like(b[:1]).float()
-    zero[:, :, 0], c = 2.0**-24, torch.ones(1, 16, 8)
-    assert bool((multiply(kind, zero * 2**10, one * 2**-10, c, "cpu") == 1).all())
+    small, one = torch.full_like(a[:1], 2.0**-14).float(), torch.ones(1, 16, 8)
+    few = torch.full_like(b[:1], 2.0**-12).float()
+    assert bool((multiply(kind, small, few, one, "cpu") == 1).all())
 
 
 @pytest.mark.parametrize(("kind", "order"), [(LOAD, (0, 1)), (LOAD_TRANSPOSED, (1, 0))])

@@ -74,10 +74,9 @@ inline void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barri
   block.copies.push_back({to, from, bytes, barrier});
 }
 
-// What mma and mma_tf32 add to each element of sums, as NVIDIA's Hopper does: the products of a row and
-// a column, which are exact, and the element itself are cut off towards zero at kExtraBits below the
-// last bit of the largest, as its exponent has it, which for a product is the sum of its factors';
-// then they are added, and the sum is cut off to a float.
+// mma and mma_tf32 round as Hopper's tensor cores do, bit for bit. Each product is exact. Products and
+// the old sum are cut off, towards zero, two bits below the last place of the largest of them, then
+// added, and the total is cut off to a float. The exponent of a product is the sum of its factors'.
 constexpr int kExtraBits = 2;
 
 inline double power_of_two(int exponent) {
@@ -113,7 +112,7 @@ float tensor_core_sum(float sum, const float (&a)[kDepth], const float (&b)[kDep
   return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
 }
 
-// The product of a whole warp. `word` are the elements of A and B in one register.
+// Multiplies for a whole warp. values() unpacks a register.
 template <int kDepth, typename Values>
 void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
   constexpr int kInWord = kDepth / 8;
@@ -168,7 +167,7 @@ struct MatrixLoad {
   bool is_transposed;
 };
 
-// Each lane reads a row, and the last to arrive deals them out.
+// Each lane reads its row. The last one to arrive hands the elements out.
 ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_transposed,
                                     const emulator::Site& site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
