@@ -44,7 +44,8 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError
 
 # The factor of each precision class. A number split into two terms keeps 22 of float32's 24 bits,
-# so three products of such terms may lose a bit more than plain float32. float64 has no finer reference: the reference is as far from the truth as the output.
+# so three products of such terms may lose a bit more than plain float32. float64 has no finer
+# reference: the reference is as far from the truth as the output.
 BUDGET_FACTOR = {"3xtf32": 4.0, "3xfp16": 4.0, "fp64": 4.0}
 # FlashAttention's: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32 kernel
 # keeps it; those that divide O in every tile need the term for sums as well.

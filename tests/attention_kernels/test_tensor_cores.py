@@ -110,7 +110,7 @@ def multiply(kind, a, b, c, device):
 
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
 def test_products_are_right_and_are_cut_off(kind):
-    """Rounded towards zero, and each product on its own: 16 half units beside 1 add up to nothing."""
+    """Sums are rounded towards zero, and so is each product: small ones beside 1 add nothing."""
     a, b, c = (x.double() for x in operands(kind, "normal", 20))
     if kind != TF32:
         dtype = torch.float16 if kind == HALF else torch.bfloat16
