@@ -89,7 +89,7 @@ class Sampling:
         uniform: (batch,), in [0, 1).
         """
         if self.is_greedy:
-            largest, token = logits.max(-1)
+            largest, token = _largest(logits)
             return token.masked_fill((largest - largest).isnan(), -1)  # NaN - NaN, inf - inf
         # In float64 no token of the vocabulary is lost to the rounding of a running sum.
         cumulative = torch.softmax(self.log_weights(logits).double(), -1).cumsum(-1)
@@ -98,3 +98,12 @@ class Sampling:
         # probability zero.
         token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
         return token.clamp_(max=logits.shape[-1] - 1).masked_fill(threshold[:, 0].isnan(), -1)
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row and where it is first; NaN is larger than all."""
+    if logits.is_cpu and logits.dtype == torch.float32:
+        # torch's own search on the CPU is not vectorized: it takes three times as long as these.
+        return logits.amax(-1), torch.from_numpy(logits.numpy().argmax(-1))
+    largest, token = logits.max(-1)
+    return largest, token
