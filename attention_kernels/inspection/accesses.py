@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,19 @@ from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
 _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=trace-pc"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the lanes of one warp access at once."""
+
+    block: int
+    warp: int
+    array: str
+    """"dynamic" or "static" shared memory; q, k, v, o, "scratch", or "qkv", which holds all three.
+    """
+    offsets: tuple[int | None, ...]
+    """By lane, in bytes from where the array begins; None for a lane that takes no part."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,31 @@ class Access:
     """Of global memory, 32 bytes each. 0 for shared memory."""
     fewest_sectors: int
     """As many sectors as would hold the bytes."""
+    costliest: Request
+    """The one with the most wavefronts or sectors: the first of equals."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a warp does before the emulator goes on to another warp, or to the next barrier."""
+
+    barriers: int
+    """That the block has passed before."""
+    warp: int
+    accesses: int
+    """Of all its lanes."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one launch of a version does."""
+
+    accesses: list[Access]
+    """In the order of their lines."""
+    block: int
+    """The block with the most accesses."""
+    turns: list[Turn]
+    """Of that block, in the order in which the emulator runs its warps."""
 
 
 _UNCOUNTED = {
@@ -62,7 +101,7 @@ _UNCOUNTED = {
 }
 
 
-def count_accesses(
+def record(
     version: VersionHeader,
     *,
     seqlen: int = 128,
@@ -71,8 +110,8 @@ def count_accesses(
     num_heads: int = 1,
     is_causal: bool = True,
     timeout_s: float = 600.0,
-) -> list[Access]:
-    """Count the accesses of one launch of a version, in the order of their lines.
+) -> Recording:
+    """Run one launch of a version and record its accesses.
 
     All inputs are zeros, of the first dtype that it takes. timeout_s: seconds that the launch may
     take; ATTENTION_EMULATOR_TIMEOUT limits each of its blocks. Raises UnsupportedError for a
@@ -119,24 +158,37 @@ def count_accesses(
             reason = f"the launch did not end in {timeout_s:g} s"
             raise UnsupportedError(version.path.name, [reason]) from None
         if done.returncode != 0:
-            output = (done.stdout + done.stderr).strip()
+            words = (done.stdout + done.stderr).strip()
             reason = re.sub(
                 r"at (0x\w+)",
                 lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
-                output or f"exit status {done.returncode}",
+                words or f"exit status {done.returncode}",
             )
             raise UnsupportedError(version.path.name, [reason])
-        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        output = [line.split("\t") for line in done.stdout.splitlines()]
+        rows = [row for row in output if row[0] != "turn"]
         places = _places(program, {address for row in rows for address in row[-1].split()})
     text = version.path.read_text("utf-8").splitlines()
     found = []
-    for memory, kind, *counts, chain in rows:
+    for memory, kind, *counts, block, warp, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
         if lines:  # else the emulator's own
             words = text[lines[0] - 1].strip()
-            found.append(Access(lines, words, memory, kind == "store", *map(int, counts)))
-    return sorted(found, key=lambda access: (access.lines, access.memory, access.is_store))
+            by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
+            request = Request(int(block), int(warp), array, by_lane)
+            found.append(Access(lines, words, memory, kind == "store", *map(int, counts), request))
+    turns = [[*map(int, row[1:])] for row in output if row[0] == "turn"]
+    return Recording(
+        sorted(found, key=lambda access: (access.lines, access.memory, access.is_store)),
+        block=turns[0][0] if turns else 0,
+        turns=[Turn(*turn) for _, *turn in turns],
+    )
+
+
+def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
+    """Return the accesses of record()."""
+    return record(version, **case).accesses
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:

@@ -11,9 +11,12 @@
 // Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
 // for each place, separated by tabs: "shared" or "global", "load" or "store", bytes per lane,
 // requests, wavefronts, bank conflicts, the most lanes of a wavefront in one bank, sectors, the
-// fewest sectors that hold the same bytes, and the return addresses that lead to it, outermost
-// first. It ends with the process that started it, and by itself where a block takes longer than
-// ATTENTION_EMULATOR_TIMEOUT seconds.
+// fewest sectors that hold the same bytes; of the costliest request the block, the warp, the array
+// and each lane's offset there in bytes, "-" for a lane that takes no part; and the return addresses
+// that lead to it, outermost first. Then, of the block that accesses the most, a line for each turn
+// of a warp, in the order in which the emulator runs them: "turn", the block, the barriers before
+// it, the warp, and the accesses of its lanes. It ends with the process that started it, and by
+// itself where a block takes longer than ATTENTION_EMULATOR_TIMEOUT seconds.
 
 #include <sys/prctl.h>
 
@@ -44,7 +47,16 @@ constexpr size_t kMaxSteps = size_t{1} << 26;  // between two barriers: 1 GB
 struct Range {
   uintptr_t begin;
   size_t size;
+  const char* name = "";
   bool has(uintptr_t address) const { return address - begin < size; }
+};
+
+// What the lanes of a warp access at once.
+struct Request {
+  uint64_t block = 0, cost = 0;
+  unsigned warp = 0;
+  uint32_t lanes = 0;
+  uintptr_t address[kWarpSize] = {};
 };
 
 // Where a thread has been, reached by one chain of calls: an access, or with size 0 a basic block.
@@ -52,7 +64,16 @@ struct Place {
   std::vector<uintptr_t> chain;
   unsigned size = 0;
   bool is_shared = false, is_store = false;
+  Range array{};  // that was accessed first
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
+  Request costliest;
+
+  void count(Request request) {
+    const uint64_t before = wavefronts + sectors;
+    count(request.address, request.lanes);
+    request.cost = wavefronts + sectors - before;
+    if (request.cost > costliest.cost) costliest = request;
+  }
 
   // The accesses of some lanes at once. Shared memory delivers 4 bytes per lane to a warp in one
   // wavefront, 8 bytes to half a warp and 16 to a quarter. Two such groups share their wavefronts
@@ -117,6 +138,24 @@ struct Step {
   uintptr_t address;
 };
 
+// What a warp does before the emulator goes on to another, or to the next barrier.
+struct Turn {
+  unsigned interval, warp;
+  uint64_t accesses;
+};
+
+struct Turns {
+  uint64_t block = 0, accesses = 0;
+  std::vector<Turn> list;
+
+  void add(unsigned interval, unsigned warp) {
+    ++accesses;
+    if (list.empty() || list.back().interval != interval || list.back().warp != warp)
+      list.push_back({interval, warp, 0});
+    ++list.back().accesses;
+  }
+};
+
 // A function that a thread is in: its frame on the stack, and the return address of its call. Some
 // end without a word, which a visit from a frame further up tells; and after the word a last basic
 // block may follow.
@@ -141,20 +180,33 @@ struct Recorder {
   std::chrono::steady_clock::time_point began;  // the block
   uint64_t visits = 0;
   size_t pending = 0;  // steps since the last barrier
+  Turns turns, most;   // of the running block, and of that with the most accesses
 
   // The calling CUDA thread, or null outside of kernels: between two launches.
   Fiber* thread() {
     const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
     if (Blocks::instance().of(stack_pointer) == nullptr) {
-      replay();
+      end_block();
       return nullptr;
     }
     Fiber& fiber = this_fiber();
-    if (fiber.block->number != block || fiber.block->interval != interval) replay();
-    if (fiber.block->number != block) began = std::chrono::steady_clock::now();
+    if (fiber.block->number != block) {
+      end_block();
+      began = std::chrono::steady_clock::now();
+      turns.block = fiber.block->number;
+    } else if (fiber.block->interval != interval) {
+      replay();
+    }
     block = fiber.block->number;
     interval = fiber.block->interval;
     return &fiber;
+  }
+
+  void end_block() {
+    replay();
+    if (turns.accesses > most.accesses) most = std::move(turns);
+    turns = {};
+    block = ~uint64_t{0};
   }
 
   void enter(const void* frame, uintptr_t from) {
@@ -184,17 +236,22 @@ struct Recorder {
     if (size == 0 && (chain.empty() || chain.back().frame != frame)) return;
     const auto address = reinterpret_cast<uintptr_t>(pointer);
     const SharedMemory& shared = fiber->block->shared;
-    const Range dynamic_shared{reinterpret_cast<uintptr_t>(shared.dynamic), shared.dynamic_bytes};
-    const bool is_shared = dynamic_shared.has(address) || static_shared.has(address);
-    const bool is_global = std::any_of(tensors.begin(), tensors.end(),
-                                       [&](const Range& tensor) { return tensor.has(address); });
-    if (size != 0 && !is_shared && !is_global) return;  // a thread's own: registers, on a GPU
+    const Range dynamic_shared{reinterpret_cast<uintptr_t>(shared.dynamic), shared.dynamic_bytes,
+                               "dynamic"};
+    Range array{};
+    for (const Range& one : {dynamic_shared, static_shared})
+      if (one.has(address)) array = one;
+    const bool is_shared = array.size != 0;
+    for (const Range& tensor : tensors)
+      if (tensor.has(address)) array = tensor;
+    if (size != 0 && array.size == 0) return;  // a thread's own: registers, on a GPU
+    if (size != 0) turns.add(interval, fiber->thread / kWarpSize);
     uint64_t key = (size << 2) + 2 * is_store + is_shared;
     for (const Call& call : chain) key = (key ^ call.from) * 0x9e3779b97f4a7c15u;
     key = (key ^ at) * 0x9e3779b97f4a7c15u;
     const auto [found, is_new] = index.try_emplace(key, places.size());
     if (is_new) {
-      places.push_back({{}, static_cast<unsigned>(size), is_shared, is_store});
+      places.push_back({{}, static_cast<unsigned>(size), is_shared, is_store, array});
       for (const Call& call : chain) places.back().chain.push_back(call.from);
       places.back().chain.push_back(at);
     }
@@ -229,12 +286,13 @@ struct Recorder {
                 [&](unsigned a, unsigned b) { return places[a].chain < places[b].chain; });
       for (unsigned i = 0; i < order.size(); ++i) rank[order[i]] = i;
     }
-    for (unsigned warp = 0; warp < kMaxThreads; warp += kWarpSize) replay_warp(steps + warp);
+    for (unsigned warp = 0; warp < kMaxThreads; warp += kWarpSize) replay_warp(warp);
     for (auto& of_thread : steps) of_thread.clear();
     pending = 0;
   }
 
-  void replay_warp(const std::vector<Step>* lanes) {
+  void replay_warp(unsigned first_thread) {
+    const std::vector<Step>* const lanes = steps + first_thread;
     size_t done[kWarpSize] = {};
     for (;;) {
       unsigned lowest = ~0u;
@@ -244,17 +302,18 @@ struct Recorder {
       }
       if (lowest == ~0u) return;
       Place& place = places[order[lowest]];
-      uint32_t together = 0;
-      uintptr_t address[kWarpSize];
+      Request request;
+      request.block = block;
+      request.warp = first_thread / kWarpSize;
       for (unsigned lane = 0; lane < kWarpSize; ++lane) {
         if (done[lane] == lanes[lane].size()) continue;
         const Step& step = lanes[lane][done[lane]];
         if (step.place != order[lowest]) continue;
-        address[lane] = step.address;
-        together |= 1u << lane;
+        request.address[lane] = step.address;
+        request.lanes |= 1u << lane;
         ++done[lane];
       }
-      if (place.size != 0) place.count(address, together);
+      if (place.size != 0) place.count(request);
     }
   }
 
@@ -265,9 +324,23 @@ struct Recorder {
                   place.is_shared ? "shared" : "global", place.is_store ? "store" : "load",
                   place.size, place.requests, place.wavefronts, place.conflicts, place.ways,
                   place.sectors, place.fewest_sectors);
+      const Request& request = place.costliest;
+      std::printf("%lu\t%u\t%s\t", request.block, request.warp, place.array.name);
+      // From an address that is in bank 0 and begins a sector.
+      const uintptr_t begin = place.array.begin / kWavefrontBytes * kWavefrontBytes;
+      for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+        if ((request.lanes >> lane & 1) == 0) {
+          std::printf("- ");
+        } else {
+          std::printf("%ld ", static_cast<long>(request.address[lane] - begin));
+        }
+      }
+      std::printf("\t");
       for (const uintptr_t address : place.chain) std::printf("%lx ", address);
       std::printf("\n");
     }
+    for (const Turn& turn : most.list)
+      std::printf("turn\t%lu\t%u\t%u\t%lu\n", most.block, turn.interval, turn.warp, turn.accesses);
   }
 };
 
@@ -282,7 +355,7 @@ Range program_tls() {
           if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
           size_t index[] = {info->dlpi_tls_modid, 0};
           *static_cast<Range*>(data) = {reinterpret_cast<uintptr_t>(__tls_get_addr(index)),
-                                        info->dlpi_phdr[i].p_memsz};
+                                        info->dlpi_phdr[i].p_memsz, "static"};
         }
         return 1;
       },
@@ -290,10 +363,10 @@ Range program_tls() {
   return found;
 }
 
-void* tensor(size_t bytes) {
+void* tensor(const char* name, size_t bytes) {
   void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(memory, 0, bytes);
-  recorder.tensors.push_back({reinterpret_cast<uintptr_t>(memory), bytes});
+  recorder.tensors.push_back({reinterpret_cast<uintptr_t>(memory), bytes, name});
   return memory;
 }
 
@@ -372,27 +445,27 @@ int main(int, char** arguments) {
   };
   const size_t bytes = params.batch * params.seqlen * row * element;
 #ifdef ATTENTION_CONTIGUOUS
-  params.q = tensor(bytes);
-  params.k = tensor(bytes);
-  params.v = tensor(bytes);
+  params.q = tensor("q", bytes);
+  params.k = tensor("k", bytes);
+  params.v = tensor("v", bytes);
   params.q_strides = params.k_strides = params.v_strides = strides(row);
 #else
-  const auto* const qkv = static_cast<const unsigned char*>(tensor(3 * bytes));
+  const auto* const qkv = static_cast<const unsigned char*>(tensor("qkv", 3 * bytes));
   params.q = qkv;
   params.k = qkv + row * element;
   params.v = qkv + 2 * row * element;
   params.q_strides = params.k_strides = params.v_strides = strides(3 * row);
 #endif
-  params.o = tensor(bytes);
+  params.o = tensor("o", bytes);
   params.o_strides = strides(row);
   params.scratch = static_cast<float*>(
-      tensor(sizeof(float) * std::max<int64_t>(1, version.scratch_floats(&params))));
+      tensor("scratch", sizeof(float) * std::max<int64_t>(1, version.scratch_floats(&params))));
 
   const auto error = static_cast<cudaError_t>(version.launch(&params, nullptr));
   if (error != cudaSuccess) {
     std::printf("error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
     return 1;
   }
-  recorder.replay();
+  recorder.end_block();
   recorder.print();
 }

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
-from attention_kernels.inspection.accesses import Access, count_accesses, format_table
+from attention_kernels.inspection.accesses import (
+    Access,
+    Recording,
+    count_accesses,
+    format_table,
+    record,
+)
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
@@ -101,12 +107,17 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
 
 
 @pytest.fixture(scope="module")
-def patterns(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Access]]:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     file = tmp_path_factory.mktemp("patterns") / "v01_patterns.cu"
     file.write_text(PATTERNS)
+    return record(parse_header(file))
+
+
+@pytest.fixture(scope="module")
+def patterns(recording: Recording) -> dict[str, list[Access]]:
     by_comment: dict[str, list[Access]] = {}
     lines = PATTERNS.splitlines()
-    for access in count_accesses(parse_header(file)):
+    for access in recording.accesses:
         comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
         by_comment.setdefault(comment, []).append(access)
     return by_comment
@@ -173,6 +184,31 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
     copies = [access for access in vectors if access.memory == "global"]
     assert {access.is_store for access in copies} == {True, False}
     assert all((a.requests, a.sectors, a.fewest_sectors) == (2, 32, 32) for a in copies)
+
+
+def test_one_request_tells_where_each_lane_went(patterns: dict[str, list[Access]]) -> None:
+    def offsets(comment: str) -> list[int | None]:
+        (found,) = patterns[comment]
+        at = found.costliest
+        assert (at.block, at.warp) == (0, 0)
+        assert at.array == {"shared": "dynamic", "global": "o"}[found.memory]
+        return [*at.offsets]
+
+    assert offsets("a column") == [128 * lane for lane in range(32)]
+    assert offsets("store apart") == [32 * lane for lane in range(32)]
+    assert offsets("eight lanes") == [*(4 * lane for lane in range(8)), *[None] * 24]
+    leaving = offsets("some leave early")  # all are there at first, and 32 lanes cost no more
+    assert leaving == [0] * 32
+
+
+def test_the_warps_of_a_block_take_turns_between_barriers(recording: Recording) -> None:
+    assert recording.block == 0
+    assert {(turn.barriers, turn.warp) for turn in recording.turns} == {
+        (barriers, warp) for barriers in (0, 1) for warp in (0, 1)
+    }
+    before = [turn.accesses for turn in recording.turns if turn.barriers == 0]
+    assert before == [32 * 65, 32 * 65]  # fill and static
+    assert [turn.barriers for turn in recording.turns] == [0, 0, 1, 1]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from attention_kernels.inspection.accesses import Access
+from attention_kernels.inspection.accesses import Access, Request
 from attention_kernels.inspection.resources import Resources
 from gpt2_infer.bench import inspection
 
@@ -8,7 +8,8 @@ from gpt2_infer.bench import inspection
 def access(memory: str, is_store: bool, **numbers: int) -> Access:
     counts = {"requests": 1, "wavefronts": 1, "conflicts": 0, "ways": 1}
     counts |= {"sectors": 0, "fewest_sectors": 0}
-    return Access((1,), "x", memory, is_store, 4, **{**counts, **numbers})
+    request = Request(0, 0, "dynamic", (0,) * 32)
+    return Access((1,), "x", memory, is_store, 4, **{**counts, **numbers}, costliest=request)
 
 
 def test_totals_are_sums_and_of_the_ways_the_most():
