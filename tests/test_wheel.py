@@ -75,6 +75,6 @@ def test_an_installed_copy_generates_lists_measures_and_draws(installed, tmp_pat
     text = run(installed / "python", "-c", PROGRAM)
     assert "  CUSTOM_CUDA_VERSION_1 " in text
     assert "`NAIVE_PYTORCH`" in text
-    *_, file, bars, error, count = text.splitlines()
+    *_, file, bars, roofline, count = text.splitlines()
     assert file.startswith(str(installed.parent))
-    assert (bars, error, int(count) > 20) == ("bars", "error", True)
+    assert (bars, roofline, int(count) > 20) == ("bars", "roofline", True)

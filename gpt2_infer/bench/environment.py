@@ -21,6 +21,7 @@ import torch
 
 from attention_kernels import BackendSpec
 from attention_kernels.ladder import build, compilers
+from gpt2_infer.bench.instruction_rates import instruction_tflops
 from gpt2_infer.bench.results import Gpu, Provenance
 from gpt2_infer.device_time import device_seconds
 
@@ -65,7 +66,8 @@ def provenance() -> Provenance:
 def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
     """Measure what the GPU reaches now: copy_gbps and, per dtype, matmul_<dtype>_tflops.
 
-    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product.
+    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product. With nvcc
+    and from compute capability 8.0 on, what instruction_tflops() measures, too. Raises BuildError.
     """
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -78,6 +80,8 @@ def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
         out = torch.empty_like(x)
         work = functools.partial(torch.mm, x, x, out=out)
         limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds(work) / 1e12
+    if torch.cuda.get_device_capability() >= (8, 0) and not compilers.missing_compiler("cuda"):
+        limits |= instruction_tflops()
     return {key: float(f"{value:.4g}") for key, value in limits.items()}
 
 

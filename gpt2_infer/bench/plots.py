@@ -146,46 +146,70 @@ def kernel_bars(results: KernelTiming) -> Figure | None:
     return _bars(at, title, _how(results), "microseconds", "{:,.1f}")
 
 
-def error_and_speed(results: KernelTiming) -> Figure | None:
-    """Draw the largest error against float64, by the time."""
-    at = _at_one_seqlen(results)
-    checks = [series.check for series in at if series.check]
-    errors = [check.error for check in checks if check.error is not None]
-    naive_error = next((c.naive_error for c in checks if c.naive_error is not None), None)
-    if len(at) < 2 or len(errors) < len(at) or naive_error is None:
+def roofline(results: KernelTiming) -> Figure | None:
+    """Draw what each backend reaches at the longest seqlen, below what the GPU does; and its error.
+
+    The error is the relative error of a row, or, where a file has none, the largest absolute one.
+    """
+    group = _timed(results.series)
+    longest = max((series.cell.length for series in group), default=0)
+    at = [series for series in group if series.cell.length == longest and series.check]
+    if len(at) < 2:
         return None
-    figure, axes = _figure(5)
-    looks = _looks(at)
-    for series, error in zip(at, errors, strict=True):
-        colour, marker = looks[series.name]
-        axes.plot(
-            series.median,
-            error,
-            marker,
-            color=colour,
-            markersize=8,
-            markeredgecolor="black",
-            markeredgewidth=0.4,
-            label=f"{series.name} ({series.precision})",
-        )
-    axes.axhline(naive_error, color="#555555", linestyle=":", linewidth=1)
-    axes.annotate(
-        "plain PyTorch in this dtype",
-        (1, naive_error),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="bottom",
-        fontsize=8,
+    speeds = [series.cell.flops / series.median / 1e6 for series in at]
+    looks = [_looks(at)[series.name] for series in at]
+    limits = results.provenance.limits
+    roofs = {
+        f"{text}: {limits[name] / products:.0f}": limits[name] / products
+        for text, name, products in _ROOFS.get(at[0].cell.dtype, ())
+        if name in limits
+    }
+    figure: Figure
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        figsize=(11, 1.6 + 0.36 * len(at)),
+        sharey=True,
+        width_ratios=(2, 1),
+        layout="constrained",
     )
-    _title(axes, str(at[0].cell), _how(results))
-    axes.set(xlabel="microseconds", xscale="log", yscale="log")
-    axes.set_ylabel("largest error against float64")
-    times = [series.median for series in at]
-    low, high = axes.get_ylim()
-    subs = (1,) if max(times) > 300 * min(times) else (1, 2, 5)
-    _log_ticks(axes.xaxis, subs, "{:,.10g}")
-    _log_ticks(axes.yaxis, (1, 1.5, 2, 3, 5, 7), "{:.1e}" if high > 1.5 * low else "{:.2e}")
-    figure.legend(loc="outside right upper")
+    _label_bars(
+        left,
+        [(series.name, series.change or series.precision) for series in at],
+        speeds,
+        [f"{speed:.3g}" for speed in speeds],
+    )
+    left.set_xlim(0, 1.08 * max(*speeds, *roofs.values()))
+    left.barh(range(len(at)), speeds, color=[colour for colour, _ in looks])
+    for text, roof in roofs.items():
+        left.axvline(roof, color="#555555", linestyle=":", linewidth=1)
+        left.annotate(
+            text,
+            (roof, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, -3),
+            textcoords="offset points",
+            rotation="vertical",
+            ha="right",
+            va="top",
+            fontsize=7.5,
+            color="#555555",
+        )
+    _title(left, f"TFLOP/s, {at[0].cell}", _how(results))
+    checks = [series.check for series in at if series.check]
+    by_row = all(check.row_error is not None for check in checks)
+    pairs = [(c.row_error, c.row_budget) if by_row else (c.error, c.budget) for c in checks]
+    for place, ((error, budget), (colour, _)) in enumerate(zip(pairs, looks, strict=True)):
+        if error is not None and budget is not None:
+            right.plot(budget, place, "|", color="#555555", markersize=9)
+            right.plot(
+                error, place, "o", color=colour, markeredgecolor="black", markeredgewidth=0.4
+            )
+    what = "a row's relative error" if by_row else "largest error"
+    _title(right, "Error against float64", f"{what}; | its budget")
+    right.set_xscale("log")
+    _log_ticks(right.xaxis, (1, 3), "{:.0e}")
+    right.grid(visible=False, axis="y")
     return figure
 
 
@@ -259,11 +283,20 @@ def decode_positions(results: DecodeTiming) -> Figure | None:
     return figure
 
 
+# The instructions that limit each dtype, and how many of their products stand for one of its own.
+_ROOFS = {
+    "float32": (
+        ("FFMA", "ffma_tflops", 1),
+        ("3 TF32 products", "mma_tf32_tflops", 3),
+        ("3 float16 products", "mma_float16_tflops", 3),
+    ),
+    "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
+}
 _CONTENDERS = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
 
 PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
     GenerationTiming: {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
-    KernelTiming: {"time": kernel_time, "bars": kernel_bars, "error": error_and_speed},
+    KernelTiming: {"time": kernel_time, "bars": kernel_bars, "roofline": roofline},
     Inspection: {"bars": shared_load_bars},
     DecodeTiming: {"bars": decode_bars, "positions": decode_positions},
 }
@@ -385,6 +418,14 @@ def _bar_axes(
 ) -> tuple[Figure, Axes]:
     """Prepare axes for horizontal bars, each with its name, what it is, and a text at its end."""
     figure, axes = _figure(1.3 + 0.42 * len(labels))
+    _label_bars(axes, labels, ends, texts)
+    return figure, axes
+
+
+def _label_bars(
+    axes: Axes, labels: Sequence[tuple[str, str]], ends: Sequence[float], texts: Sequence[str]
+) -> None:
+    """Write each bar's name, what it is, and its text, and leave room for all ends."""
     axes.set_yticks(range(len(labels)), [name for name, _ in labels], fontsize=8)
     for tick, (_, what) in zip(axes.yaxis.get_major_ticks(), labels, strict=True):
         tick.label1.set_verticalalignment("bottom")
@@ -412,7 +453,6 @@ def _bar_axes(
     axes.set_xlim(0, 1.12 * max(ends))
     axes.xaxis.set_major_formatter(PLAIN)
     axes.grid(visible=False, axis="y")
-    return figure, axes
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -422,7 +462,15 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 def _title(axes: Axes, title: str, facts: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
-    axes.text(0, 1.015, facts, transform=axes.transAxes, fontsize=8, color="#555555")
+    axes.annotate(
+        facts,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 6),
+        textcoords="offset points",
+        fontsize=8,
+        color="#555555",
+    )
 
 
 def _log_ticks(axis: Any, subs: Sequence[float], form: str) -> None:

@@ -17,7 +17,7 @@ from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernel
 @pytest.mark.parametrize(
     ("results", "names"),
     [
-        (kernels(), {"time", "bars", "error"}),
+        (kernels(), {"time", "bars", "roofline"}),
         (generation(), {"time", "bars", "memory"}),
         (inspection(), {"bars"}),
         (profile(), set()),
@@ -75,10 +75,30 @@ def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
     results.series.append(kernel("OTHER", [1.0, 2.0], cell=KernelCell(1024, batch=8)))
     assert "OTHER" not in "".join(svg.decode() for svg in plots.render(results).values())
     results.series = [one for one in results.series if one.cell.seqlen == 1024]
-    assert {*plots.render(results)} == {"bars", "error"}
+    assert {*plots.render(results)} == {"bars", "roofline"}
 
 
-def test_the_error_is_drawn_against_the_time(close):
-    (axes,) = plots.error_and_speed(kernels()).axes
-    points = {line.get_label().split(" (")[0]: line.get_xydata() for line in axes.get_lines()}
-    assert points["CUSTOM_CUDA_VERSION_2"].tolist() == [[50.0, 4e-7]]
+def test_a_roofline_has_speeds_below_what_the_gpu_does_and_errors_beside_them(close):
+    results = kernels()
+    results.provenance.limits |= {"ffma_tflops": 64.0, "mma_tf32_tflops": 305.0}
+    left, right = plots.roofline(results).axes
+    (bars,) = left.containers
+    names = [label.get_text() for label in left.get_yticklabels()]
+    speeds = dict(zip(names, (bar.get_width() for bar in bars), strict=True))
+    assert speeds["CUSTOM_CUDA_VERSION_2"] == pytest.approx(KernelCell(1024).flops / 50 / 1e6)
+    roofs = [line.get_xdata()[0] for line in left.get_lines()]
+    assert roofs == pytest.approx([64.0, 305 / 3])
+    assert left.get_xlim()[1] > max(roofs)
+    at = names.index("CUSTOM_CUDA_VERSION_2")
+    points = [line.get_xydata().tolist() for line in right.get_lines()]
+    assert [[4e-7, at]] in points
+    assert [[2e-6, at]] in points
+
+
+def test_errors_are_those_of_rows_where_all_are_known(close):
+    results = kernels()
+    for series in results.series:
+        if series.check:
+            series.check.row_error, series.check.row_budget = 3e-6, 5e-6
+    _, right = plots.roofline(results).axes
+    assert {line.get_xdata()[0] for line in right.get_lines()} == {3e-6, 5e-6}
