@@ -93,6 +93,8 @@ class BackendSpec:
     """How many times the budget of its precision class its algorithm needs; see reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
+    chooses: Callable[[torch.dtype, int, str], BackendSpec] | None = field(default=None, repr=False)
+    """For an alias: returns the backend that serves a dtype, a head_dim and a device type."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,17 +145,24 @@ class BackendSpec:
             # torch asks NVML where it can, which creates no context.
             if torch.cuda.device_count() == 0:
                 return "needs a CUDA device, and there is none"
-            if self.min_compute_capability is not None:
-                capability = torch.cuda.get_device_capability()
-                if capability < self.min_compute_capability:
-                    need, have = (
-                        ".".join(map(str, c)) for c in (self.min_compute_capability, capability)
+            if self.is_too_new(device_type):
+                need, have = (
+                    ".".join(map(str, capability))
+                    for capability in (
+                        self.min_compute_capability or (),
+                        torch.cuda.get_device_capability(),
                     )
-                    return f"needs compute capability {need} or higher, and this device has {have}"
+                )
+                return f"needs compute capability {need} or higher, and this device has {have}"
         try:
             return self.probe(device_type) if self.probe else None
         except (Exception, SystemExit) as error:  # a listing shows the others all the same
             return f"its probe raised {describe(error)}"
+
+    def is_too_new(self, device_type: str) -> bool:
+        """Tell whether it needs a higher compute capability than the CUDA device has."""
+        least = self.min_compute_capability
+        return bool(device_type == "cuda" and least and torch.cuda.get_device_capability() < least)
 
     def unsupported_reasons(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
@@ -240,6 +249,17 @@ class BackendSpec:
         if kernel is None:
             raise UnsupportedError(self.name, [DECODES_ONLY])
         return self._run(kernel, q, k, v, scale, is_causal)
+
+    def chosen(self, dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+        """Return the backend that serves such calls: itself, or what an alias stands for there.
+
+        Raises UnsupportedError or UnavailableBackendError if an alias stands for none.
+        """
+        if self.chooses is None:
+            return self
+        if reasons := self.static_reasons(dtype, head_dim, device_type):
+            raise UnsupportedError(self.name, reasons)
+        return self.chooses(dtype, head_dim, device_type)
 
     def has_attention(self) -> bool:
         """Return whether it has an attention kernel, not only one for decoding (loads it)."""

@@ -269,8 +269,10 @@ class GPT2(nn.Module):
 
     @property
     def attention(self) -> BackendSpec:
-        """The backend that computes attention over whole sequences."""
-        return self._attention or default_backend(self.device.type)
+        """The backend that computes attention over whole sequences: for an alias, its choice."""
+        spec = self._attention or default_backend(self.device.type)
+        dtype = _attention_dtype(self.config, self.dtype)
+        return spec.chosen(dtype, self.config.head_dim, self.device.type)
 
     @property
     def decode_attention(self) -> BackendSpec:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from attention_kernels.ladder import register_ladder
-from attention_kernels.ladder.header import CSRC, version_number
+import torch
+from torch import Tensor
+
+from attention_kernels.contract import Kernels
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.ladder import register_ladder, versions
+from attention_kernels.ladder.header import CSRC, HEAD_DIMS, version_number
+from attention_kernels.registry import BackendSpec, get_backend, register
 
 register_ladder(
     CSRC / "fp32",
@@ -26,3 +32,66 @@ register_ladder(
     CSRC / "decode",
     name=lambda file: f"DECODE_SPLIT_KV_VERSION_{version_number(file)}",
 )
+
+
+def choose(dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+    """Return what CUSTOM_CUDA stands for: the last rung of csrc/fp32 that is float32 throughout.
+
+    A rung is passed over where the GPU is too old for it or where it refuses the head_dim, for
+    want of shared memory say. On a CPU it runs emulated, like every rung. Raises UnsupportedError
+    with the reasons of the last one if none is left, and UnavailableBackendError, rather than
+    going on, for a rung that cannot be built.
+    """
+    return get_backend(_chosen_name(dtype, head_dim, device_type))
+
+
+def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str) -> str:
+    key = dtype, head_dim, device_type
+    if key not in _chosen_names:  # every layer asks
+        _chosen_names[key] = _last_that_serves(*key).name
+    return _chosen_names[key]
+
+
+_chosen_names: dict[tuple[torch.dtype, int, str], str] = {}
+# torch.compile runs it as it is; see BackendSpec._load().
+_chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _last_that_serves(dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+    row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device_type)
+    refused: list[str] = []
+    for spec in map(get_backend, reversed(versions("fp32"))):
+        if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device_type):
+            continue
+        reasons = spec.unsupported_reasons(row, row, row)
+        if not reasons:
+            return spec
+        refused = refused or reasons
+    raise UnsupportedError("CUSTOM_CUDA", refused)
+
+
+@register(
+    name="CUSTOM_CUDA",
+    family="alias",
+    summary="The last float32 version that serves the device and the head_dim.",
+    precisions={"float32": "ieee-fp32"},
+    head_dims=HEAD_DIMS,
+    probe=lambda device_type: get_backend(next(iter(versions("fp32")))).unavailable_reason(
+        device_type
+    ),
+    emulated_on=("cpu",),
+    chooses=choose,
+)
+def load() -> Kernels:
+    """Return a kernel that hands each call on."""
+
+    def chosen(q: Tensor) -> BackendSpec:
+        return choose(q.dtype, q.shape[3], q.device.type)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+        return chosen(q).attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
+
+    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        return chosen(q).unsupported_reasons(q, k, v, is_causal=is_causal)
+
+    return Kernels(attention, explain=explain)

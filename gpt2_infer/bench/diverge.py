@@ -31,7 +31,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from attention_kernels import BackendSpec, get_backend
+from attention_kernels import BackendSpec
 from attention_kernels.conformance import Inputs, poison_freed_memory
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.reference import Verdict, error_budget, naive_attention, truth
@@ -213,7 +213,7 @@ def diverge(
     """
     if model.dtype == torch.float64:
         raise RequestError("a float64 model has no finer reference to be held to")
-    specs = tuple(get_backend(x) if isinstance(x, str) else x for x in (a, b))
+    specs = tuple(model.with_attention(x).attention for x in (a, b))
     for spec in specs:
         check_backend(spec, model.config, model.dtype, model.device.type)
     rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])

@@ -69,10 +69,11 @@ def compare_generation(
     take, texts are compared with none. FREE_ATTENTION is one more contender. out: as for
     compare_kernels(). Raises RequestError or ResultsError.
     """
-    first, specs = selection.with_baseline(baseline, specs)
     cells = sorted(cells, key=lambda cell: cell.dtype)
     models = _Models(load)
     results = _plan(models, cells, prompt, rounds, name=name, task=task)
+    kinds = [(cell.dtype, models.newest.config.head_dim) for cell in cells]
+    first, specs = selection.with_baseline(baseline, specs, kinds, results.device)
     results.baseline, results.backends = first.name, [spec.name for spec in specs]
     specs = [first, *(spec for spec in specs if spec.name != first.name), _free_attention()]
     return _run(results, models, dict.fromkeys(MODES, specs), prompt, out)

@@ -42,7 +42,8 @@ def compare_kernels(
     """
     selection.check_rounds(rounds)
     check_precision()
-    first, specs = selection.with_baseline(baseline, specs)
+    kinds = [(cell.dtype, cell.head_dim) for cell in cells]
+    first, specs = selection.with_baseline(baseline, specs, kinds, device)
     for cell in cells:
         selection.check_memory(f"inputs and output at {cell}", cell.min_bytes, device)
     sources = {spec.name: environment.backend_digest(spec) for spec in specs}

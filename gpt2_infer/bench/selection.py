@@ -98,12 +98,33 @@ def versions_of(family: str) -> dict[str, VersionHeader]:
 
 
 def with_baseline(
-    baseline: str | BackendSpec, specs: Sequence[BackendSpec]
+    baseline: str | BackendSpec,
+    specs: Sequence[BackendSpec],
+    kinds: Sequence[tuple[str, int]],
+    device: str,
 ) -> tuple[BackendSpec, list[BackendSpec]]:
-    """Return the baseline, and the backends with it among them."""
-    first = get_backend(baseline) if isinstance(baseline, str) else baseline
+    """Return the baseline, and the backends with it among them.
+
+    In place of an alias comes what it stands for. kinds: the dtypes and head_dims that are
+    measured. Raises what BackendSpec.chosen() does.
+    """
+    named = get_backend(baseline) if isinstance(baseline, str) else baseline
+    first = next(iter(_chosen([named], kinds, device)), named)
+    specs = _chosen(specs, kinds, device)
     lacks = first.name not in {spec.name for spec in specs}
     return first, [*[first] * lacks, *specs]
+
+
+def _chosen(
+    specs: Sequence[BackendSpec], kinds: Sequence[tuple[str, int]], device: str
+) -> list[BackendSpec]:
+    found = [
+        spec.chosen(getattr(torch, dtype), head_dim, device)
+        for spec in specs
+        for dtype, head_dim in kinds
+        if spec.chooses is None or dtype in spec.precisions
+    ]
+    return list({spec.name: spec for spec in found}.values())
 
 
 def check_rounds(rounds: int) -> None:

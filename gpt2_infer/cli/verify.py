@@ -47,6 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     spec = ladder.resolve(arguments.name)
     device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    if spec.chooses is not None:
+        import torch
+
+        spec = spec.chosen(torch.float32, usual_head_dim(spec), device)
+        arguments.name = spec.name
     dtypes = tuple(arguments.dtypes or ())
     if unknown := [name for name in dtypes if name not in spec.dtypes]:
         raise UnsupportedError(

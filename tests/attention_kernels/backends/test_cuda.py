@@ -20,6 +20,7 @@ from attention_kernels import (
     ladder,
     list_backends,
 )
+from attention_kernels.backends import cuda
 from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
@@ -36,7 +37,7 @@ NEGATIVE = Path(__file__).parents[1] / "negative"
 FOLDER = header.CSRC / "fp32"
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-# One version of every ladder and the first of all. The others are slow: WMMA's third takes g++
+# One version of every ladder and the first of all. The others are slow: WMMA's last takes g++
 # longer than all of these.
 WMMA = "WMMA_FLASH_ATTENTION_2_VERSION_1"
 QUICK = {FP32[0], FP32[-1], STRIDED_HALF[0], WMMA, "ABLATION_STEP_8"}
@@ -206,7 +207,7 @@ def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
 
 
 def check_equal_scores(spec: BackendSpec, device: str) -> None:
-    # WMMA version 3 splits the keys of 448 queries and not those of 600, on 8 multiprocessors.
+    # WMMA's last version splits the keys of 448 queries and not those of 600, on 8 multiprocessors.
     cases = {448: 2904.0, 600: 2904.0, 2048: 200.0}
     if device == "cpu":
         del cases[2048]
@@ -443,6 +444,50 @@ def test_what_is_named_and_runs_there_is_built(monkeypatch):
         ladder.build_all(device, named)
     on_cpu = ["v02", ladder.versions()["FLASH_ATTENTION_1_CPU"].op]
     assert built == [(["v02"], "cuda", "90"), (on_cpu, "emulator", "")]
+
+
+# CUSTOM_CUDA
+
+
+@pytest.fixture
+def alias(monkeypatch) -> BackendSpec:
+    monkeypatch.setattr(cuda, "_chosen_names", {})
+    return usable("CUSTOM_CUDA", "cpu")
+
+
+IEEE = [name for name in FP32 if PRECISIONS[name] == {"ieee-fp32"}]
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("90", 32), ("75", 128)])
+def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    case = Case(33, head_dim)
+    assert run_case(alias, case, "cpu").passed
+    name = alias.chosen(torch.float32, head_dim, "cpu").name
+    later = IEEE[IEEE.index(name) + 1 :]
+    assert len(later) == 0 if arch == "90" else len(later) > 0
+    assert all(get_backend(other).unsupported_reasons(*case.inputs("cpu")) for other in later)
+
+
+def test_the_alias_passes_over_versions_that_the_gpu_is_too_old_for(alias, monkeypatch):
+    monkeypatch.setattr(BackendSpec, "is_too_new", lambda spec, _: spec.name in IEEE[-2:])
+    assert alias.chosen(torch.float32, 64, "cpu").name == IEEE[-3]
+
+
+def test_the_alias_never_falls_back_from_a_version_that_cannot_be_built(alias, monkeypatch):
+    def fail(spec, *_):
+        raise UnavailableBackendError(spec.name, "v99.cu:1: error")
+
+    monkeypatch.setattr(BackendSpec, "unsupported_reasons", fail)
+    with pytest.raises(UnavailableBackendError, match=rf"{IEEE[-1]} .*error"):
+        alias.chosen(torch.float32, 64, "cpu")
+
+
+def test_the_alias_takes_what_its_versions_take(alias):
+    q = torch.zeros(1, 2, 1, 64, dtype=torch.float16)
+    with pytest.raises(UnsupportedError, match=r"CUSTOM_CUDA .*dtype float16"):
+        alias.chosen(q.dtype, 64, "cpu")
+    assert alias.unsupported_reasons(q, q, q) == ["dtype float16 (it takes float32)"]
 
 
 # Negative controls: what the suite and the emulator are for

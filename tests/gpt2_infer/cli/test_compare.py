@@ -20,7 +20,7 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
     add("TEST_WRONG", off_by_one)
     out = tmp_path / "r.json"
     (version,) = VERSION.glob("v01_*.cu")
-    backends = ["test-wrong", "NAIVE_PYTORCH", str(version)]
+    backends = ["test-wrong", "NAIVE_PYTORCH", str(version), "custom-cuda"]
     status = main(
         ["compare", *KERNEL, "--out", str(out), "--name", "mine", "--backends", *backends]
     )
@@ -28,7 +28,11 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
     results = read(out)
     assert results.task == "mine"
     statuses = [series.status for series in results.series]
-    assert sorted(statuses) == ["emulated", "failed", "ok"]
+    assert sorted(statuses) == ["emulated", "emulated", "failed", "ok"]
+    last = results.series[-1]  # by the name of what the alias stands for
+    assert last.name in results.backends
+    assert last.name.startswith("CUSTOM_CUDA_VERSION_")
+    assert last.source_digest != results.series[2].source_digest
     shown = capsys.readouterr().out
     assert "| `NAIVE_PYTORCH` | ieee-fp32" in " ".join(shown.split())
     assert "`TEST_WRONG`: failed: " in shown

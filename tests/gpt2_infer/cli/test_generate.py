@@ -257,7 +257,8 @@ def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
     assert "tokens/s" not in err
     _, plain, _ = run(capsys, *arguments, "NAIVE_PYTORCH")
     assert emulated == plain
-    _, out, _ = run(capsys, *arguments, file, "--json")
+    _, out, _ = run(capsys, *arguments, "custom-cuda", "--json")
     report = json.loads(out)["report"]
+    assert re.fullmatch(r"CUSTOM_CUDA_VERSION_\d+", report["attention"])
     assert report["emulated"] is True
     assert "tokens_per_second" not in report
