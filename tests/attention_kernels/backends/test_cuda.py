@@ -32,7 +32,8 @@ NAMES = [name for name, version in ladder.versions().items() if version.role == 
 FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
 PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends()}
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
-STRIDED_HALF = ["FLASH_ATTENTION_1_TENSOR_CORE", "WMMA_FLASH_ATTENTION_2_VERSION_3"]
+LAST_WMMA = next(spec.name for spec in list_backends()[::-1] if spec.family == "wmma_fa2")
+STRIDED_HALF = ["FLASH_ATTENTION_1_TENSOR_CORE", LAST_WMMA]
 NEGATIVE = Path(__file__).parents[1] / "negative"
 FOLDER = header.CSRC / "fp32"
 

@@ -24,6 +24,7 @@ LADDER = {
     "FLASH_ATTENTION_1_BASELINE": ("float16", f"{SQUARE}, block 64"),
     "FLASH_ATTENTION_1_REGISTER_TILED": ("float16", "kBlockM x kBlockN = 32 x 32, block 64"),
     "FLASH_ATTENTION_1_WARP_REDUCTION": ("float16", f"{SQUARE}, block 64"),
+    "FLASH_ATTENTION_1_TENSOR_CORE_SCORES": ("float16", f"{SQUARE}, block 32"),
     "FLASH_ATTENTION_1_TENSOR_CORE": ("float16", f"{SQUARE}, block 32"),
     "FLASH_ATTENTION_1_FP64": ("float64", f"{SQUARE}, block 64"),
     "FLASH_ATTENTION_1_CPU": ("float32", "kBlockM = 16 queries, whole rows of S"),

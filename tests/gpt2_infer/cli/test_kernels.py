@@ -12,7 +12,7 @@ from gpt2_infer.cli import main
 @pytest.mark.slow
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_one_ladder_is_shown(capsys, tmp_path, clean_registry):
-    for file in ("fp32/v01_naive_flash.cu", "fp32/v02_padded_k.cu", "fa1/v06_cpu.cu"):
+    for file in ("fp32/v01_naive_flash.cu", "fp32/v02_padded_k.cu", "fa1/v07_cpu.cu"):
         shutil.copy(header.CSRC / file, tmp_path)
     register_ladder(tmp_path, family="mine", op_prefix="mine_", name=lambda file: file.stem.upper())
     only = ["--arch", "90", "--head-dim", "64"]

@@ -1,37 +1,26 @@
-// v04 - both products by tensor cores, one warp a block
+// v06 - the baseline in double precision
 //
-// Change: (from v01) a block is one warp, and it computes both products by WMMA, 16 x 16 x 16 at a
-//         time. Q K^T: a col_major fragment of the rows of K is K^T. P V: O is rescaled in shared
-//         memory and loaded as the accumulator, which the second product starts from.
-// Why:    one instruction multiplies two matrices, and reads each operand once. It takes all lanes
-//         of a warp; with one warp in a block its barriers are the warp's own, and cheap.
-// Cost:   P is rounded to half precision. A fragment does not tell which elements a lane has: the
-//         mask waits until S is in shared memory, and O goes there and back in every tile. A
-//         product takes all of a tile's V, and P = 0 hides a masked row only if it is finite: V
-//         must be.
-// Tile:   kBlockM x kBlockN = 16 x 16, block 32
+// Change: (from v01) the types: q, k, v, o and all between are double. The launch bounds ask for
+//         one block on a multiprocessor: shared memory limits how many there are, so the compiler
+//         need not spill registers for more.
+// Why:    to tell a wrong algorithm from rounding: what is left of the error is double's own.
+// Cost:   four times the bytes of half precision, and the 64-bit units of a GPU that may have few.
+// Tile:   kBlockM x kBlockN = 16 x 16, block 64
 // Layout: strided
-// Takes:  float16
+// Takes:  float64
 // Flags:  (none)
-// Expect: several times as fast as v01. What is left is the softmax, and the way of S, P and O
-//         through shared memory.
-
-#include <cuda_fp16.h>
-#include <mma.h>
+// Expect: for verification. head_dim 128 takes 66.4 KB of shared memory, more than sm_75 has.
 
 #include "common.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
-namespace wmma = nvcuda::wmma;
-
-using Element = __half;     // of q, k, v, o and P
-using Accumulator = float;  // of S, the running O and the statistics
+using Element = double;      // of q, k, v and o
+using Accumulator = double;  // of S, P, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
-constexpr int kThreads = 32;
-constexpr int kFragment = 16;  // rows, columns and depth of a product
+constexpr int kThreads = 64;
 
 // Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
 template <int kRows, int kHeadDim>
@@ -54,7 +43,7 @@ inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) 
 }
 
 template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const Element* __restrict__ q, const Element* __restrict__ k,
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
@@ -79,17 +68,10 @@ __global__ void __launch_bounds__(kThreads)
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
-  Element* sP = sV + kBlockN * kHeadDim;
 
   static_assert(kBlockM * kBlockN % kThreads == 0 && kBlockM * kHeadDim % kThreads == 0,
                 "every thread has as many elements");
   static_assert(kBlockM <= kThreads, "a row has a thread");
-  static_assert(kThreads == 32, "a block is a warp");
-  static_assert(kBlockM == kFragment && kBlockN == kFragment, "S is one fragment");
-  wmma::fragment<wmma::accumulator, kFragment, kFragment, kFragment, Accumulator> rS, rO;
-  wmma::fragment<wmma::matrix_a, kFragment, kFragment, kFragment, Element, wmma::row_major> rQ, rP;
-  wmma::fragment<wmma::matrix_b, kFragment, kFragment, kFragment, Element, wmma::col_major> rKt;
-  wmma::fragment<wmma::matrix_b, kFragment, kFragment, kFragment, Element, wmma::row_major> rV;
   const int thread = threadIdx.x;
   load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, seqlen - m_start);
   for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
@@ -109,60 +91,51 @@ __global__ void __launch_bounds__(kThreads)
                                  n_end - n_start);
     load_tile<kBlockN, kHeadDim>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
                                  n_end - n_start);
-    __syncwarp();
+    __syncthreads();
 
-    // S = softmax_scale * Q K^T
-    wmma::fill_fragment(rS, 0.0f);
-    for (int d = 0; d < kHeadDim; d += kFragment) {
-      wmma::load_matrix_sync(rQ, sQ + d, kHeadDim);
-      wmma::load_matrix_sync(rKt, sK + d, kHeadDim);
-      wmma::mma_sync(rS, rQ, rKt, rS);
-    }
-    for (int i = 0; i < rS.num_elements; ++i) {
-      rS.x[i] *= softmax_scale;
-    }
-    wmma::store_matrix_sync(sS, rS, kBlockN, wmma::mem_row_major);
-    __syncwarp();
-
-    // The maximum of each row so far, and alpha
-    if (thread < kBlockM) {
-      const int m = thread;
-      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
-      Accumulator new_max = row_max[m];
-      for (int n = 0; n < kBlockN; ++n) {
-        const Accumulator s = sS[m * kBlockN + n];  // read always: four at once
-        new_max = fmaxf(new_max, n < visible ? s : -INFINITY);
-      }
-      alpha[m] = expf(row_max[m] - new_max);
-      row_max[m] = new_max;
-    }
-    __syncwarp();
-
-    // P = exp(S - row_max), where a query sees the key. Four at once: more take the registers of
-    // other blocks.
-#pragma unroll 4
+    // S = softmax_scale * Q K^T, where a query sees the key
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
       const int m = (i + thread) / kBlockN;
       const int n = (i + thread) % kBlockN;
       const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
-      const Accumulator s = n < visible ? sS[m * kBlockN + n] : -INFINITY;
-      sP[m * kBlockN + n] = Element(expf(s - row_max[m]));
+      Accumulator s = 0;
+      for (int d = 0; d < kHeadDim; ++d) {
+        s += Accumulator(sQ[m * kHeadDim + d]) * Accumulator(sK[n * kHeadDim + d]);
+      }
+      sS[m * kBlockN + n] = n < visible ? softmax_scale * s : -INFINITY;
     }
-    // O = alpha * O
+    __syncthreads();
+
+    // The maximum of each row so far, and alpha
+    if (thread < kBlockM) {
+      const int m = thread;
+      Accumulator new_max = row_max[m];
+      for (int n = 0; n < kBlockN; ++n) {
+        new_max = fmax(new_max, sS[m * kBlockN + n]);
+      }
+      alpha[m] = exp(row_max[m] - new_max);
+      row_max[m] = new_max;
+    }
+    __syncthreads();
+
+    // P = exp(S - row_max), in place of S
+    for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
+      const int m = (i + thread) / kBlockN;
+      const int n = (i + thread) % kBlockN;
+      sS[m * kBlockN + n] = exp(sS[m * kBlockN + n] - row_max[m]);
+    }
+    __syncthreads();
+
+    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
     for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
       const int m = (i + thread) / kHeadDim;
       const int d = (i + thread) % kHeadDim;
-      sO[m * kHeadDim + d] *= alpha[m];
-    }
-    __syncwarp();
-
-    // O += P V
-    wmma::load_matrix_sync(rP, sP, kBlockN);
-    for (int d = 0; d < kHeadDim; d += kFragment) {
-      wmma::load_matrix_sync(rO, sO + d, kHeadDim, wmma::mem_row_major);
-      wmma::load_matrix_sync(rV, sV + d, kHeadDim);
-      wmma::mma_sync(rO, rP, rV, rO);
-      wmma::store_matrix_sync(sO + d, rO, kHeadDim, wmma::mem_row_major);
+      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
+      Accumulator acc = alpha[m] * sO[m * kHeadDim + d];
+      for (int n = 0; n < visible; ++n) {
+        acc += sS[m * kBlockN + n] * Accumulator(sV[n * kHeadDim + d]);
+      }
+      sO[m * kHeadDim + d] = acc;
     }
 
     // row_sum = alpha * row_sum + the sum of P
@@ -170,11 +143,11 @@ __global__ void __launch_bounds__(kThreads)
       const int m = thread;
       Accumulator sum = alpha[m] * row_sum[m];
       for (int n = 0; n < kBlockN; ++n) {
-        sum += Accumulator(sP[m * kBlockN + n]);
+        sum += sS[m * kBlockN + n];
       }
       row_sum[m] = sum;
     }
-    __syncwarp();
+    __syncthreads();
   }
 
   for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
@@ -193,7 +166,7 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const size_t smem_bytes =
       sizeof(Accumulator) * (kBlockM * kHeadDim + kBlockM * kBlockN + 3 * kBlockM) +
-      sizeof(Element) * (kBlockM * kHeadDim + 2 * kBlockN * kHeadDim + kBlockM * kBlockN);
+      sizeof(Element) * (kBlockM * kHeadDim + 2 * kBlockN * kHeadDim);
   return launch_kernel(attention_kernel<kHeadDim>, grid, kThreads, smem_bytes, stream,
                        static_cast<const Element*>(params.q), static_cast<const Element*>(params.k),
                        static_cast<const Element*>(params.v), static_cast<Element*>(params.o),

@@ -1,4 +1,4 @@
-// v06 - standard attention on the CPU, parallel by OpenMP
+// v07 - standard attention on the CPU, parallel by OpenMP
 //
 // Change: the reference of the others. Host code: a task is kBlockM queries of one head, and for
 //         each query it computes a whole row of S, its softmax, and the weighted sum of V.

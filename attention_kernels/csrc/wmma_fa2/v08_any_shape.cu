@@ -1,27 +1,17 @@
-// v03 - fragments that tell their layout, padded tiles, several warps
+// v08 - any head_dim, any strides
 //
-// Change: a warp asks once where its elements lie: it loads matrices whose elements are their own
-//         index. From then on each lane knows the row and the column of its elements, which lanes
-//         and elements share a row, and whether an accumulator lies as matrix_a does. So S, P, O,
-//         the mask and a maximum for each row stay in registers. Q does, too. Rows of K and V are
-//         padded by 16 bytes in shared memory, and the next tile is copied there while the present
-//         one is used. 4 warps share the tiles: each has 16 queries of its own or, where there are
-//         too few blocks for the device, a part of each tile's keys. Tiles are then longer, as
-//         shared memory allows. head_dim 32, 64, 128; strided inputs.
-// Why:    v02 spends most of its time on S and P in shared memory and on loading fragments in
-//         conflict; and one warp has nobody to hide its waiting.
-// Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
-//         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
-//         shared memory. Splitting the keys costs a merge at the end.
-// Tile:   kBlockM x kBlockN = 64 x 64, block 128; for head_dim 128 and split keys see launch()
+// Change: the kernel is a template of head_dim, for 32, 64 and 128, and q, k and v may have any
+//         strides; only that of head_dim is 1.
+// Why:    the two things that the original leaves open. GPT-2 computes q, k and v as one tensor: the
+//         views into it need no copies any more.
+// Cost:   more kernel arguments. A lane holds all of a query's row, of Q and of O: with head_dim 128
+//         the tiles are 32 keys, and registers allow two blocks on a multiprocessor, not three.
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128; 64 x 32 for head_dim 128
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
-// Expect: next to no bank conflicts on loads of fragments. At head_dim 64 a warp issues about 600
-//         instructions per tile, 64 of them for the tensor cores and 32 to load fragments. Latency
-//         is the limit, not issue slots: one head of 2,048 queries leaves 4 warps on a
-//         multiprocessor, which issue in a fifth of the cycles. Before sm_80, without asynchronous
-//         copies, the tiles pass through registers.
+// Expect: the kernel takes a few percent longer, for strides of 64 bits in every copy's address; the
+//         copies that came before it are gone.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, and the product takes 0 * V into the sum.
@@ -36,6 +26,10 @@ namespace attention::ATTENTION_VERSION {
 namespace wmma = nvcuda::wmma;
 
 constexpr int kWarpSize = 32;
+constexpr int kWarps = 4;
+constexpr int kBlockM = 16 * kWarps;
+constexpr int kThreads = kWarpSize * kWarps;
+constexpr int kStages = 2;  // tiles of K and V: one in use, the other on its way
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTile = 16;     // a fragment is kTile x kTile
 constexpr int kElements = 8;  // of an accumulator, per lane
@@ -68,7 +62,7 @@ struct ElementMap {
 constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
 inline __device__ ElementMap ask_fragments(float* s_index) {
   half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
-  for (int i = threadIdx.x; i < kTile * kTile; i += blockDim.x) {
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
     s_index[i] = static_cast<float>(i);
     s_half_index[i] = __float2half(static_cast<float>(i));
   }
@@ -125,17 +119,17 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
 
 // Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
 // there are masked, and queries are not stored.
-template <int kHeadDim, int kRows, int kThreads>
+template <int kHeadDim, int kRows>
 inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
   constexpr int kRowVectors = kHeadDim / kVector;
   constexpr int kStep = kThreads / kRowVectors;
-  static_assert(kThreads % kRowVectors == 0, "a thread stays in its columns");
+  static_assert(kThreads % kRowVectors == 0 && kRows % kStep == 0,
+                "a thread stays in its columns, and all have as many rows");
   const int d = threadIdx.x % kRowVectors * kVector;
   int r = threadIdx.x / kRowVectors;
   const half* g_row = g_tile + min(r, last_row) * g_stride + d;
 #pragma unroll
   for (int start = 0; start < kRows; start += kStep, r += kStep) {
-    if (kRows % kStep != 0 && r >= kRows) break;
     __pipeline_memcpy_async(s_tile + r * (kHeadDim + kPad) + d, g_row, sizeof(half) * kVector);
     if (r + kStep <= last_row) g_row += kStep * g_stride;
   }
@@ -145,47 +139,34 @@ struct __align__(16) Halfs {
   half2 x[kVector / 2];
 };
 
-// kWarpsM x kWarpsN warps: warp_m has 16 queries, warp_n a part of each tile's keys. kStages tiles
-// of K and V: one in use, the others on their way. kBlocks are to fit a multiprocessor, as far as
-// registers go.
-template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+// kBlocks are to fit a multiprocessor, as far as registers go.
+template <int kHeadDim, int kBlockN, int kBlocks>
 struct Shape {
-  static constexpr int kThreads = kWarpSize * kWarpsM * kWarpsN;
-  static constexpr int kBlockM = kTile * kWarpsM;
-  static constexpr int kKeys = kBlockN;
-  static constexpr int kBlocksAtOnce = kBlocks;  // per multiprocessor
   static constexpr int kTilesD = kHeadDim / kTile;
-  static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // of S, per warp
+  static constexpr int kTilesN = kBlockN / kTile;
   static constexpr int kStride = kHeadDim + kPad;
   static constexpr int kStageHalfs = 2 * kBlockN * kStride;
-  static constexpr int kTileHalfsP = kTile * kStrideP;
   static constexpr int kStrideO = kHeadDim + 4;
   static constexpr int kTileBytes = sizeof(half) * kStages * kStageHalfs;
-  static constexpr int kSmemBytes = kTileBytes + sizeof(half) * kWarpsM * kWarpsN * kTileHalfsP;
-  static_assert(kTilesN * kTile * kWarpsN == kBlockN, "a warp has whole fragments of S");
+  static constexpr int kSmemBytes = kTileBytes + sizeof(half) * kBlockM * kStrideP;
   static_assert(kBlockM * kStride <= kStageHalfs, "Q is first where a later tile will be");
   static_assert(kIndexBytes <= kSmemBytes - kTileBytes, "fragments are asked where P will be");
-  static_assert(sizeof(float) * kWarpsN * kBlockM * (kStrideO + 2) <= kTileBytes,
-                "the parts of O and their statistics are last where tiles were");
-
-  static int64_t blocks(const Params& params) {
-    return int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, kBlockM);
-  }
+  static_assert(sizeof(float) * kBlockM * (kStrideO + 1) <= kTileBytes,
+                "O and its row_sum are last where tiles were");
 };
 
-template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
-__global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
+template <int kHeadDim, int kBlockN, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     attention_kernel(const half* __restrict__ q, const half* __restrict__ k,
                      const half* __restrict__ v, half* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  using S = Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>;
-  const int warp_m = threadIdx.x / kWarpSize % kWarpsM;
-  const int warp_n = threadIdx.x / kWarpSize / kWarpsM;
+  using S = Shape<kHeadDim, kBlockN, kBlocks>;
+  const int warp_id = threadIdx.x / kWarpSize;
   // Blocks start in the order of their index: those with the most keys, the last queries', first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
-  const int m_start = m_block * S::kBlockM;
-  const int m_warp = m_start + warp_m * kTile;
+  const int m_start = m_block * kBlockM;
+  const int m_warp = m_start + warp_id * kTile;
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
   const int64_t row_stride = int64_t{num_heads} * kHeadDim;
@@ -193,31 +174,28 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   const half* gQ = q + batch * q_strides.batch + head * q_strides.head + m_start * q_strides.seqlen;
   const half* gK = k + batch * k_strides.batch + head * k_strides.head;
   const half* gV = v + batch * v_strides.batch + head * v_strides.head;
+  half* gO = o + offset + m_start * row_stride;
 
   ATTENTION_DYNAMIC_SHARED(half, smem);
   half* sP = smem + S::kTileBytes / sizeof(half);
 
   // No query of this block sees a key from n_end on.
-  const int n_end = is_causal ? min(m_start + S::kBlockM, seqlen) : seqlen;
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const auto copy_keys = [&](int tile) {
     const int n_start = tile * kBlockN;
     if (n_start >= n_end) return;
     const int last_row = n_end - 1 - n_start;
     half* sK = smem + tile % kStages * S::kStageHalfs;
     half* sV = sK + kBlockN * S::kStride;
-    copy_tile<kHeadDim, kBlockN, S::kThreads>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
-                                              last_row);
-    copy_tile<kHeadDim, kBlockN, S::kThreads>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
-                                              last_row);
+    copy_tile<kHeadDim, kBlockN>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen, last_row);
+    copy_tile<kHeadDim, kBlockN>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen, last_row);
   };
   half* sQ = smem + (kStages - 1) * S::kStageHalfs;
-  copy_tile<kHeadDim, S::kBlockM, S::kThreads>(sQ, gQ, q_strides.seqlen, seqlen - 1 - m_start);
-  for (int tile = 0; tile < kStages - 1; ++tile) {
-    copy_keys(tile);
-    __pipeline_commit();
-  }
+  copy_tile<kHeadDim, kBlockM>(sQ, gQ, q_strides.seqlen, seqlen - 1 - m_start);
+  copy_keys(0);
+  __pipeline_commit();
   const ElementMap map = ask_fragments(reinterpret_cast<float*>(sP));
-  __pipeline_wait_prior(kStages - 2);
+  __pipeline_wait_prior(0);
   __syncthreads();
 
   // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
@@ -227,7 +205,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) {
-    wmma::load_matrix_sync(rQ[d], sQ + warp_m * kTile * S::kStride + d * kTile, S::kStride);
+    wmma::load_matrix_sync(rQ[d], sQ + warp_id * kTile * S::kStride + d * kTile, S::kStride);
     if (softmax_scale < 0.0f) {
       for (int i = 0; i < rQ[d].num_elements; ++i) rQ[d].x[i] = -rQ[d].x[i];
     }
@@ -243,12 +221,12 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   }
 
   for (int tile = 0; tile * kBlockN < n_end; ++tile) {
-    __pipeline_wait_prior(kStages - 2);
+    __pipeline_wait_prior(0);
     __syncthreads();
-    copy_keys(tile + kStages - 1);
+    copy_keys(tile + 1);
     __pipeline_commit();
-    const int n_warp = warp_n * kTile * S::kTilesN;
-    const half* sK = smem + tile % kStages * S::kStageHalfs + n_warp * S::kStride;
+    const int n_start = tile * kBlockN;
+    const half* sK = smem + tile % kStages * S::kStageHalfs;
     const half* sV = sK + kBlockN * S::kStride;
 
     // S = Q K^T
@@ -263,12 +241,11 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     }
 
     // The causal mask is top-left aligned.
-    const int n_first = tile * kBlockN + n_warp;
-    if (n_first + kTile * S::kTilesN > (is_causal ? min(m_warp + 1, seqlen) : seqlen)) {
+    if (n_start + kBlockN > (is_causal ? min(m_warp + 1, seqlen) : seqlen)) {
       for (int i = 0; i < kElements; ++i) {
         const int visible = is_causal ? min(m_warp + map.row(i) + 1, seqlen) : seqlen;
         for (int j = 0; j < S::kTilesN; ++j) {
-          if (n_first + j * kTile + map.column(i) >= visible) rS[j].x[i] = -INFINITY;
+          if (n_start + j * kTile + map.column(i) >= visible) rS[j].x[i] = -INFINITY;
         }
       }
     }
@@ -282,14 +259,12 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = fmaxf(score_scale * new_max[i], row_max[i]);
-      // A row that has seen no key of this warp's has no maximum.
-      const float reference = new_max[i] == -INFINITY ? 0.0f : new_max[i];
-      const float row_scale = exp2f(row_max[i] - reference);
+      const float row_scale = exp2f(row_max[i] - new_max[i]);
       row_max[i] = new_max[i];
       row_sum[i] *= row_scale;
       for (int d = 0; d < S::kTilesD; ++d) rO[d].x[i] *= row_scale;
       for (int j = 0; j < S::kTilesN; ++j) {
-        rS[j].x[i] = exp2f(score_scale * rS[j].x[i] - reference);
+        rS[j].x[i] = exp2f(score_scale * rS[j].x[i] - row_max[i]);
         row_sum[i] += rS[j].x[i];
       }
     }
@@ -303,7 +278,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
         }
       }
     } else {
-      half* sP_warp = sP + threadIdx.x / kWarpSize * S::kTileHalfsP;
+      half* sP_warp = sP + warp_id * kTile * kStrideP;
       for (int j = 0; j < S::kTilesN; ++j) {
         for (int i = 0; i < kElements; ++i) {
           sP_warp[map.row(i) * kStrideP + map.column(i)] = __float2half(rS[j].x[i]);
@@ -324,44 +299,24 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
   __syncthreads();
 
-  // O, with the statistics of its rows: kWarpsN parts of each, one from each warp.
   float* sO = reinterpret_cast<float*>(smem);
-  float* s_max = sO + kWarpsN * S::kBlockM * S::kStrideO;
-  float* s_sum = s_max + kWarpsN * S::kBlockM;
-  const int row_warp = warp_n * S::kBlockM + warp_m * kTile;
+  float* s_sum = sO + kBlockM * S::kStrideO;
   for (int d = 0; d < S::kTilesD; ++d) {
-    wmma::store_matrix_sync(sO + row_warp * S::kStrideO + d * kTile, rO[d], S::kStrideO,
+    wmma::store_matrix_sync(sO + warp_id * kTile * S::kStrideO + d * kTile, rO[d], S::kStrideO,
                             wmma::mem_row_major);
   }
   for (int i = 0; i < kElements; ++i) {
-    if (map.column(i) != 0) continue;
-    s_max[row_warp + map.row(i)] = row_max[i];
-    s_sum[row_warp + map.row(i)] = row_sum[i];
+    if (map.column(i) == 0) s_sum[warp_id * kTile + map.row(i)] = row_sum[i];
   }
   __syncthreads();
-  half* gO = o + offset + m_start * row_stride;
-  for (int i = threadIdx.x; i < S::kBlockM * kHeadDim / kVector; i += S::kThreads) {
+  for (int i = threadIdx.x; i < kBlockM * kHeadDim / kVector; i += kThreads) {
     const int r = i / (kHeadDim / kVector);
     const int d = i % (kHeadDim / kVector) * kVector;
     if (m_start + r >= seqlen) break;
-    float max = s_max[r];  // finite: the first part has seen key 0
-    for (int w = 1; w < kWarpsN; ++w) max = fmaxf(max, s_max[w * S::kBlockM + r]);
-    float sum = 0.0f;
-    float2 pairs[kVector / 2] = {};
-    for (int w = 0; w < kWarpsN; ++w) {
-      const int part_row = w * S::kBlockM + r;
-      const float scale = exp2f(s_max[part_row] - max);
-      sum += scale * s_sum[part_row];
-      for (int j = 0; j < kVector / 2; ++j) {
-        const float2 part =
-            *reinterpret_cast<const float2*>(sO + part_row * S::kStrideO + d + 2 * j);
-        pairs[j].x += scale * part.x;
-        pairs[j].y += scale * part.y;
-      }
-    }
     Halfs out;
     for (int j = 0; j < kVector / 2; ++j) {
-      out.x[j] = __float22half2_rn(make_float2(pairs[j].x / sum, pairs[j].y / sum));
+      const float2 pair = *reinterpret_cast<const float2*>(sO + r * S::kStrideO + d + 2 * j);
+      out.x[j] = __float22half2_rn(make_float2(pair.x / s_sum[r], pair.y / s_sum[r]));
     }
     *reinterpret_cast<Halfs*>(gO + r * row_stride + d) = out;
   }
@@ -369,62 +324,26 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
 
 int64_t scratch_floats(const Params&) { return 0; }
 
-template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
-cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks> shape,
-                         const Params& params, cudaStream_t stream) {
-  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, shape.kBlockM));
-  return launch_kernel(attention_kernel<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>,
-                       grid, shape.kThreads, shape.kSmemBytes, stream,
-                       static_cast<const half*>(params.q), static_cast<const half*>(params.k),
-                       static_cast<const half*>(params.v), static_cast<half*>(params.o),
-                       params.q_strides, params.k_strides, params.v_strides, params.seqlen,
-                       params.num_heads, params.softmax_scale, params.is_causal);
+template <int kHeadDim, int kBlockN, int kBlocks>
+cudaError_t launch_shape(const Params& params, cudaStream_t stream) {
+  using S = Shape<kHeadDim, kBlockN, kBlocks>;
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  return launch_kernel(attention_kernel<kHeadDim, kBlockN, kBlocks>, grid, kThreads, S::kSmemBytes,
+                       stream, static_cast<const half*>(params.q),
+                       static_cast<const half*>(params.k), static_cast<const half*>(params.v),
+                       static_cast<half*>(params.o), params.q_strides, params.k_strides,
+                       params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                       params.is_causal);
 }
 
-// The first of the shapes whose blocks run all at once, as far as registers go, whose tile is no
-// longer than the sequence and of which a block has room in shared memory, or else the last.
-template <typename Shape, typename... Others>
-cudaError_t launch_first(const Params& params, int multiprocessors, int smem_limit,
-                         cudaStream_t stream) {
-  if constexpr (sizeof...(Others) > 0) {
-    if (Shape::blocks(params) > int64_t{multiprocessors} * Shape::kBlocksAtOnce ||
-        Shape::kKeys > params.seqlen || Shape::kSmemBytes > smem_limit) {
-      return launch_first<Others...>(params, multiprocessors, smem_limit, stream);
-    }
-  }
-  return launch_shape(Shape{}, params, stream);
-}
-
-// Full blocks where they fill the device, split keys where they do not.
-template <typename Full, typename... Split>
-cudaError_t launch_one(const Params& params, cudaStream_t stream) {
-  int device, multiprocessors, smem_limit;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
-  return Full::blocks(params) < multiprocessors
-             ? launch_first<Split...>(params, multiprocessors, smem_limit, stream)
-             : launch_shape(Full{}, params, stream);
-}
-
-// All that there is to tune. The last of each list does with 64 KB of shared memory.
 cudaError_t launch(const Params& params, cudaStream_t stream) {
-  switch (params.head_dim) {  // head_dim, warps along M, along N, kBlockN, stages, blocks
+  switch (params.head_dim) {
     case 32:
-      return launch_one<Shape<32, 4, 1, 64, 2, 4>,  // and these split the keys:
-                        Shape<32, 1, 4, 256, 3, 1>, Shape<32, 1, 4, 128, 2, 3>,
-                        Shape<32, 1, 4, 64, 2, 4>>(params, stream);
+      return launch_shape<32, 64, 4>(params, stream);
     case 64:
-      return launch_one<Shape<64, 4, 1, 64, 2, 3>,  //
-                        Shape<64, 1, 4, 256, 3, 1>, Shape<64, 1, 4, 128, 2, 2>,
-                        Shape<64, 1, 4, 64, 2, 3>>(params, stream);
+      return launch_shape<64, 64, 3>(params, stream);
     case 128:
-      return launch_one<Shape<128, 4, 1, 32, 2, 2>,  //
-                        Shape<128, 1, 4, 128, 3, 1>, Shape<128, 1, 4, 64, 3, 2>,
-                        Shape<128, 2, 2, 32, 2, 2>>(params, stream);
+      return launch_shape<128, 32, 2>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

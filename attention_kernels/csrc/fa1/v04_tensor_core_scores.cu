@@ -1,0 +1,209 @@
+// v04 - Q K^T by tensor cores, one warp a block
+//
+// Change: (from v01) a block is one warp, and it computes Q K^T by WMMA, 16 x 16 x 16 at a time: a
+//         col_major fragment of the rows of K is K^T. The rest is v01's, by 32 threads.
+// Why:    one instruction multiplies two matrices, and reads each operand once. It takes all lanes
+//         of a warp; with one warp in a block its barriers are the warp's own, and cheap.
+// Cost:   a fragment does not tell which elements a lane has: the mask waits until S is in shared
+//         memory. Half as many threads share the other product.
+// Tile:   kBlockM x kBlockN = 16 x 16, block 32
+// Layout: strided
+// Takes:  float16
+// Flags:  (none)
+// Expect: three quarters of v01's wavefronts of shared loads fall away, and with the 8-way conflict
+//         on the rows of K most bank conflicts. P V, element by element, is the limit.
+
+#include <cuda_fp16.h>
+#include <mma.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+namespace wmma = nvcuda::wmma;
+
+using Element = __half;     // of q, k, v and o
+using Accumulator = float;  // of S, P, the running O and the statistics
+
+constexpr int kBlockM = 16;
+constexpr int kBlockN = 16;
+constexpr int kThreads = 32;
+constexpr int kFragment = 16;  // rows, columns and depth of a product
+
+// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+template <int kRows, int kHeadDim>
+inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
+                                 int valid_rows) {
+  constexpr int kVector = sizeof(uint4) / sizeof(Element);
+  static_assert(kRows * kHeadDim % (kVector * kThreads) == 0, "every thread loads as much");
+  for (int i = 0; i < kRows * kHeadDim; i += kVector * kThreads) {
+    const int r = (i + kVector * threadIdx.x) / kHeadDim;
+    const int d = (i + kVector * threadIdx.x) % kHeadDim;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (r < valid_rows) x = *reinterpret_cast<const uint4*>(g_tile + r * g_stride + d);
+    *reinterpret_cast<uint4*>(s_tile + r * kHeadDim + d) = x;
+  }
+}
+
+// How many keys of the tile at n_start the query `row` sees.
+inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
+  return min(min(row + reach, seqlen) - n_start, kBlockN);
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const Element* __restrict__ q, const Element* __restrict__ k,
+                     const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
+                     Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
+                     int num_heads, Accumulator softmax_scale, bool is_causal) {
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * kBlockM;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const Element* gQ =
+      q + batch * q_strides.batch + head * q_strides.head + m_start * q_strides.seqlen;
+  const Element* gK = k + batch * k_strides.batch + head * k_strides.head;
+  const Element* gV = v + batch * v_strides.batch + head * v_strides.head;
+  Element* gO = o + batch * o_strides.batch + head * o_strides.head + m_start * o_strides.seqlen;
+
+  ATTENTION_DYNAMIC_SHARED(Accumulator, smem);
+  Accumulator* sO = smem;
+  Accumulator* sS = sO + kBlockM * kHeadDim;
+  Accumulator* row_max = sS + kBlockM * kBlockN;
+  Accumulator* row_sum = row_max + kBlockM;
+  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
+  Element* sK = sQ + kBlockM * kHeadDim;
+  Element* sV = sK + kBlockN * kHeadDim;
+
+  static_assert(kBlockM * kBlockN % kThreads == 0 && kBlockM * kHeadDim % kThreads == 0,
+                "every thread has as many elements");
+  static_assert(kBlockM <= kThreads, "a row has a thread");
+  static_assert(kThreads == 32, "a block is a warp");
+  static_assert(kBlockM == kFragment && kBlockN == kFragment, "S is one fragment");
+  wmma::fragment<wmma::accumulator, kFragment, kFragment, kFragment, Accumulator> rS;
+  wmma::fragment<wmma::matrix_a, kFragment, kFragment, kFragment, Element, wmma::row_major> rQ;
+  wmma::fragment<wmma::matrix_b, kFragment, kFragment, kFragment, Element, wmma::col_major> rKt;
+  const int thread = threadIdx.x;
+  load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, seqlen - m_start);
+  for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
+    sO[i + thread] = 0;
+  }
+  if (thread < kBlockM) {
+    row_max[thread] = -INFINITY;
+    row_sum[thread] = 0;
+  }
+
+  // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
+  // block sees a key from n_end on.
+  const int reach = is_causal ? 1 : seqlen;
+  const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
+  for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
+    load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                 n_end - n_start);
+    load_tile<kBlockN, kHeadDim>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                 n_end - n_start);
+    __syncwarp();
+
+    // S = softmax_scale * Q K^T
+    wmma::fill_fragment(rS, 0.0f);
+    for (int d = 0; d < kHeadDim; d += kFragment) {
+      wmma::load_matrix_sync(rQ, sQ + d, kHeadDim);
+      wmma::load_matrix_sync(rKt, sK + d, kHeadDim);
+      wmma::mma_sync(rS, rQ, rKt, rS);
+    }
+    for (int i = 0; i < rS.num_elements; ++i) {
+      rS.x[i] *= softmax_scale;
+    }
+    wmma::store_matrix_sync(sS, rS, kBlockN, wmma::mem_row_major);
+    __syncwarp();
+
+    // The maximum of each row so far, and alpha
+    if (thread < kBlockM) {
+      const int m = thread;
+      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
+      Accumulator new_max = row_max[m];
+      for (int n = 0; n < kBlockN; ++n) {
+        const Accumulator s = sS[m * kBlockN + n];  // read always: four at once
+        new_max = fmaxf(new_max, n < visible ? s : -INFINITY);
+      }
+      alpha[m] = expf(row_max[m] - new_max);
+      row_max[m] = new_max;
+    }
+    __syncwarp();
+
+    // P = exp(S - row_max) in place of S, where a query sees the key. Four at once: more take the
+    // registers of other blocks.
+#pragma unroll 4
+    for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
+      const int m = (i + thread) / kBlockN;
+      const int n = (i + thread) % kBlockN;
+      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
+      const Accumulator s = n < visible ? sS[m * kBlockN + n] : -INFINITY;
+      sS[m * kBlockN + n] = expf(s - row_max[m]);
+    }
+    __syncwarp();
+
+    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
+      const int m = (i + thread) / kHeadDim;
+      const int d = (i + thread) % kHeadDim;
+      const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
+      Accumulator acc = alpha[m] * sO[m * kHeadDim + d];
+      for (int n = 0; n < visible; ++n) {
+        acc += sS[m * kBlockN + n] * Accumulator(sV[n * kHeadDim + d]);
+      }
+      sO[m * kHeadDim + d] = acc;
+    }
+
+    // row_sum = alpha * row_sum + the sum of P
+    if (thread < kBlockM) {
+      const int m = thread;
+      Accumulator sum = alpha[m] * row_sum[m];
+      for (int n = 0; n < kBlockN; ++n) {
+        sum += sS[m * kBlockN + n];
+      }
+      row_sum[m] = sum;
+    }
+    __syncwarp();
+  }
+
+  for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
+    const int m = (i + thread) / kHeadDim;
+    const int d = (i + thread) % kHeadDim;
+    if (m_start + m < seqlen) {
+      gO[m * o_strides.seqlen + d] = Element(sO[m * kHeadDim + d] / row_sum[m]);
+    }
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+template <int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  const size_t smem_bytes =
+      sizeof(Accumulator) * (kBlockM * kHeadDim + kBlockM * kBlockN + 3 * kBlockM) +
+      sizeof(Element) * (kBlockM * kHeadDim + 2 * kBlockN * kHeadDim);
+  return launch_kernel(attention_kernel<kHeadDim>, grid, kThreads, smem_bytes, stream,
+                       static_cast<const Element*>(params.q), static_cast<const Element*>(params.k),
+                       static_cast<const Element*>(params.v), static_cast<Element*>(params.o),
+                       params.q_strides, params.k_strides, params.v_strides, params.o_strides,
+                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 32:
+      return launch_head_dim<32>(params, stream);
+    case 64:
+      return launch_head_dim<64>(params, stream);
+    case 128:
+      return launch_head_dim<128>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION

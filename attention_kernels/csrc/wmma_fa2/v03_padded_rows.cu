@@ -1,0 +1,238 @@
+// v03 - padded rows in shared memory
+//
+// Change: each row of Q, K, V, S, P and O in shared memory is 16 bytes longer.
+// Why:    a fragment is loaded from 8 rows at once, at the same column. The rows of K and V are 128
+//         bytes, so all 8 are in the same 4 of the 32 banks; with 144 bytes each is in 4 others.
+// Cost:   2 KB more of shared memory. A lane's part of S or P does not begin at its index times a
+//         constant any more.
+// Tile:   kBlockM x kBlockN = 16 x 32, block 32
+// Layout: contiguous
+// Takes:  float16, head_dim 64
+// Flags:  (none)
+// Expect: next to no bank conflicts. One warp still waits for each step in turn, for S and P on
+//         their way through shared memory above all.
+
+// A common maximum lets rows change each other, and with a causal mask the future the past. Here
+// they change no bit: the reference is a power of two and P is normal as half, so that another
+// reference only moves exponents. V must be finite; see v01.
+
+#include <mma.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int kHeadDim = 64;
+constexpr int kBlockM = 16;
+constexpr int kBlockN = 32;
+constexpr int kThreads = 32;
+constexpr int kTile = 16;                              // a fragment is kTile x kTile
+constexpr int kLaneN = kBlockM * kBlockN / kThreads;   // columns of S per lane, half a row
+constexpr int kLaneD = kBlockM * kHeadDim / kThreads;  // columns of O per lane, half a row
+constexpr int kStride = kHeadDim + 8;                  // of rows of halfs: 16 bytes of padding
+constexpr int kStrideP = kBlockN + 8;
+constexpr int kStrideS = kBlockN + 4;  // of rows of floats
+constexpr int kStrideO = kHeadDim + 4;
+
+// In what follows scores are in units of log(2), and P = exp2(score - reference).
+//
+// How far below the common maximum a row's own may be. Without the guard, rows whose scores differ
+// by hundreds have no P at all, and 0 / 0 for a result.
+constexpr bool kGuarded = true;
+constexpr int kMaxSpread = 6;
+// P is up to 2^15, the largest power of two in half; down to 2^-14 it has all of half's bits. So
+// what is 2^22 times less than the largest P of its row counts as 0: the reference is up to 1 above
+// the common maximum, and that up to kMaxSpread above the row's.
+constexpr int kMaxExponent = 15;
+constexpr int kCutoff = kMaxExponent + 14 - 1 - kMaxSpread;
+
+template <typename Use, typename... Layout>
+using Fragment = wmma::fragment<Use, kTile, kTile, kTile, Layout...>;
+using FragmentQ = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentK = Fragment<wmma::matrix_b, half, wmma::col_major>;  // K's rows are K^T's columns
+using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
+using FragmentO = Fragment<wmma::accumulator, float>;
+
+// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
+                                 int valid_rows) {
+  constexpr int kVector = 8;  // halfs in 16 bytes
+  for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
+    const int r = kVector * i / kHeadDim;
+    const int d = kVector * i % kHeadDim;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (r < valid_rows) x = *reinterpret_cast<const uint4*>(g_tile + r * g_stride + d);
+    *reinterpret_cast<uint4*>(s_tile + r * kStride + d) = x;
+  }
+}
+
+// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
+  return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
+}
+
+// 2^n, or 0 below the normal numbers; n is whole.
+inline __device__ float power_of_two(float n) {
+  return __int_as_float((__float2int_rz(fmaxf(n, -127.0f)) + 127) << 23);
+}
+
+inline __device__ float warp_max(float x) {
+  for (int lane_mask = kThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, lane_mask));
+  }
+  return x;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const half* __restrict__ q, const half* __restrict__ k,
+                     const half* __restrict__ v, half* __restrict__ o, float* __restrict__ scratch,
+                     int seqlen, int num_heads, float softmax_scale, bool is_causal) {
+  const int lane_id = threadIdx.x;
+  const int m_start = blockIdx.y * kBlockM;
+  const int row = m_start + lane_id / 2;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int row_stride = num_heads * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const half* gQ = q + offset + int64_t{m_start} * row_stride;
+  half* gO = o + offset + int64_t{m_start} * row_stride;
+  // O in float, as fragments are stored.
+  float* gO_float = scratch + (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * (kBlockM * kHeadDim);
+
+  __shared__ __align__(32) half sQ[kBlockM * kStride];
+  __shared__ __align__(32) half sK[kBlockN * kStride];
+  __shared__ __align__(32) half sV[kBlockN * kStride];
+  __shared__ __align__(32) float sS[kBlockM * kStrideS];
+  __shared__ __align__(32) half sP[kBlockM * kStrideP];
+  __shared__ __align__(32) float sO[kBlockM * kStrideO];
+  __shared__ float s_row_sum[kBlockM];
+
+  load_tile(sQ, gQ, row_stride, kBlockM, seqlen - m_start);
+  __syncwarp();
+  FragmentQ rQ[kHeadDim / kTile];
+  for (int d = 0; d < kHeadDim / kTile; ++d) {
+    wmma::load_matrix_sync(rQ[d], sQ + d * kTile, kStride);
+  }
+  FragmentO rO[kHeadDim / kTile];
+  for (int d = 0; d < kHeadDim / kTile; ++d) {
+    wmma::fill_fragment(rO[d], 0.0f);
+  }
+  const float score_scale = softmax_scale * 1.4426950408889634f;  // log2(e)
+  float row_max = -INFINITY;
+  float reference = -INFINITY;
+  float row_sum = 0.0f;
+  bool per_row = false;
+
+  // No query of this block sees a key from n_end on.
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
+    const int64_t start = offset + int64_t{n_start} * row_stride;
+    load_tile(sK, k + start, row_stride, kBlockN, n_end - n_start);
+    load_tile(sV, v + start, row_stride, kBlockN, n_end - n_start);
+    __syncwarp();
+
+    // S = Q K^T
+    for (int n = 0; n < kBlockN; n += kTile) {
+      FragmentO rS;
+      wmma::fill_fragment(rS, 0.0f);
+      for (int d = 0; d < kHeadDim / kTile; ++d) {
+        FragmentK rK;
+        wmma::load_matrix_sync(rK, sK + n * kStride + d * kTile, kStride);
+        wmma::mma_sync(rS, rQ[d], rK, rS);
+      }
+      wmma::store_matrix_sync(sS + n, rS, kStrideS, wmma::mem_row_major);
+    }
+    __syncwarp();
+
+    // P, and the statistics of the keys seen so far
+    const int n_lane = lane_id % 2 * kLaneN;
+    const int visible = visible_keys(row, n_start, seqlen, is_causal);
+    float rS[kLaneN];
+    float tile_max = -INFINITY;
+    for (int i = 0; i < kLaneN; ++i) {
+      const float s = sS[lane_id / 2 * kStrideS + n_lane + i];
+      rS[i] = n_lane + i < visible ? score_scale * s : -INFINITY;
+      tile_max = fmaxf(tile_max, rS[i]);
+    }
+    row_max = fmaxf(row_max, fmaxf(tile_max, __shfl_xor_sync(0xffffffff, tile_max, 1)));
+    const float common_max = warp_max(row_max);
+    if (kGuarded && !per_row) {
+      per_row = __any_sync(0xffffffff, row_max < common_max - kMaxSpread);
+    }
+    const float new_reference = ceilf(per_row ? row_max : common_max) - kMaxExponent;
+    const float row_scale = power_of_two(reference - new_reference);
+    reference = new_reference;
+    // Rounding is relative to the row's own maximum, and exact from there to the reference.
+    const float own_reference = ceilf(row_max);
+    const float own_scale = power_of_two(own_reference - reference);
+    float tile_sum = 0.0f;
+    for (int i = 0; i < kLaneN; ++i) {
+      const float p = rS[i] < row_max - kCutoff ? 0.0f : own_scale * exp2f(rS[i] - own_reference);
+      sP[lane_id / 2 * kStrideP + n_lane + i] = __float2half(p);
+      tile_sum += p;
+    }
+    row_sum = row_scale * row_sum + tile_sum + __shfl_xor_sync(0xffffffff, tile_sum, 1);
+    if (per_row) {
+      for (int d = 0; d < kHeadDim / kTile; ++d) {
+        wmma::store_matrix_sync(sO + d * kTile, rO[d], kStrideO, wmma::mem_row_major);
+      }
+      __syncwarp();
+      for (int i = 0; i < kLaneD; ++i) {
+        sO[lane_id / 2 * kStrideO + lane_id % 2 * kLaneD + i] *= row_scale;
+      }
+      __syncwarp();
+      for (int d = 0; d < kHeadDim / kTile; ++d) {
+        wmma::load_matrix_sync(rO[d], sO + d * kTile, kStrideO, wmma::mem_row_major);
+      }
+    } else {
+      for (int d = 0; d < kHeadDim / kTile; ++d) {
+        for (int i = 0; i < rO[d].num_elements; ++i) rO[d].x[i] *= row_scale;
+      }
+    }
+    __syncwarp();
+
+    // O += P V
+    for (int n = 0; n < kBlockN; n += kTile) {
+      FragmentP rP;
+      wmma::load_matrix_sync(rP, sP + n, kStrideP);
+      for (int d = 0; d < kHeadDim / kTile; ++d) {
+        FragmentV rV;
+        wmma::load_matrix_sync(rV, sV + n * kStride + d * kTile, kStride);
+        wmma::mma_sync(rO[d], rP, rV, rO[d]);
+      }
+    }
+    __syncwarp();
+  }
+
+  for (int d = 0; d < kHeadDim / kTile; ++d) {
+    wmma::store_matrix_sync(gO_float + d * kTile, rO[d], kHeadDim, wmma::mem_row_major);
+  }
+  if (lane_id % 2 == 0) s_row_sum[lane_id / 2] = row_sum;
+  __syncwarp();
+  for (int i = lane_id; i < kBlockM * kHeadDim; i += kThreads) {
+    gO_float[i] /= s_row_sum[i / kHeadDim];
+    if (m_start + i / kHeadDim < seqlen) {
+      gO[i / kHeadDim * row_stride + i % kHeadDim] = __float2half(gO_float[i]);
+    }
+  }
+}
+
+int64_t scratch_floats(const Params& params) {
+  return int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, kBlockM) *
+         (kBlockM * kHeadDim);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  return launch_kernel(attention_kernel, grid, kThreads, 0, stream,
+                       static_cast<const half*>(params.q), static_cast<const half*>(params.k),
+                       static_cast<const half*>(params.v), static_cast<half*>(params.o),
+                       params.scratch, params.seqlen, params.num_heads, params.softmax_scale,
+                       params.is_causal);
+}
+
+}  // namespace attention::ATTENTION_VERSION

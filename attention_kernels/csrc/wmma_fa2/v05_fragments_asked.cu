@@ -1,0 +1,303 @@
+// v05 - fragments that tell their layout
+//
+// Change: a warp asks once where its elements lie: it loads matrices whose elements are their own
+//         index. From then on each lane knows the row and the column of its elements, which lanes
+//         and elements share a row, and whether an accumulator lies as matrix_a does. So S, P, the
+//         mask and a maximum for each row stay in registers. O leaves them once, at the end, to be
+//         stored 16 bytes at a time.
+// Why:    S and P go through shared memory in every tile; and one maximum for 16 rows needs a
+//         guard, and scores in powers of two.
+// Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
+//         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
+//         shared memory.
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128
+// Layout: contiguous
+// Takes:  float16, head_dim 64
+// Flags:  (none)
+// Expect: fewer instructions, but the maxima's shuffles are a longer chain: no faster where each warp
+//         has a scheduler to itself, faster where several share it.
+
+// V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
+// P is 0, and the product takes 0 * V into the sum.
+
+#include <mma.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int kHeadDim = 64;
+constexpr int kWarpSize = 32;
+constexpr int kWarps = 4;
+constexpr int kBlockM = 16 * kWarps;
+constexpr int kBlockN = 64;
+constexpr int kThreads = kWarpSize * kWarps;
+constexpr unsigned kAllLanes = 0xffffffff;
+constexpr int kTile = 16;     // a fragment is kTile x kTile
+constexpr int kElements = 8;  // of an accumulator, per lane
+constexpr int kVector = 8;    // halfs in 16 bytes
+constexpr int kTilesD = kHeadDim / kTile;
+constexpr int kTilesN = kBlockN / kTile;
+constexpr int kStride = kHeadDim + 8;  // of rows of halfs: 16 bytes of padding
+constexpr int kStrideP = kTile + 8;
+constexpr int kStrideO = kHeadDim + 4;  // of rows of floats
+
+template <typename Use, typename... Layout>
+using Fragment = wmma::fragment<Use, kTile, kTile, kTile, Layout...>;
+using FragmentQ = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentK = Fragment<wmma::matrix_b, half, wmma::col_major>;  // K's rows are K^T's columns
+using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
+using FragmentO = Fragment<wmma::accumulator, float>;
+static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
+
+// Where the elements of an accumulator lie.
+struct ElementMap {
+  unsigned rows;      // 4 bits for each element of this lane
+  unsigned columns;   // likewise
+  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
+  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+
+  __device__ int row(int i) const { return rows >> (4 * i) & 15; }
+  __device__ int column(int i) const { return columns >> (4 * i) & 15; }
+};
+
+// Called by all threads of a block, with shared memory for kIndexBytes.
+constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
+inline __device__ ElementMap ask_fragments(float* s_index) {
+  half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    s_index[i] = static_cast<float>(i);
+    s_half_index[i] = __float2half(static_cast<float>(i));
+  }
+  __syncthreads();
+  FragmentO index;
+  FragmentP half_index;
+  wmma::load_matrix_sync(index, s_index, kTile, wmma::mem_row_major);
+  wmma::load_matrix_sync(half_index, s_half_index, kTile);
+
+  ElementMap map{};
+  for (int i = 0; i < kElements; ++i) {
+    map.rows |= static_cast<unsigned>(index.x[i]) / kTile << (4 * i);
+    map.columns |= static_cast<unsigned>(index.x[i]) % kTile << (4 * i);
+  }
+  bool is_like_p = true;
+  for (int i = 0; i < 2 * kElements; ++i) {
+    is_like_p = is_like_p && __half2float(half_index.x[i]) == index.x[i % kElements];
+  }
+  map.is_like_p = __all_sync(kAllLanes, is_like_p);
+  for (int b = 0; b < 3; ++b) {
+    const unsigned first_of_pair = b == 0 ? 0x0f0f0f0f : b == 1 ? 0x00ff00ff : 0x0000ffff;
+    const bool same = ((map.rows >> (4 << b) ^ map.rows) & first_of_pair) == 0;
+    map.elements |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  for (int b = 0; b < 5; ++b) {
+    const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
+    map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  // 2^4 elements are a row. Every layout known is of this kind.
+  if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
+  return map;
+}
+
+// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+template <typename Op>
+inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
+#pragma unroll
+  for (int b = 0; b < 3; ++b) {
+    if ((map.elements >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if ((i >> b & 1) == 0) x[i] = x[i ^ 1 << b] = op(x[i], x[i ^ 1 << b]);
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < 5; ++b) {
+    if ((map.lanes >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      x[i] = op(x[i], __shfl_xor_sync(kAllLanes, x[i], 1 << b));
+    }
+  }
+}
+
+// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
+                                 int valid_rows) {
+  for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
+    const int r = kVector * i / kHeadDim;
+    const int d = kVector * i % kHeadDim;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (r < valid_rows) x = *reinterpret_cast<const uint4*>(g_tile + r * g_stride + d);
+    *reinterpret_cast<uint4*>(s_tile + r * kStride + d) = x;
+  }
+}
+
+struct __align__(16) Halfs {
+  half2 x[kVector / 2];
+};
+
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const half* __restrict__ q, const half* __restrict__ k,
+                     const half* __restrict__ v, half* __restrict__ o, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  const int warp_id = threadIdx.x / kWarpSize;
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * kBlockM;
+  const int m_warp = m_start + warp_id * kTile;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int row_stride = num_heads * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const half* gQ = q + offset + int64_t{m_start} * row_stride;
+  half* gO = o + offset + int64_t{m_start} * row_stride;
+
+  __shared__ __align__(32) half sQ[kBlockM * kStride];
+  __shared__ __align__(32) half sK[kBlockN * kStride];
+  __shared__ __align__(32) half sV[kBlockN * kStride];
+  __shared__ __align__(32) half sP[kBlockM * kStrideP];
+  __shared__ __align__(32) float sO[kBlockM * kStrideO];
+  __shared__ float s_sum[kBlockM];
+
+  static_assert(kIndexBytes <= sizeof(sO), "fragments are asked where O will be");
+  const ElementMap map = ask_fragments(sO);
+  load_tile(sQ, gQ, row_stride, kBlockM, seqlen - m_start);
+  __syncthreads();
+
+  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
+  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
+  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
+  // self is not.
+  const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
+  FragmentQ rQ[kTilesD];
+  for (int d = 0; d < kTilesD; ++d) {
+    wmma::load_matrix_sync(rQ[d], sQ + warp_id * kTile * kStride + d * kTile, kStride);
+    if (softmax_scale < 0.0f) {
+      for (int i = 0; i < rQ[d].num_elements; ++i) rQ[d].x[i] = -rQ[d].x[i];
+    }
+  }
+  FragmentO rO[kTilesD];
+  for (int d = 0; d < kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
+  // Of the row of each element.
+  float row_max[kElements];
+  float row_sum[kElements];  // this lane's and this element's share of it
+  for (int i = 0; i < kElements; ++i) {
+    row_max[i] = -INFINITY;
+    row_sum[i] = 0.0f;
+  }
+
+  // No query of this block sees a key from n_end on.
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
+    const int64_t start = offset + int64_t{n_start} * row_stride;
+    load_tile(sK, k + start, row_stride, kBlockN, n_end - n_start);
+    load_tile(sV, v + start, row_stride, kBlockN, n_end - n_start);
+    __syncthreads();
+
+    // S = Q K^T
+    FragmentO rS[kTilesN];
+    for (int j = 0; j < kTilesN; ++j) wmma::fill_fragment(rS[j], 0.0f);
+    for (int d = 0; d < kTilesD; ++d) {
+      for (int j = 0; j < kTilesN; ++j) {
+        FragmentK rK;
+        wmma::load_matrix_sync(rK, sK + j * kTile * kStride + d * kTile, kStride);
+        wmma::mma_sync(rS[j], rQ[d], rK, rS[j]);
+      }
+    }
+
+    // The causal mask is top-left aligned.
+    if (n_start + kBlockN > (is_causal ? min(m_warp + 1, seqlen) : seqlen)) {
+      for (int i = 0; i < kElements; ++i) {
+        const int visible = is_causal ? min(m_warp + map.row(i) + 1, seqlen) : seqlen;
+        for (int j = 0; j < kTilesN; ++j) {
+          if (n_start + j * kTile + map.column(i) >= visible) rS[j].x[i] = -INFINITY;
+        }
+      }
+    }
+
+    // P, and the statistics of the keys seen so far
+    float new_max[kElements];
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = rS[0].x[i];
+      for (int j = 1; j < kTilesN; ++j) new_max[i] = fmaxf(new_max[i], rS[j].x[i]);
+    }
+    reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = fmaxf(score_scale * new_max[i], row_max[i]);
+      const float row_scale = exp2f(row_max[i] - new_max[i]);
+      row_max[i] = new_max[i];
+      row_sum[i] *= row_scale;
+      for (int d = 0; d < kTilesD; ++d) rO[d].x[i] *= row_scale;
+      for (int j = 0; j < kTilesN; ++j) {
+        rS[j].x[i] = exp2f(score_scale * rS[j].x[i] - row_max[i]);
+        row_sum[i] += rS[j].x[i];
+      }
+    }
+
+    // O += P V
+    FragmentP rP[kTilesN];
+    if (map.is_like_p) {
+      for (int j = 0; j < kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          rP[j].x[i] = rP[j].x[i + kElements] = __float2half(rS[j].x[i]);
+        }
+      }
+    } else {
+      half* sP_warp = sP + warp_id * kTile * kStrideP;
+      for (int j = 0; j < kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          sP_warp[map.row(i) * kStrideP + map.column(i)] = __float2half(rS[j].x[i]);
+        }
+        __syncwarp();
+        wmma::load_matrix_sync(rP[j], sP_warp, kStrideP);
+        __syncwarp();
+      }
+    }
+    for (int j = 0; j < kTilesN; ++j) {
+      for (int d = 0; d < kTilesD; ++d) {
+        FragmentV rV;
+        wmma::load_matrix_sync(rV, sV + j * kTile * kStride + d * kTile, kStride);
+        wmma::mma_sync(rO[d], rP[j], rV, rO[d]);
+      }
+    }
+    __syncthreads();
+  }
+  reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
+
+  for (int d = 0; d < kTilesD; ++d) {
+    wmma::store_matrix_sync(sO + warp_id * kTile * kStrideO + d * kTile, rO[d], kStrideO,
+                            wmma::mem_row_major);
+  }
+  for (int i = 0; i < kElements; ++i) {
+    if (map.column(i) == 0) s_sum[warp_id * kTile + map.row(i)] = row_sum[i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBlockM * kHeadDim / kVector; i += kThreads) {
+    const int r = i / (kHeadDim / kVector);
+    const int d = i % (kHeadDim / kVector) * kVector;
+    if (m_start + r >= seqlen) break;
+    Halfs out;
+    for (int j = 0; j < kVector / 2; ++j) {
+      const float2 pair = *reinterpret_cast<const float2*>(sO + r * kStrideO + d + 2 * j);
+      out.x[j] = __float22half2_rn(make_float2(pair.x / s_sum[r], pair.y / s_sum[r]));
+    }
+    *reinterpret_cast<Halfs*>(gO + r * row_stride + d) = out;
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  return launch_kernel(attention_kernel, grid, kThreads, 0, stream,
+                       static_cast<const half*>(params.q), static_cast<const half*>(params.k),
+                       static_cast<const half*>(params.v), static_cast<half*>(params.o),
+                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+}  // namespace attention::ATTENTION_VERSION

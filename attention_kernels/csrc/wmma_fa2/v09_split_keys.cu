@@ -1,0 +1,425 @@
+// v09 - split keys where there are too few blocks
+//
+// Change: where the blocks do not fill the device, the 4 warps of a block share 16 queries: each has
+//         a part of each tile's keys, and statistics and a part of O of its own, which are merged
+//         at the end. Tiles are then longer and more of them on their way, as shared memory allows.
+// Why:    one head of 1,024 queries is 16 blocks of v08 for 132 multiprocessors, and 64 of these;
+//         and a warp has a quarter of the keys to go through.
+// Cost:   several kernels, of which launch() chooses; the merge at the end.
+// Tile:   kBlockM x kBlockN = 64 x 64, block 128; for head_dim 128 and split keys see launch()
+// Layout: strided
+// Takes:  float16
+// Flags:  --use_fast_math
+// Expect: nearly twice as fast for one long head, less for a short one; the same, within a percent
+//         or two, where v08's blocks fill the device. Latency stays the limit, not issue slots: one
+//         head of 2,048 queries leaves 4 warps on a multiprocessor, which issue in a fifth of the
+//         cycles.
+
+// V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
+// P is 0, and the product takes 0 * V into the sum.
+
+#include <cuda_pipeline.h>
+#include <mma.h>
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+constexpr int kTile = 16;     // a fragment is kTile x kTile
+constexpr int kElements = 8;  // of an accumulator, per lane
+constexpr int kVector = 8;    // halfs in 16 bytes
+constexpr int kPad = 8;  // halfs: 8 rows at the same column are then in 8 different groups of banks
+constexpr int kStrideP = kTile + kPad;
+
+template <typename Use, typename... Layout>
+using Fragment = wmma::fragment<Use, kTile, kTile, kTile, Layout...>;
+using FragmentQ = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentK = Fragment<wmma::matrix_b, half, wmma::col_major>;  // K's rows are K^T's columns
+using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
+using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
+using FragmentO = Fragment<wmma::accumulator, float>;
+static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
+
+// Where the elements of an accumulator lie.
+struct ElementMap {
+  unsigned rows;      // 4 bits for each element of this lane
+  unsigned columns;   // likewise
+  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
+  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+
+  __device__ int row(int i) const { return rows >> (4 * i) & 15; }
+  __device__ int column(int i) const { return columns >> (4 * i) & 15; }
+};
+
+// Called by all threads of a block, with shared memory for kIndexBytes.
+constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
+inline __device__ ElementMap ask_fragments(float* s_index) {
+  half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
+  for (int i = threadIdx.x; i < kTile * kTile; i += blockDim.x) {
+    s_index[i] = static_cast<float>(i);
+    s_half_index[i] = __float2half(static_cast<float>(i));
+  }
+  __syncthreads();
+  FragmentO index;
+  FragmentP half_index;
+  wmma::load_matrix_sync(index, s_index, kTile, wmma::mem_row_major);
+  wmma::load_matrix_sync(half_index, s_half_index, kTile);
+
+  ElementMap map{};
+  for (int i = 0; i < kElements; ++i) {
+    map.rows |= static_cast<unsigned>(index.x[i]) / kTile << (4 * i);
+    map.columns |= static_cast<unsigned>(index.x[i]) % kTile << (4 * i);
+  }
+  bool is_like_p = true;
+  for (int i = 0; i < 2 * kElements; ++i) {
+    is_like_p = is_like_p && __half2float(half_index.x[i]) == index.x[i % kElements];
+  }
+  map.is_like_p = __all_sync(kAllLanes, is_like_p);
+  for (int b = 0; b < 3; ++b) {
+    const unsigned first_of_pair = b == 0 ? 0x0f0f0f0f : b == 1 ? 0x00ff00ff : 0x0000ffff;
+    const bool same = ((map.rows >> (4 << b) ^ map.rows) & first_of_pair) == 0;
+    map.elements |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  for (int b = 0; b < 5; ++b) {
+    const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
+    map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
+  }
+  // 2^4 elements are a row. Every layout known is of this kind.
+  if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
+  return map;
+}
+
+// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+template <typename Op>
+inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
+#pragma unroll
+  for (int b = 0; b < 3; ++b) {
+    if ((map.elements >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if ((i >> b & 1) == 0) x[i] = x[i ^ 1 << b] = op(x[i], x[i ^ 1 << b]);
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < 5; ++b) {
+    if ((map.lanes >> b & 1) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      x[i] = op(x[i], __shfl_xor_sync(kAllLanes, x[i], 1 << b));
+    }
+  }
+}
+
+// Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
+// there are masked, and queries are not stored.
+template <int kHeadDim, int kRows, int kThreads>
+inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
+  constexpr int kRowVectors = kHeadDim / kVector;
+  constexpr int kStep = kThreads / kRowVectors;
+  static_assert(kThreads % kRowVectors == 0, "a thread stays in its columns");
+  const int d = threadIdx.x % kRowVectors * kVector;
+  int r = threadIdx.x / kRowVectors;
+  const half* g_row = g_tile + min(r, last_row) * g_stride + d;
+#pragma unroll
+  for (int start = 0; start < kRows; start += kStep, r += kStep) {
+    if (kRows % kStep != 0 && r >= kRows) break;
+    __pipeline_memcpy_async(s_tile + r * (kHeadDim + kPad) + d, g_row, sizeof(half) * kVector);
+    if (r + kStep <= last_row) g_row += kStep * g_stride;
+  }
+}
+
+struct __align__(16) Halfs {
+  half2 x[kVector / 2];
+};
+
+// kWarpsM x kWarpsN warps: warp_m has 16 queries, warp_n a part of each tile's keys. kStages tiles
+// of K and V: one in use, the others on their way. kBlocks are to fit a multiprocessor, as far as
+// registers go.
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+struct Shape {
+  static constexpr int kThreads = kWarpSize * kWarpsM * kWarpsN;
+  static constexpr int kBlockM = kTile * kWarpsM;
+  static constexpr int kKeys = kBlockN;
+  static constexpr int kBlocksAtOnce = kBlocks;  // per multiprocessor
+  static constexpr int kTilesD = kHeadDim / kTile;
+  static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // of S, per warp
+  static constexpr int kStride = kHeadDim + kPad;
+  static constexpr int kStageHalfs = 2 * kBlockN * kStride;
+  static constexpr int kTileHalfsP = kTile * kStrideP;
+  static constexpr int kStrideO = kHeadDim + 4;
+  static constexpr int kTileBytes = sizeof(half) * kStages * kStageHalfs;
+  static constexpr int kSmemBytes = kTileBytes + sizeof(half) * kWarpsM * kWarpsN * kTileHalfsP;
+  static_assert(kTilesN * kTile * kWarpsN == kBlockN, "a warp has whole fragments of S");
+  static_assert(kBlockM * kStride <= kStageHalfs, "Q is first where a later tile will be");
+  static_assert(kIndexBytes <= kSmemBytes - kTileBytes, "fragments are asked where P will be");
+  static_assert(sizeof(float) * kWarpsN * kBlockM * (kStrideO + 2) <= kTileBytes,
+                "the parts of O and their statistics are last where tiles were");
+
+  static int64_t blocks(const Params& params) {
+    return int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, kBlockM);
+  }
+};
+
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+__global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
+    attention_kernel(const half* __restrict__ q, const half* __restrict__ k,
+                     const half* __restrict__ v, half* __restrict__ o, Strides q_strides,
+                     Strides k_strides, Strides v_strides, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  using S = Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>;
+  const int warp_m = threadIdx.x / kWarpSize % kWarpsM;
+  const int warp_n = threadIdx.x / kWarpSize / kWarpsM;
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * S::kBlockM;
+  const int m_warp = m_start + warp_m * kTile;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int64_t row_stride = int64_t{num_heads} * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const half* gQ = q + batch * q_strides.batch + head * q_strides.head + m_start * q_strides.seqlen;
+  const half* gK = k + batch * k_strides.batch + head * k_strides.head;
+  const half* gV = v + batch * v_strides.batch + head * v_strides.head;
+
+  ATTENTION_DYNAMIC_SHARED(half, smem);
+  half* sP = smem + S::kTileBytes / sizeof(half);
+
+  // No query of this block sees a key from n_end on.
+  const int n_end = is_causal ? min(m_start + S::kBlockM, seqlen) : seqlen;
+  const auto copy_keys = [&](int tile) {
+    const int n_start = tile * kBlockN;
+    if (n_start >= n_end) return;
+    const int last_row = n_end - 1 - n_start;
+    half* sK = smem + tile % kStages * S::kStageHalfs;
+    half* sV = sK + kBlockN * S::kStride;
+    copy_tile<kHeadDim, kBlockN, S::kThreads>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                              last_row);
+    copy_tile<kHeadDim, kBlockN, S::kThreads>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                              last_row);
+  };
+  half* sQ = smem + (kStages - 1) * S::kStageHalfs;
+  copy_tile<kHeadDim, S::kBlockM, S::kThreads>(sQ, gQ, q_strides.seqlen, seqlen - 1 - m_start);
+  for (int tile = 0; tile < kStages - 1; ++tile) {
+    copy_keys(tile);
+    __pipeline_commit();
+  }
+  const ElementMap map = ask_fragments(reinterpret_cast<float*>(sP));
+  __pipeline_wait_prior(kStages - 2);
+  __syncthreads();
+
+  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
+  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
+  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
+  // self is not.
+  const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
+  FragmentQ rQ[S::kTilesD];
+  for (int d = 0; d < S::kTilesD; ++d) {
+    wmma::load_matrix_sync(rQ[d], sQ + warp_m * kTile * S::kStride + d * kTile, S::kStride);
+    if (softmax_scale < 0.0f) {
+      for (int i = 0; i < rQ[d].num_elements; ++i) rQ[d].x[i] = -rQ[d].x[i];
+    }
+  }
+  FragmentO rO[S::kTilesD];
+  for (int d = 0; d < S::kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
+  // Of the row of each element.
+  float row_max[kElements];
+  float row_sum[kElements];  // this lane's and this element's share of it
+  for (int i = 0; i < kElements; ++i) {
+    row_max[i] = -INFINITY;
+    row_sum[i] = 0.0f;
+  }
+
+  for (int tile = 0; tile * kBlockN < n_end; ++tile) {
+    __pipeline_wait_prior(kStages - 2);
+    __syncthreads();
+    copy_keys(tile + kStages - 1);
+    __pipeline_commit();
+    const int n_warp = warp_n * kTile * S::kTilesN;
+    const half* sK = smem + tile % kStages * S::kStageHalfs + n_warp * S::kStride;
+    const half* sV = sK + kBlockN * S::kStride;
+
+    // S = Q K^T
+    FragmentO rS[S::kTilesN];
+    for (int j = 0; j < S::kTilesN; ++j) wmma::fill_fragment(rS[j], 0.0f);
+    for (int d = 0; d < S::kTilesD; ++d) {
+      for (int j = 0; j < S::kTilesN; ++j) {
+        FragmentK rK;
+        wmma::load_matrix_sync(rK, sK + j * kTile * S::kStride + d * kTile, S::kStride);
+        wmma::mma_sync(rS[j], rQ[d], rK, rS[j]);
+      }
+    }
+
+    // The causal mask is top-left aligned.
+    const int n_first = tile * kBlockN + n_warp;
+    if (n_first + kTile * S::kTilesN > (is_causal ? min(m_warp + 1, seqlen) : seqlen)) {
+      for (int i = 0; i < kElements; ++i) {
+        const int visible = is_causal ? min(m_warp + map.row(i) + 1, seqlen) : seqlen;
+        for (int j = 0; j < S::kTilesN; ++j) {
+          if (n_first + j * kTile + map.column(i) >= visible) rS[j].x[i] = -INFINITY;
+        }
+      }
+    }
+
+    // P, and the statistics of the keys seen so far
+    float new_max[kElements];
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = rS[0].x[i];
+      for (int j = 1; j < S::kTilesN; ++j) new_max[i] = fmaxf(new_max[i], rS[j].x[i]);
+    }
+    reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
+    for (int i = 0; i < kElements; ++i) {
+      new_max[i] = fmaxf(score_scale * new_max[i], row_max[i]);
+      // A row that has seen no key of this warp's has no maximum.
+      const float reference = new_max[i] == -INFINITY ? 0.0f : new_max[i];
+      const float row_scale = exp2f(row_max[i] - reference);
+      row_max[i] = new_max[i];
+      row_sum[i] *= row_scale;
+      for (int d = 0; d < S::kTilesD; ++d) rO[d].x[i] *= row_scale;
+      for (int j = 0; j < S::kTilesN; ++j) {
+        rS[j].x[i] = exp2f(score_scale * rS[j].x[i] - reference);
+        row_sum[i] += rS[j].x[i];
+      }
+    }
+
+    // O += P V
+    FragmentP rP[S::kTilesN];
+    if (map.is_like_p) {
+      for (int j = 0; j < S::kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          rP[j].x[i] = rP[j].x[i + kElements] = __float2half(rS[j].x[i]);
+        }
+      }
+    } else {
+      half* sP_warp = sP + threadIdx.x / kWarpSize * S::kTileHalfsP;
+      for (int j = 0; j < S::kTilesN; ++j) {
+        for (int i = 0; i < kElements; ++i) {
+          sP_warp[map.row(i) * kStrideP + map.column(i)] = __float2half(rS[j].x[i]);
+        }
+        __syncwarp();
+        wmma::load_matrix_sync(rP[j], sP_warp, kStrideP);
+        __syncwarp();
+      }
+    }
+    for (int j = 0; j < S::kTilesN; ++j) {
+      for (int d = 0; d < S::kTilesD; ++d) {
+        FragmentV rV;
+        wmma::load_matrix_sync(rV, sV + j * kTile * S::kStride + d * kTile, S::kStride);
+        wmma::mma_sync(rO[d], rP[j], rV, rO[d]);
+      }
+    }
+  }
+  reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
+  __syncthreads();
+
+  // O, with the statistics of its rows: kWarpsN parts of each, one from each warp.
+  float* sO = reinterpret_cast<float*>(smem);
+  float* s_max = sO + kWarpsN * S::kBlockM * S::kStrideO;
+  float* s_sum = s_max + kWarpsN * S::kBlockM;
+  const int row_warp = warp_n * S::kBlockM + warp_m * kTile;
+  for (int d = 0; d < S::kTilesD; ++d) {
+    wmma::store_matrix_sync(sO + row_warp * S::kStrideO + d * kTile, rO[d], S::kStrideO,
+                            wmma::mem_row_major);
+  }
+  for (int i = 0; i < kElements; ++i) {
+    if (map.column(i) != 0) continue;
+    s_max[row_warp + map.row(i)] = row_max[i];
+    s_sum[row_warp + map.row(i)] = row_sum[i];
+  }
+  __syncthreads();
+  half* gO = o + offset + m_start * row_stride;
+  for (int i = threadIdx.x; i < S::kBlockM * kHeadDim / kVector; i += S::kThreads) {
+    const int r = i / (kHeadDim / kVector);
+    const int d = i % (kHeadDim / kVector) * kVector;
+    if (m_start + r >= seqlen) break;
+    float max = s_max[r];  // finite: the first part has seen key 0
+    for (int w = 1; w < kWarpsN; ++w) max = fmaxf(max, s_max[w * S::kBlockM + r]);
+    float sum = 0.0f;
+    float2 pairs[kVector / 2] = {};
+    for (int w = 0; w < kWarpsN; ++w) {
+      const int part_row = w * S::kBlockM + r;
+      const float scale = exp2f(s_max[part_row] - max);
+      sum += scale * s_sum[part_row];
+      for (int j = 0; j < kVector / 2; ++j) {
+        const float2 part =
+            *reinterpret_cast<const float2*>(sO + part_row * S::kStrideO + d + 2 * j);
+        pairs[j].x += scale * part.x;
+        pairs[j].y += scale * part.y;
+      }
+    }
+    Halfs out;
+    for (int j = 0; j < kVector / 2; ++j) {
+      out.x[j] = __float22half2_rn(make_float2(pairs[j].x / sum, pairs[j].y / sum));
+    }
+    *reinterpret_cast<Halfs*>(gO + r * row_stride + d) = out;
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
+cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks> shape,
+                         const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, shape.kBlockM));
+  return launch_kernel(attention_kernel<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>,
+                       grid, shape.kThreads, shape.kSmemBytes, stream,
+                       static_cast<const half*>(params.q), static_cast<const half*>(params.k),
+                       static_cast<const half*>(params.v), static_cast<half*>(params.o),
+                       params.q_strides, params.k_strides, params.v_strides, params.seqlen,
+                       params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+// The first of the shapes whose blocks run all at once, as far as registers go, whose tile is no
+// longer than the sequence and of which a block has room in shared memory, or else the last.
+template <typename Shape, typename... Others>
+cudaError_t launch_first(const Params& params, int multiprocessors, int smem_limit,
+                         cudaStream_t stream) {
+  if constexpr (sizeof...(Others) > 0) {
+    if (Shape::blocks(params) > int64_t{multiprocessors} * Shape::kBlocksAtOnce ||
+        Shape::kKeys > params.seqlen || Shape::kSmemBytes > smem_limit) {
+      return launch_first<Others...>(params, multiprocessors, smem_limit, stream);
+    }
+  }
+  return launch_shape(Shape{}, params, stream);
+}
+
+// Full blocks where they fill the device, split keys where they do not.
+template <typename Full, typename... Split>
+cudaError_t launch_one(const Params& params, cudaStream_t stream) {
+  int device, multiprocessors, smem_limit;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&smem_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  return Full::blocks(params) < multiprocessors
+             ? launch_first<Split...>(params, multiprocessors, smem_limit, stream)
+             : launch_shape(Full{}, params, stream);
+}
+
+// All that there is to tune. The last of each list does with 64 KB of shared memory.
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {  // head_dim, warps along M, along N, kBlockN, stages, blocks
+    case 32:
+      return launch_one<Shape<32, 4, 1, 64, 2, 4>,  // and these split the keys:
+                        Shape<32, 1, 4, 256, 3, 1>, Shape<32, 1, 4, 128, 2, 3>,
+                        Shape<32, 1, 4, 64, 2, 4>>(params, stream);
+    case 64:
+      return launch_one<Shape<64, 4, 1, 64, 2, 3>,  //
+                        Shape<64, 1, 4, 256, 3, 1>, Shape<64, 1, 4, 128, 2, 2>,
+                        Shape<64, 1, 4, 64, 2, 3>>(params, stream);
+    case 128:
+      return launch_one<Shape<128, 4, 1, 32, 2, 2>,  //
+                        Shape<128, 1, 4, 128, 3, 1>, Shape<128, 1, 4, 64, 3, 2>,
+                        Shape<128, 2, 2, 32, 2, 2>>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION
