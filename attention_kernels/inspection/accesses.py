@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,16 @@ class Recording:
     """Of that block, in the order in which the emulator runs its warps."""
 
 
+# The recorder's numbers, in its order.
+_COUNTED = (
+    "bytes",
+    "requests",
+    "wavefronts",
+    "conflicts",
+    "ways",
+    "sectors",
+    "fewest_sectors",
+)
 _UNCOUNTED = {
     r"^#include <mma\.h>": "a fragment's loads are in an order that CUDA does not document",
     r"\blaunch_early\(": "kernels that start early run at the same time as others",
@@ -165,11 +175,24 @@ def record(
                 words or f"exit status {done.returncode}",
             )
             raise UnsupportedError(version.path.name, [reason])
-        output = [line.split("\t") for line in done.stdout.splitlines()]
-        rows = [row for row in output if row[0] != "turn"]
-        places = _places(program, {address for row in rows for address in row[-1].split()})
+        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        counted, turns = (
+            [row for row in rows if (row[0] == "turn") == is_turn] for is_turn in (0, 1)
+        )
+        places = _places(program, {address for row in counted for address in row[-1].split()})
+    found = _accesses(version, counted, places)
+    return Recording(
+        sorted(found, key=lambda access: (access.lines, access.memory, access.is_store)),
+        block=int(turns[0][1]) if turns else 0,
+        turns=[Turn(*map(int, turn[2:])) for turn in turns],
+    )
+
+
+def _accesses(
+    version: VersionHeader, rows: list[list[str]], places: dict[str, list[tuple[str, int]]]
+) -> Iterator[Access]:
+    """Yield the accesses of the recorder's rows that are in the version's own file."""
     text = version.path.read_text("utf-8").splitlines()
-    found = []
     for memory, kind, *counts, block, warp, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
@@ -177,13 +200,8 @@ def record(
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
             request = Request(int(block), int(warp), array, by_lane)
-            found.append(Access(lines, words, memory, kind == "store", *map(int, counts), request))
-    turns = [[*map(int, row[1:])] for row in output if row[0] == "turn"]
-    return Recording(
-        sorted(found, key=lambda access: (access.lines, access.memory, access.is_store)),
-        block=turns[0][0] if turns else 0,
-        turns=[Turn(*turn) for _, *turn in turns],
-    )
+            numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
+            yield Access(lines, words, memory, kind == "store", **numbers, costliest=request)
 
 
 def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
