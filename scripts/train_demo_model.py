@@ -6,8 +6,9 @@ The corpus is plain text (optionally .xz) whose documents are separated by a lin
 The script cleans it, trains a byte-level BPE in GPT-2's file format, trains transformers' own
 GPT2LMHeadModel in bfloat16 autocast with float32 master weights (Muon for the matrices, AdamW for
 the rest), and writes config.json, generation_config.json, model.safetensors (float16), vocab.json,
-merges.txt, tokenizer_config.json and the model card README.md. Whole documents are held out; the
-loss and the bits per byte in the card are those of the *exported* float16 weights.
+merges.txt, tokenizer_config.json and the model card README.md. Whole documents are held out and
+written to held_out.txt.xz; the loss and the bits per byte in the card are those of the *exported*
+float16 weights.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_infer.cli import Parser
+from gpt2_infer.perplexity import END_OF_TEXT, HELD_OUT
 
-END_OF_TEXT = "<|endoftext|>"
 STRAIGHT = str.maketrans(
     {
         "\N{LEFT DOUBLE QUOTATION MARK}": '"',
@@ -244,7 +245,7 @@ public domain in the USA: scholarship and verse are left out, typography is simp
 | tokens | {facts["train_tokens"] / 1e6:.1f} million to train on, \
 {facts["tokens_seen"] / 1e6:.0f} million seen |
 | held out | {facts["held_out_books"]} whole books, {facts["held_out_tokens"]} tokens, \
-{facts["held_out_bytes"]} bytes after cleaning |
+{facts["held_out_bytes"]} bytes after cleaning: `held_out.txt.xz` |
 | held-out loss of these float16 weights | {facts["held_out_loss"]:.4f} nats per token, \
 {facts["bits_per_byte"]:.4f} bits per byte |
 | trained on | {facts["device"]}, torch {facts["torch"]}, {facts["train_seconds"]:.0f} s |
@@ -317,6 +318,8 @@ def main() -> None:
     held_out = torch.from_numpy(encode(tokenizer, held_out_texts, end_of_text).astype(np.int32)).to(
         device
     )
+    separated = "".join(f"{text}\n{END_OF_TEXT}\n" for text in held_out_texts)
+    (args.out / HELD_OUT.name).write_bytes(lzma.compress(separated.encode("utf-8"), preset=9))
     held_out_bytes = sum(len(text.encode("utf-8")) for text in held_out_texts)
     print(
         f"{len(train_texts)} chapters, {train_stream.numel() / 1e6:.2f} M tokens to train on; "

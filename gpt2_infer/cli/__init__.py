@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "check one backend against the float64 reference and show its worst case",
     "compare": "check and time backends: text end to end, or the kernel alone",
     "diverge": "find where two backends or engines part, and tell a tie from a bug",
+    "perplexity": "score backends by how well the model predicts a text with them",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "cache": "show the cache of compiled kernels, or empty it",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 def _list_commands() -> str:
-    rows = [f"  {name:<10}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
+    rows = [f"  {name:<12}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
     return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
 
 

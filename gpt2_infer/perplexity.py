@@ -1,0 +1,170 @@
+"""How well a model predicts a text, and what an attention backend's rounding does to that."""
+
+from __future__ import annotations
+
+import lzma
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention_kernels import BackendSpec
+from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.model import GPT2
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT = Path(__file__).parent / "demo_model" / "held_out.txt.xz"
+BASELINE = "NAIVE_PYTORCH"
+ROWS = 256  # whose logits are widened to float64 at a time
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as the model reads it."""
+
+    ids: list[int]
+    """Each document's tokens after an end-of-text token, which begins it."""
+    bytes: int
+    """In UTF-8, without the separators."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids) < 2 or not self.bytes:
+            raise RequestError("the text holds nothing to predict")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model predicted a text with one backend."""
+
+    backend: str
+    tokens: int
+    """That were predicted."""
+    nats: float
+    """The sum of their negative log-likelihoods."""
+    bits_per_byte: float
+    difference: float
+    """From NAIVE_PYTORCH in the same dtype, in nats per token."""
+    standard_error: float
+    """Of the difference, over tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the nats per token."""
+        return math.exp(self.nats / self.tokens)
+
+    @property
+    def standard_errors(self) -> float:
+        """The difference in standard errors; 0 if there is none."""
+        return self.difference / self.standard_error if self.standard_error else 0.0
+
+
+def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text:
+    """Read UTF-8, .xz or plain, whose documents a line `<|endoftext|>` separates.
+
+    max_tokens: predict only so many, and count only their bytes.
+    Raises RequestError for what is no text, or a model that cannot begin a document.
+    """
+    try:
+        data = path.read_bytes()
+        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8-sig")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.end_of_text is None:
+        raise RequestError("this model has no end-of-text token to begin a document with")
+    ids: list[int] = []
+    size = 0
+    for document in text.replace("\r\n", "\n").split(f"\n{END_OF_TEXT}\n"):
+        if not document:
+            continue
+        kept, new = document, tokenizer.encode(document)
+        if max_tokens is not None and len(ids) + len(new) > max_tokens:
+            new = new[: max(0, max_tokens - len(ids))]
+            kept = tokenizer.decode(new)
+        ids += [tokenizer.end_of_text, *new]
+        size += len(kept.encode("utf-8"))
+        if max_tokens is not None and len(ids) > max_tokens:
+            break
+    return Text(ids, size)
+
+
+@torch.inference_mode()
+def token_nats(
+    model: GPT2,
+    ids: Sequence[int],
+    *,
+    window: int,
+    stride: int,
+    progress: Callable[[int], object] | None = None,
+) -> torch.Tensor:
+    """Return the negative log-likelihood of every token but the first, float64, on the CPU.
+
+    A window of `window` tokens moves on by `stride`: each token is predicted once, from at least
+    window - stride tokens before it, where there are so many. progress: is told how many more
+    tokens are done. Raises NotFiniteError.
+    """
+    if not 1 <= stride <= window <= model.config.n_positions:
+        raise RequestError(
+            f"stride {stride} and window {window} must be 1 <= stride <= window <= "
+            f"{model.config.n_positions}, the model's positions"
+        )
+    stream = torch.tensor(ids, device=model.device)
+    nats = torch.empty(len(ids) - 1, dtype=torch.float64)
+    done = 0
+    while done < len(nats):
+        # The first window has no context to keep.
+        end = min(len(nats), done + (stride if done else window))
+        begin = max(0, end - window)
+        kept = torch.arange(done - begin, end - begin, device=model.device)
+        logits = model(stream[None, begin:end], logits_to_keep=kept)[0]
+        for part in range(0, len(kept), ROWS):
+            wide = logits[part : part + ROWS].double()
+            targets = stream[1 + done + part :][: len(wide)]
+            losses = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
+            nats[done + part :][: len(wide)] = losses.cpu()
+        if not nats[done:end].isfinite().all():
+            raise NotFiniteError(
+                f"with attention backend {model.attention.name} tokens {done + 1} to {end} have no "
+                "finite likelihood"
+            )
+        if progress is not None:
+            progress(end - done)
+        done = end
+    return nats
+
+
+def compare(
+    model: GPT2,
+    backends: Sequence[str | BackendSpec],
+    text: Text,
+    *,
+    window: int,
+    stride: int,
+    progress: Callable[[int], object] | None = None,
+) -> list[Score]:
+    """Score NAIVE_PYTORCH, and then each backend beside it; see token_nats()."""
+    models = [model.with_attention(name) for name in (BASELINE, *backends)]
+    for one in models:
+        one.check_backends()  # before the first is scored
+    scores: list[Score] = []
+    baseline: torch.Tensor | None = None
+    for one in models:
+        if one.attention.name in [score.backend for score in scores]:
+            continue
+        nats = token_nats(one, text.ids, window=window, stride=stride, progress=progress)
+        baseline = nats if baseline is None else baseline
+        apart = nats - baseline
+        total, count = nats.sum().item(), len(nats)
+        scores.append(
+            Score(
+                backend=one.attention.name,
+                tokens=count,
+                nats=total,
+                bits_per_byte=total / math.log(2) / text.bytes,
+                difference=apart.mean().item(),
+                standard_error=apart.std().item() / count**0.5 if count > 1 else 0.0,
+            )
+        )
+    return scores

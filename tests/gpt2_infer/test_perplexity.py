@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_infer import GPT2, RequestError
+from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.perplexity import HELD_OUT, Text, compare, read_text, token_nats
+from tests.conftest import DEVICES
+from tests.gpt2_infer.bench.common import add, off_by_one
+from tests.gpt2_infer.cli.program import run
+
+BACKENDS = ("PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
+
+
+def transformers_nats(ids, window, stride):
+    """The sum over every token but the first, by transformers, window by window."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        str(open_checkpoint("demo").folder), dtype=torch.float32
+    ).eval()
+    total, done = 0.0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window + 1, len(ids))
+        labels = torch.tensor([ids[begin:end]])
+        with torch.inference_mode():
+            logits = model(labels[:, :-1]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")
+        total += losses[done - begin :].double().sum().item()
+        done = end - 1
+        if end == len(ids):
+            return total
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("window", "stride", "windows"), [(128, 48, 4), (64, 64, 4)])
+def test_perplexity_equals_transformers(window, stride, windows, demo):
+    tokens = window + (windows - 1) * stride
+    text = read_text(HELD_OUT, demo, max_tokens=tokens)
+    expected = transformers_nats(text.ids, window, stride) / tokens
+    scores = compare(demo, BACKENDS, text, window=window, stride=stride)
+    assert [score.backend for score in scores] == ["NAIVE_PYTORCH", *BACKENDS]
+    for score in scores:
+        assert score.nats / score.tokens == pytest.approx(expected, abs=1e-5)
+        assert abs(score.difference) < 1e-5
+
+
+def test_the_default_text_is_what_the_model_was_not_trained_on(demo):
+    facts = json.loads((HELD_OUT.parent / "training.json").read_text("utf-8"))
+    text = read_text(HELD_OUT, demo)
+    assert (len(text.ids), text.bytes) == (facts["held_out_tokens"], facts["held_out_bytes"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backend_that_is_wrong_costs_bits(device, clean_registry):
+    add("OFF_BY_ONE", off_by_one)
+    model = GPT2.from_pretrained("demo", device=device)
+    text = read_text(HELD_OUT, model, max_tokens=500)
+    baseline, score = compare(model, ["OFF_BY_ONE"], text, window=256, stride=256)
+    assert score.bits_per_byte > baseline.bits_per_byte + 0.01
+    assert score.difference == pytest.approx((score.nats - baseline.nats) / 500)
+    assert score.standard_errors > 2
+
+
+def test_every_token_is_predicted_once_and_from_enough_context(demo):
+    text = read_text(HELD_OUT, demo, max_tokens=100)
+    whole = token_nats(demo, text.ids, window=128, stride=1)
+    assert len(whole) == 100
+    steps: list[int] = []
+    sliding = token_nats(demo, text.ids, window=40, stride=30, progress=steps.append)
+    assert steps == [40, 30, 30]
+    torch.testing.assert_close(sliding[:40], whole[:40], atol=1e-5, rtol=0)
+    assert not torch.allclose(sliding[40:], whole[40:], atol=1e-3)
+
+
+def test_documents_and_their_bytes(demo, tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_text("The king.\n<|endoftext|>\nThe queen é\n<|endoftext|>\n", "utf-8")
+    end, encode = demo.tokenizer.end_of_text, demo.tokenizer.encode
+    king, queen = encode("The king."), encode("The queen é")
+    text = read_text(file, demo)
+    assert text == Text([end, *king, end, *queen], 9 + 12)
+    short = read_text(file, demo, max_tokens=len(king) + 2)
+    assert short == Text([end, *king, end, queen[0]], 9 + 3)
+
+
+def test_what_is_no_text_is_refused(demo, tmp_path: Path):
+    file = tmp_path / "a.txt.xz"
+    for data in (b"not xz", b""):
+        file.write_bytes(data)
+        with pytest.raises(RequestError, match=r"a\.txt\.xz cannot be read as UTF-8 text"):
+            read_text(file, demo)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(RequestError, match="nothing to predict"):
+        read_text(tmp_path / "empty.txt", demo)
+    with pytest.raises(RequestError, match="stride 9 and window 8"):
+        token_nats(demo, [1, 2], window=8, stride=9)
+
+
+def test_the_command_prints_a_table_or_json(capsys):
+    options = ["perplexity", "--model", "demo", "--device", "cpu", "--max-tokens", "60"]
+    status, out, err = run(capsys, *options, "--backend", "pytorch-sdpa-math")
+    assert status == 0
+    assert re.search(r"^PYTORCH_SDPA_MATH +\d\.\d{6} +\d+\.\d{5} +[+-]\d\.\d\de", out, re.M)
+    assert "60 tokens, " in err
+    status, out, _ = run(capsys, *options, "--json")
+    assert status == 0
+    (score,) = json.loads(out)["scores"]
+    assert score["perplexity"] == pytest.approx(math.exp(score["nats"] / 60))
+    status, _, err = run(capsys, *options, "nowhere.txt")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "nowhere.txt cannot be read" in err
