@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ from gpt2_infer.bench.results import (
 )
 
 WITHIN_SPREAD = "~"  # in place of a figure
+TIE = "no difference beyond the spread of the samples"
 # What a profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
 THROUGHPUTS = {
     "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
@@ -111,7 +113,7 @@ def row_errors(task: str, *names: str) -> None:
 
     lengths = sorted({cell.length for cell in results.cells})
     columns = {"backend": lambda name: f"`{name}`", **{f"N={n}": at(n) for n in lengths}}
-    _print(_table(f"{where(results.provenance)} ({_link(path)})", names, columns))
+    _print(str(_table(f"{where(results.provenance)} ({_link(path)})", names, columns)))
 
 
 def ladder(family: str, *tasks: str) -> None:
@@ -198,20 +200,47 @@ def where(provenance: Provenance) -> str:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of texts; as a str it is Markdown."""
+
+    title: str
+    head: list[str]
+    rows: list[tuple[str, ...]]
+    notes: Mapping[str, str]
+    """By the name of what they are about."""
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether a figure is left out because the samples do not tell it."""
+        return any(WITHIN_SPREAD in row for row in self.rows)
+
+    def __str__(self) -> str:
+        text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
+        if self.has_ties:
+            text += f"\n`{WITHIN_SPREAD}`: {TIE}.\n"
+        return text + "".join(f"\n`{name}`: {note}\n" for name, note in self.notes.items())
+
+
 def render(file: str, results: Results) -> str:
-    """Return the table of a results file; `file` is what names it."""
+    """Return the tables of a results file as Markdown; `file` is what names it."""
+    return "\n".join(map(str, tables(file, results)))
+
+
+def tables(file: str, results: Results) -> list[Table]:
+    """Return the tables of a results file."""
     return _RENDERERS[type(results)](file, results)
 
 
-def _generation(file: str, results: GenerationTiming) -> str:
-    """Generation end to end: a block per batch, dtype and mode; a column per number of tokens."""
+def _generation(file: str, results: GenerationTiming) -> list[Table]:
+    """Generation end to end: a table per batch, dtype and mode; a column per number of tokens."""
     if results.timed == "call":
-        return _beside_transformers(file, results)
+        return [_beside_transformers(file, results)]
     groups = group_by(results.series, lambda s: s.cell.shape)
-    return "\n".join(_generation_block(file, results, group) for group in groups.values())
+    return [_generation_block(file, results, group) for group in groups.values()]
 
 
-def _generation_block(file: str, results: GenerationTiming, group: list[GenerationSeries]) -> str:
+def _generation_block(file: str, results: GenerationTiming, group: list[GenerationSeries]) -> Table:
     lengths = sorted({series.cell.length for series in group})
     cell = group[0].cell
     new_tokens = cell.batch * (lengths[-1] - results.prompt_tokens)
@@ -238,7 +267,7 @@ def _generation_block(file: str, results: GenerationTiming, group: list[Generati
     return _table(title, last, columns, _untimed(group))
 
 
-def _beside_transformers(file: str, results: GenerationTiming) -> str:
+def _beside_transformers(file: str, results: GenerationTiming) -> Table:
     """Generation beside transformers; a ratio is of whole calls, warm-up included."""
     cell = results.cells[0]
     new_tokens = cell.max_tokens - results.prompt_tokens
@@ -270,13 +299,13 @@ def _beside_transformers(file: str, results: GenerationTiming) -> str:
     return _table(title, results.series, columns)
 
 
-def _kernel(file: str, results: KernelTiming) -> str:
-    """The kernel alone: a block per shape; times by seqlen, then more about one of them."""
+def _kernel(file: str, results: KernelTiming) -> list[Table]:
+    """The kernel alone: a table per shape; times by seqlen, then more about one of them."""
     groups = group_by(results.series, lambda s: s.cell.shape)
-    return "\n".join(_kernel_block(file, results, group) for group in groups.values())
+    return [_kernel_block(file, results, group) for group in groups.values()]
 
 
-def _kernel_block(file: str, results: KernelTiming, group: list[KernelSeries]) -> str:
+def _kernel_block(file: str, results: KernelTiming, group: list[KernelSeries]) -> Table:
     lengths = sorted({series.cell.seqlen for series in group})
     chosen = detail_seqlen(lengths)
     by_name = group_by(group, lambda series: series.name)
@@ -340,7 +369,7 @@ def _kernel_title(file: str, results: KernelTiming, group: list[KernelSeries], c
     return title
 
 
-def _profile(file: str, results: Profile) -> str:
+def _profile(file: str, results: Profile) -> list[Table]:
     """What the profiler counted: a row per version, a column per metric."""
     metrics = dict.fromkeys(name for one in results.versions for name in one.metrics)
 
@@ -361,10 +390,10 @@ def _profile(file: str, results: Profile) -> str:
         **{what: throughput(*of) for what, of in THROUGHPUTS.items()},
     }
     title = f"{results.shape}, {where(results.provenance)}; one profiled call each ({file})"
-    return _table(title, results.versions, columns)
+    return [_table(title, results.versions, columns)]
 
 
-def _inspection(file: str, results: Inspection) -> str:
+def _inspection(file: str, results: Inspection) -> list[Table]:
     """What the compiler and the source say of each version; blank if it cannot be counted."""
 
     def shared(found: dict[str, float], kind: str) -> str:
@@ -401,10 +430,10 @@ def _inspection(file: str, results: Inspection) -> str:
     )
     counted = [one for one in results.versions if one.metrics]
     notes = {one.name: f"refused: {one.refused}" for one in results.versions if one.refused}
-    return _table(title, counted, columns, notes)
+    return [_table(title, counted, columns, notes)]
 
 
-def _build(file: str, results: BuildTiming) -> str:
+def _build(file: str, results: BuildTiming) -> list[Table]:
     """The seconds of a cold build: a row per compiler."""
     columns: Columns[BuildSeries] = {
         "compiler": lambda one: one.name,
@@ -412,10 +441,10 @@ def _build(file: str, results: BuildTiming) -> str:
         "min .. max": lambda one: f"{one.spread[0]:.1f} .. {one.spread[1]:.1f}",
     }
     title = f"{results.series[0].versions} versions on {results.jobs} cores ({file})"
-    return _table(title, results.series, columns)
+    return [_table(title, results.series, columns)]
 
 
-def _decode(file: str, results: DecodeTiming) -> str:
+def _decode(file: str, results: DecodeTiming) -> list[Table]:
     """Whole texts: a row per cell and contender."""
     columns: Columns[DecodeSeries] = {
         "model": lambda one: one.cell.model,
@@ -449,10 +478,10 @@ def _decode(file: str, results: DecodeTiming) -> str:
     differs = [one for one in results.series if one.same_text is False]
     notes = {one.name: f"another text in {one.cell.model}" for one in differs}
     notes |= {one.name: one.reason for one in results.series if one.reason}
-    return _table(title, results.series, columns, notes)
+    return [_table(title, results.series, columns, notes)]
 
 
-def _published(file: str, results: Published) -> str:
+def _published(file: str, results: Published) -> list[Table]:
     """Somebody else's published seconds: a row per implementation, a column per card."""
     cards = dict.fromkeys(card for row in results.seconds.values() for card in row)
 
@@ -463,10 +492,10 @@ def _published(file: str, results: Published) -> str:
         "backend": lambda name: f"`{name}`",
         **{card: seconds(card) for card in cards},
     }
-    return _table(f"{results.note} ({file})", list(results.seconds), columns)
+    return [_table(f"{results.note} ({file})", list(results.seconds), columns)]
 
 
-_RENDERERS: dict[type, Callable[[str, Any], str]] = {
+_RENDERERS: dict[type, Callable[[str, Any], list[Table]]] = {
     GenerationTiming: _generation,
     KernelTiming: _kernel,
     Profile: _profile,
@@ -488,10 +517,14 @@ def group_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[R
     return groups
 
 
+def are_numbers(column: Iterable[str]) -> bool:
+    """Return whether a column of texts, some of them blank, is to be aligned to the right."""
+    return all(map(_NUMBER.match, filter(None, column)))
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table of texts; a column of numbers is aligned to the right."""
-    columns = [[cell for cell in column if cell] for column in zip(*rows, strict=True)]
-    align = ["right" if all(map(_NUMBER.match, column)) else "left" for column in columns]
+    align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
 
 
@@ -500,14 +533,11 @@ def _table(
     rows: Sequence[Row],
     columns: Columns[Row],
     notes: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """Return a title, a table without the columns that are blank throughout, and notes by name."""
+) -> Table:
+    """Return a table without the columns that are blank throughout."""
     cells = {head: [cell(row) for row in rows] for head, cell in columns.items()}
     cells = {head: column for head, column in cells.items() if any(column)}
-    text = f"{title}:\n\n{markdown([*cells], [*zip(*cells.values(), strict=True)])}"
-    if any(WITHIN_SPREAD in column for column in cells.values()):
-        text += f"\n`{WITHIN_SPREAD}`: no difference beyond the spread of the samples.\n"
-    return text + "".join(f"\n`{name}`: {note}\n" for name, note in notes.items())
+    return Table(title, [*cells], [*zip(*cells.values(), strict=True)], notes)
 
 
 def _how(file: str, results: Timing | DecodeTiming, *packages: str) -> str:
