@@ -459,7 +459,9 @@ def alias(monkeypatch) -> BackendSpec:
 IEEE = [name for name in FP32 if PRECISIONS[name] == {"ieee-fp32"}]
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [("90", 32), ("75", 128)])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"), [("90", 32), pytest.param("75", 128, marks=pytest.mark.slow)]
+)
 def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     case = Case(33, head_dim)
