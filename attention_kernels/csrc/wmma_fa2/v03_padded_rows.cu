@@ -9,8 +9,8 @@
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: next to no bank conflicts. One warp still waits for each step in turn, for S and P on
-//         their way through shared memory above all.
+// Expect: next to no bank conflicts. One warp still waits for each step in turn, for global memory
+//         above all.
 
 // A common maximum lets rows change each other, and with a causal mask the future the past. Here
 // they change no bit: the reference is a power of two and P is normal as half, so that another

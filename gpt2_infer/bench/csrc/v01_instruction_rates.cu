@@ -31,6 +31,7 @@ constexpr int kFragments = 8;  // products that do not
 
 __global__ void __launch_bounds__(kThreads) ffma(StructParams p, float one) {
   float sums[kChains] = {};
+#pragma unroll 8
   for (int i = 0; i < p.iterations; ++i) {
 #pragma unroll
     for (float& sum : sums) sum = fmaf(one, sum, one);
