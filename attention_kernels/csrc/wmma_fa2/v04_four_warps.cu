@@ -1,8 +1,9 @@
 // v04 - four warps share the tiles
 //
 // Change: a block is 4 warps of 16 queries each, and its tiles of K and V are 64 keys. So that all
-//         fits shared memory, P comes where Q was, and O, where the guard needs it, where S was. The
-//         blocks of the last queries start first: under a causal mask they have the most keys.
+//         of it fits, P takes the place of Q in shared memory, and O, where the guard needs it,
+//         that of S. The blocks of the last queries start first: under a causal mask they have the
+//         most keys.
 // Why:    a tile that is loaded once serves 64 queries instead of 16; and while one warp waits,
 //         three others may have work.
 // Cost:   a quarter of the blocks, so that one head of 1,024 queries occupies 16 multiprocessors. A

@@ -7,8 +7,8 @@
 //         stored 16 bytes at a time.
 // Why:    S and P go through shared memory in every tile; and one maximum for 16 rows needs a
 //         guard, and scores in powers of two.
-// Cost:   nothing of the layout is known to the compiler: a lane keeps the statistics of 8 rows
-//         where it has 2, and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
+// Cost:   the compiler knows nothing of the layout: a lane has elements of 2 rows, but keeps
+//         statistics for 8 and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
 //         shared memory.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128
 // Layout: contiguous

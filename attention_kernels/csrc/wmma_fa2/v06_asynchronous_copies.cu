@@ -1,9 +1,9 @@
 // v06 - asynchronous copies
 //
 // Change: the next tile of K and V is copied to shared memory while the present one is used:
-//         instructions start the copies, 16 bytes each, and wait for them a tile later. Q comes
-//         where the second tile will be, O leaves where tiles were. Rows past the end are copies of
-//         others, not zeros: keys there are masked, and queries are not stored.
+//         a thread starts its copies, 16 bytes each, and waits for them a tile later. Q is loaded
+//         where the second tile will be, and O is stored where tiles were. Rows past the end are
+//         copies of others, not zeros: keys there are masked, and queries are not stored.
 // Why:    in v05 all warps wait for a tile to come from global memory, through registers.
 // Cost:   two tiles of shared memory.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128

@@ -9,8 +9,8 @@
 // Takes:  float16, head_dim 64
 // Flags:  --use_fast_math
 // Expect: for a tile a lane calls exp2f() 40 times: 120 instructions of some 740 fall away. Latency
-//         is the limit, not issue slots, so that less than that sixth is gained, but for few keys:
-//         the divisions at the end, which check for the subnormal, then weigh as much.
+//         is the limit, not issue slots, so that less than that sixth is gained. With few keys it
+//         is more: the divisions at the end are cheaper, too.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, and the product takes 0 * V into the sum.

@@ -4,14 +4,14 @@
 //         strides; only that of head_dim is 1.
 // Why:    the two things that the original leaves open. GPT-2 computes q, k and v as one tensor: the
 //         views into it need no copies any more.
-// Cost:   more kernel arguments. A lane holds all of a query's row, of Q and of O: with head_dim 128
-//         the tiles are 32 keys, and registers allow two blocks on a multiprocessor, not three.
+// Cost:   more kernel arguments. A warp keeps its rows of Q and O in registers: with head_dim 128
+//         the tiles are 32 keys, and a multiprocessor has registers for two blocks, not three.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128; 64 x 32 for head_dim 128
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
-// Expect: the kernel takes a few percent longer, for strides of 64 bits in every copy's address; the
-//         copies that came before it are gone.
+// Expect: the kernel takes a few percent longer, as every copy's address has a stride of 64 bits;
+//         the copies that came before it are gone.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, and the product takes 0 * V into the sum.

@@ -3,8 +3,8 @@
 // Change: where the blocks do not fill the device, the 4 warps of a block share 16 queries: each has
 //         a part of each tile's keys, and statistics and a part of O of its own, which are merged
 //         at the end. Tiles are then longer and more of them on their way, as shared memory allows.
-// Why:    one head of 1,024 queries is 16 blocks of v08 for 132 multiprocessors, and 64 of these;
-//         and a warp has a quarter of the keys to go through.
+// Why:    one head of 1,024 queries is 16 blocks of v08, for an H200's 132 multiprocessors, and 64
+//         of these; and a warp has a quarter of the keys to go through.
 // Cost:   several kernels, of which launch() chooses; the merge at the end.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128; for head_dim 128 and split keys see launch()
 // Layout: strided
