@@ -298,11 +298,10 @@ def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_cau
 @pytest.mark.parametrize("spread", [4, 8, 24, 512])
 def test_rows_whose_scores_differ_by_hundreds(name, device, spread):
     spec = usable(name, device)
-    for head_dim in spec.head_dims:
-        for seqlen in (16, 150):
-            for is_causal in (True, False):
-                found = verdict(spec, seqlen, head_dim, spread, is_causal, device)
-                assert found.passed, (head_dim, seqlen, is_causal, found)
+    for at, (seqlen, is_causal) in enumerate(itertools.product((16, 150), (True, False))):
+        head_dim = spec.head_dims[(at + spread) % len(spec.head_dims)]
+        found = verdict(spec, seqlen, head_dim, spread, is_causal, device)
+        assert found.passed, (head_dim, seqlen, is_causal, found)
 
 
 def one_maximum_for_16_rows(q, k, v, scale: float) -> torch.Tensor:
@@ -379,8 +378,10 @@ def test_no_later_token_changes_an_earlier_row(name, device, scale):
 def test_no_layout_of_fragments_is_assumed(name, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
     spec = usable(name, "cpu")
-    # Split keys, and full blocks, on 8 multiprocessors.
-    for seqlen, head_dim in itertools.product((33, 300), spec.head_dims):
+    # The last version splits the keys of the first and not those of the second. It is a kernel for
+    # each head_dim; in the others the layout is the same affair for all.
+    head_dims = spec.head_dims if name == NAMES[-1] else spec.head_dims[:1]
+    for seqlen, head_dim in itertools.product((33, 300), head_dims):
         case = Case(seqlen, head_dim, 8.0, dtype=torch.float16)
         assert run_case(spec, case, "cpu").passed, case
 
