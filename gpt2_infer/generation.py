@@ -186,7 +186,7 @@ def run(
     engine = make_engine(model, request)
     eos = () if request.ignore_eos else model.config.eos_token_id
     watchers = [
-        _Watcher(
+        Watcher(
             i,
             eos,
             request.stops,
@@ -278,9 +278,7 @@ def encode_prompts(
     return rows
 
 
-def _run(
-    engine: Engine, watchers: list[_Watcher], steps: int, marks: Marks, progress: bool
-) -> None:
+def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, progress: bool) -> None:
     """Run all steps, or until every watcher has finished; without watchers nothing is read."""
     reader = _Reader(engine, steps, marks) if watchers else None
     lag = 1 if engine.device.type == "cuda" else 0
@@ -299,7 +297,7 @@ def _run(
                     return
 
 
-def _see(engine: Engine, watchers: list[_Watcher], step: int, tokens: Sequence[int]) -> None:
+def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[int]) -> None:
     """Show each unfinished watcher its row's token of that step; NotFiniteError for -1."""
     for watcher, token in zip(watchers, tokens, strict=True):
         if token < 0 and not watcher.finish:
@@ -332,7 +330,7 @@ class _Reader:
 
 
 @dataclass
-class _Watcher:
+class Watcher:
     """One row as the host sees it: its tokens, its text, and why it ended."""
 
     row: int

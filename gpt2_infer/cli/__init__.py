@@ -20,6 +20,7 @@ __all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main"]
 DEFAULT_COMMAND = "generate"
 COMMANDS = {
     "generate": "generate text with GPT-2, its attention computed by the backend you name",
+    "batch": "complete files of prompts, a killed job where it stopped",
     "backends": "list the attention backends and whether they run here",
     "verify": "check one backend against the float64 reference and show its worst case",
     "compare": "check and time backends: text end to end, or the kernel alone",

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
-from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
+from gpt2_infer.cli.options import (
+    DEFAULT_PROMPT,
+    add_model_options,
+    add_sampling_options,
+    add_text_options,
+    make_sampling,
+)
 from gpt2_infer.cli.report import format_report, make_report
 from gpt2_infer.errors import RequestError
 
@@ -34,7 +40,6 @@ PROMPT = (
     f"{DEFAULT_PROMPT!r})"
 )
 PROMPT_FILE = "UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input"
-TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
 ENGINE = (
     "how steps run: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
     "runs kernels of ours: one per step with --kv-cache, else matrix products in float32; auto is "
@@ -56,18 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("text").add_argument
     add("--prompt", action="append", metavar="TEXT", help=f"may be repeated; {PROMPT}")
     add("--prompt-file", action="append", metavar="FILE", help=PROMPT_FILE)
-    add("--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
-    add(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
-    )
-    add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
-    add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely; 0 keeps all")
-    add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
-    add(
-        "--seed", type=int, help="of random weights; prompt i is sampled from SEED + i (default: 0)"
-    )
+    add_text_options(add)
+    add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
     add("--kv-cache", action="store_true", help=KV_CACHE)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
@@ -82,12 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from attention_kernels import ladder
     from gpt2_infer import generation
-    from gpt2_infer.sampling import Sampling
 
-    seed = 0 if arguments.seed is None else arguments.seed
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
-    if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
-        raise RequestError("--seed needs a temperature above 0: greedy text has no chance in it")
+    sampling = make_sampling(arguments)
     attention, decode_attention = (
         None if name is None else ladder.resolve(name)
         for name in (arguments.backend, arguments.decode_backend)
@@ -97,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         attention=attention,
         decode_attention=decode_attention,
-        seed=seed,
+        seed=sampling.seed,
         request={
             "prompts": prompts,
             "max_new_tokens": arguments.max_new_tokens,

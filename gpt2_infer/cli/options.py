@@ -6,9 +6,14 @@ argparse, not click: click has no option that takes several values, as in --dtyp
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error
+from gpt2_infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from gpt2_infer.sampling import Sampling
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DTYPES = ("float32", "float16", "bfloat16")
@@ -17,6 +22,7 @@ RANDOM_WEIGHTS = (
     "build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, demo "
     "or a folder's) from a seed, without a download: for timing, as the text means nothing"
 )
+TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,11 +34,43 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_BAD_INPUT)
 
 
-def add_model_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say which model to load, where and in which dtype."""
+def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True) -> None:
+    """Add the options that say which model to load, where (one device) and in which dtype."""
     add = parser.add_argument
     add("--model", default="openai-community/gpt2", metavar="NAME", help=MODEL)
     add("--revision", help="branch, tag or commit of a hub id")
     add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
+    if device:
+        add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+
+
+def add_text_options(add: Callable[..., object]) -> None:
+    """Add the options that say where a text ends."""
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
+    add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how the next token is chosen."""
+    add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely; 0 keeps all")
+    add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
+    add(
+        "--seed", type=int, help="of random weights; prompt i is sampled from SEED + i (default: 0)"
+    )
+
+
+def make_sampling(arguments: argparse.Namespace) -> Sampling:
+    """Return what was asked for; raises RequestError for a seed that changes nothing."""
+    from gpt2_infer.sampling import Sampling
+
+    seed = 0 if arguments.seed is None else arguments.seed
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
+    if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
+        raise RequestError("--seed needs a temperature above 0: greedy text has no chance in it")
+    return sampling

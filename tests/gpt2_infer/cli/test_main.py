@@ -33,7 +33,7 @@ def test_help_needs_no_torch():
 def test_every_command_is_listed_and_says_what_it_is_for(capsys):
     listing = help_of(capsys)
     for name, what in COMMANDS.items():
-        assert f"  {name:<10}{what}\n" in listing or name == "generate"
+        assert f"  {name:<12}{what}\n" in listing or name == "generate"
         assert f"{what[1:]}.\n" in help_of(capsys, name)
 
 

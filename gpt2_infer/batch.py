@@ -1,0 +1,497 @@
+"""Files of prompts, completed by any number of processes, with nothing lost and nothing twice.
+
+A job's rows are dealt to parts by a hash of their ids. A part is one file: it is written beside its
+name, synced, renamed, and then entered in the manifest with its digest. A job that was killed goes
+on with the parts that the manifest lacks. The folder of a job:
+
+    _job.json            what was asked: its settings, the digests of its inputs, its parts
+    part-00000.jsonl     the rows of a part, by their place in the input; or .parquet
+    _manifest/00000.json the part's digest, its rows, and how many of them are errors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from filelock import FileLock, Timeout
+
+from attention_kernels import ladder
+from gpt2_infer import __version__
+from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines.continuous import Completion, Continuous
+from gpt2_infer.errors import GPT2InferError, RequestError
+from gpt2_infer.generation import Request
+from gpt2_infer.model import GPT2
+from gpt2_infer.sampling import Sampling
+
+Format = Literal["jsonl", "parquet"]
+CPU_BATCH = 32
+MAX_BATCH = 256
+# torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
+CPU_DECODE = "NAIVE_PYTORCH"
+
+
+class BatchError(GPT2InferError):
+    """A job that has stopped; `resume` completes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides a row's bytes; a job is resumed with the same."""
+
+    model: str
+    revision: str | None = None
+    random_weights: bool = False
+    dtype: str = "float32"
+    backend: str | None = None
+    decode_backend: str | None = None
+    engine: str = "auto"
+    max_new_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    """Row i of the input samples from seed + i."""
+    format: Format = "jsonl"
+    part_rows: int = 1000
+    """Rows of a part, about."""
+    batch_size: int | None = None
+    """None: 32 on a CPU, on a GPU what its memory holds, up to 256."""
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """A row of the input, or the reason why it is none."""
+
+    index: int
+    id: str
+    fields: dict[str, Any] | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planned job: everything that its processes must agree on."""
+
+    settings: Settings
+    inputs: tuple[Path, ...]
+    out: Path
+    parts: int
+    batch: int
+    missing: tuple[int, ...]
+    """The parts that the manifest lacks."""
+    strict: bool = False
+
+    def part_of(self, row_id: str) -> int:
+        """Return the part that a row belongs to."""
+        digest = hashlib.blake2b(row_id.encode("utf-8"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.parts
+
+
+def read_rows(paths: Iterable[Path]) -> Iterator[InputRow]:
+    """Yield the rows of JSON Lines, Parquet and text files; empty lines are no rows.
+
+    A row that cannot be read has its reason. Without an id its id is FILE:LINE.
+    Raises RequestError for a file of another kind.
+    """
+    index = 0
+    for path in paths:
+        for number, value in _READERS[_kind(path)](path):
+            yield _input_row(index, f"{path.name}:{number}", value)
+            index += 1
+
+
+def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRow:
+    """Return a row from its fields, or from the reason why it has none."""
+    if isinstance(value, str):
+        return InputRow(index, default, None, value)
+    row_id = value.get("id", default)
+    if isinstance(row_id, bool) or not isinstance(row_id, int | str):
+        return InputRow(index, default, value, "its id is neither a text nor an integer")
+    if not _is_text(str(row_id)):
+        return InputRow(index, default, value, "its id is not valid text")
+    error = "it has no prompt" if value.get("prompt") is None else None
+    return InputRow(index, str(row_id), value, error)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(path: Path) -> str:
+    if path.suffix not in _READERS:
+        raise RequestError(f"{path} must end in {', '.join(_READERS)}")
+    return path.suffix
+
+
+Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or why there are none
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line := line.strip(b"\r\n"):
+                    yield number, line
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Line]:
+    for number, line in _lines(path):
+        try:
+            value = json.loads(line)
+            yield number, value if isinstance(value, dict) else "it is no JSON object"
+        except (ValueError, RecursionError) as error:
+            yield number, f"it is not JSON: {error}"
+
+
+def _read_text(path: Path) -> Iterator[Line]:
+    for number, line in _lines(path):
+        try:
+            yield number, {"prompt": line.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            yield number, f"it is not UTF-8: byte {error.start} is not valid"
+
+
+def _read_parquet(path: Path) -> Iterator[Line]:
+    parquet = _pyarrow_parquet()
+    from pyarrow import ArrowException
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield number, fields
+    except (OSError, ArrowException) as error:
+        raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise RequestError("Parquet needs pyarrow: install gpt2-infer[parquet]") from None
+    return pyarrow.parquet
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Line]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}
+
+
+def plan(
+    inputs: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    *,
+    device: torch.device,
+    resume: bool = False,
+    strict: bool = False,
+) -> Job:
+    """Read the inputs once, write or compare _job.json, and find the parts that are missing.
+
+    Raises RequestError for two rows of one id, for a folder that has a job unless `resume`, and
+    then for a job that asks for something else.
+    """
+    if settings.part_rows < 1:
+        raise RequestError(f"part-rows must be 1 or more, not {settings.part_rows}")
+    if settings.format == "parquet":
+        _pyarrow_parquet()
+    checkpoint = open_checkpoint(
+        settings.model, revision=settings.revision, random_weights=settings.random_weights
+    )
+    _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # what no row could meet
+    seen: set[bytes] = set()
+    rows = 0
+    for row in read_rows(inputs):
+        digest = hashlib.blake2b(row.id.encode("utf-8"), digest_size=16).digest()
+        if digest in seen:
+            raise RequestError(f"two rows have the id {row.id!r}")
+        seen.add(digest)
+        rows += 1
+    if not rows:
+        raise RequestError("there is no row to complete")
+    batch = settings.batch_size or _batch_size(checkpoint.config, device, rows)
+    parts = -(-rows // settings.part_rows)
+    asked = {
+        **asdict(settings),
+        "stop": list(settings.stop),
+        "inputs": [[path.name, _digest(path)] for path in inputs],
+        "rows": rows,
+        "parts": parts,
+        "batch_size": batch,
+        "device": device.type,
+        "versions": {"gpt2-infer": __version__, "torch": torch.__version__},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "_job.json"
+    if file.exists():
+        if not resume:
+            raise RequestError(f"{out} has a job: --resume completes it")
+        known = json.loads(file.read_text("utf-8"))
+        if settings.batch_size is None:
+            batch = asked["batch_size"] = known["batch_size"]
+        if changed := [name for name in asked if asked[name] != known.get(name)]:
+            raise RequestError(f"the job in {out} was another: {', '.join(changed)} differ")
+    else:
+        _write(file, json.dumps(asked, indent=2).encode())
+    for left in [*out.glob(".*.writing"), *(out / "_manifest").glob(".*.writing")]:
+        left.unlink()
+    (out / "_manifest").mkdir(exist_ok=True)
+    job = Job(settings, tuple(inputs), out, parts, batch, (), strict)
+    done = {part for part in range(parts) if _is_done(job, part)}
+    missing = tuple(part for part in range(parts) if part not in done)
+    return Job(settings, tuple(inputs), out, parts, batch, missing, strict)
+
+
+def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
+    """Return the batch for a device: the longest rows' caches and logits take half its memory."""
+    if device.type != "cuda":
+        return min(CPU_BATCH, rows)
+    numel = 2 * config.n_layer * config.n_embd * config.n_positions + 8 * config.vocab_size
+    fits = torch.cuda.mem_get_info(device)[0] // 2 // (4 * numel)
+    return max(1, min(MAX_BATCH, rows, fits))
+
+
+def part_file(job: Job, part: int) -> Path:
+    """Return where a part's rows are."""
+    return job.out / f"part-{part:05d}.{job.settings.format}"
+
+
+def _entry_file(job: Job, part: int) -> Path:
+    return job.out / "_manifest" / f"{part:05d}.json"
+
+
+def entries(job: Job) -> list[dict[str, Any]]:
+    """Return the manifest's entries."""
+    files = [_entry_file(job, part) for part in range(job.parts)]
+    return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+
+
+def _is_done(job: Job, part: int) -> bool:
+    """Return whether the part is in the manifest and its file is what the manifest says."""
+    file, entry = part_file(job, part), _entry_file(job, part)
+    if not entry.exists():
+        return False
+    digest: str = json.loads(entry.read_text("utf-8"))["sha256"]
+    if file.exists() and _digest(file) == digest:
+        return True
+    entry.unlink()
+    return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file so that it is there as a whole or not at all, even if the power fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(settings: Settings, device: torch.device) -> GPT2:
+    """Return the model with the backends that a job runs."""
+    attention, decode_attention = (
+        None if name is None else ladder.resolve(name)
+        for name in (settings.backend, settings.decode_backend)
+    )
+    decodes = attention is not None and attention.has_decode(device.type)
+    if device.type == "cpu" and decode_attention is None and not decodes:
+        decode_attention = ladder.resolve(CPU_DECODE)
+    return GPT2.from_pretrained(
+        settings.model,
+        revision=settings.revision,
+        device=device,
+        dtype=resolve_dtype(settings.dtype),
+        attention=attention,
+        decode_attention=decode_attention,
+        random_weights=settings.random_weights,
+        seed=settings.sampling.seed,
+    )
+
+
+def work(
+    job: Job,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    on_rows: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Complete every missing part whose place among them is `rank` modulo `world`.
+
+    on_rows: is told how many more rows are done. Raises BatchError at an error row if the job is
+    strict.
+    """
+    mine = set(job.missing[rank::world])
+    if not mine:
+        return
+    rows = defaultdict[int, list[InputRow]](list)
+    for row in read_rows(job.inputs):
+        if (part := job.part_of(row.id)) in mine:
+            rows[part].append(row)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = load(job.settings, device)
+    engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
+    for part in sorted(mine):
+        written = _complete(job, engine, rows.pop(part, []), on_rows)
+        data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
+        _write(part_file(job, part), data)
+        entry = {
+            "file": part_file(job, part).name,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "rows": len(written),
+            "errors": sum(row["error"] is not None for row in written),
+        }
+        _write(_entry_file(job, part), json.dumps(entry).encode())
+
+
+def _complete(
+    job: Job, engine: Continuous, rows: Sequence[InputRow], on_rows: Callable[[int], object]
+) -> list[dict[str, Any]]:
+    """Return a part's rows as they are written, in the input's order."""
+    results: dict[int, Completion | str] = {}
+    requests = []
+    for row in rows:
+        try:
+            requests.append((row.index, _request(job.settings, engine.model, row)))
+        except RequestError as error:
+            _settle(job, results, row, str(error), on_rows)
+    by_index = {row.index: row for row in rows}
+    for index, completion in engine.run(requests):
+        result = completion or "the logits are not finite: kernel, weights or dtype is at fault"
+        _settle(job, results, by_index[index], result, on_rows)
+    return [_output(job.settings, engine, row, results[row.index]) for row in rows]
+
+
+def _settle(
+    job: Job,
+    results: dict[int, Completion | str],
+    row: InputRow,
+    result: Completion | str,
+    on_rows: Callable[[int], object],
+) -> None:
+    if isinstance(result, str) and job.strict:
+        raise BatchError(f"row {row.id}: {result}")
+    results[row.index] = result
+    on_rows(1)
+
+
+def _request(settings: Settings, model: GPT2 | Checkpoint, row: InputRow) -> Request:
+    if row.error is not None or row.fields is None:
+        raise RequestError(row.error)
+    one = settings.sampling
+    seed = (one.seed + row.index) % 2**63
+    return Request(
+        config=model.config,
+        tokenizer=model.tokenizer,
+        prompts=[row.fields["prompt"]],
+        max_new_tokens=settings.max_new_tokens,
+        mode="kv-cache",
+        sampling=Sampling(one.temperature, one.top_k, one.top_p, seed),
+        stop=settings.stop,
+        ignore_eos=settings.ignore_eos,
+    )
+
+
+def _output(
+    settings: Settings, engine: Continuous, row: InputRow, result: Completion | str
+) -> dict[str, Any]:
+    done = None if isinstance(result, str) else result
+    return {
+        "id": row.id,
+        "input": row.fields,
+        "text": done and done.text,
+        "tokens": done and done.tokens,
+        "finish_reason": done and done.finish_reason,
+        "logprob": done and done.logprob,
+        "backend": engine.model.attention.name,
+        "decode_backend": engine.model.decode_attention.name,
+        "engine": engine.engine,
+        "seed": (settings.sampling.seed + row.index) % 2**63,
+        "error": None if done else result,
+    }
+
+
+def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
+
+
+def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Return a file whose column `input` is JSON: rows need not have the same fields."""
+    import pyarrow as pa
+
+    text = ("id", "input", "text", "finish_reason", "backend", "decode_backend", "engine", "error")
+    types = {name: pa.string() for name in text}
+    types |= {"tokens": pa.list_(pa.int32()), "logprob": pa.float64(), "seed": pa.int64()}
+    columns = {
+        name: pa.array(
+            [json.dumps(row[name], default=str) if name == "input" else row[name] for row in rows],
+            kind,
+        )
+        for name, kind in types.items()
+    }
+    file = io.BytesIO()
+    _pyarrow_parquet().write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+def run(
+    inputs: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    *,
+    device: torch.device,
+    resume: bool = False,
+    strict: bool = False,
+    on_rows: Callable[[int], object] = lambda _: None,
+) -> Job:
+    """Complete the inputs' prompts into the folder `out`, or what is missing there with `resume`.
+
+    on_rows: is told how many more rows are done. strict: raise BatchError at the first error row.
+    Raises RequestError for what plan() refuses, and where another process is at work in `out`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", blocking=False):
+            job = plan(inputs, out, settings, device=device, resume=resume, strict=strict)
+            work(job, device, on_rows=on_rows)
+            return job
+    except Timeout:
+        raise RequestError(f"another process is completing the job in {out}") from None

@@ -1,0 +1,87 @@
+"""gpt2-infer batch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from gpt2_infer.cli.console import show
+from gpt2_infer.cli.generate import BACKEND
+from gpt2_infer.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    add_text_options,
+    make_sampling,
+)
+
+INPUT = (
+    "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, if you like, "
+    "id; or text (.txt), one prompt a line"
+)
+DECODE_BACKEND = "default: as for generate, but NAIVE_PYTORCH on cpu"
+ENGINE = "eager, graph or auto, the faster one that supports the case (default)"
+BATCH_SIZE = "rows at a time on a device (default: 32 on cpu, by free memory and up to 256 on cuda)"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("input", metavar="INPUT", type=Path, nargs="+", help=INPUT)
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    add("--format", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s")
+    add("--resume", action="store_true", help="complete the job that DIR holds, if any")
+    add("--strict", action="store_true", help="stop at the first row that cannot be completed")
+    model = parser.add_argument_group("model")
+    add_model_options(model)
+    add = model.add_argument
+    add("--backend", metavar="NAME", help=f"attention backend of prompts; {BACKEND}")
+    add("--decode-backend", metavar="NAME", help=f"attention of the other tokens; {DECODE_BACKEND}")
+    add_text_options(parser.add_argument_group("text").add_argument)
+    add_sampling_options(parser)
+    add = parser.add_argument_group("how").add_argument
+    add("--engine", default="auto", metavar="NAME", help=ENGINE)
+    add("--batch-size", type=int, metavar="N", help=BATCH_SIZE)
+    add("--part-rows", type=int, default=1000, metavar="N", help="of a file (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from tqdm import tqdm
+
+    from gpt2_infer import batch
+    from gpt2_infer.checkpoint import resolve_device
+
+    settings = batch.Settings(
+        model=arguments.model,
+        revision=arguments.revision,
+        random_weights=arguments.random_weights,
+        dtype=arguments.dtype,
+        backend=arguments.backend,
+        decode_backend=arguments.decode_backend,
+        engine=arguments.engine,
+        max_new_tokens=arguments.max_new_tokens,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+        sampling=make_sampling(arguments),
+        format=arguments.format,
+        part_rows=arguments.part_rows,
+        batch_size=arguments.batch_size,
+    )
+    started = time.perf_counter()
+    with tqdm(unit="row", disable=None) as bar:
+        job = batch.run(
+            arguments.input,
+            arguments.out,
+            settings,
+            device=resolve_device(arguments.device),
+            resume=arguments.resume,
+            strict=arguments.strict,
+            on_rows=bar.update,
+        )
+    done = batch.entries(job)
+    rows, errors = (sum(entry[name] for entry in done) for name in ("rows", "errors"))
+    show(f"{rows} rows in {len(done)} files, {errors} of them errors: {arguments.out}")
+    print(f"{time.perf_counter() - started:.1f} s, batches of {job.batch}", file=sys.stderr)
+    return 0

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from gpt2_infer import GPT2, Request, RequestError, Sampling, generate
+from gpt2_infer.engines.continuous import Continuous
+from tests.conftest import DEVICES
+
+SAMPLING = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
+
+
+def make_model(device: str) -> GPT2:
+    decode = "NAIVE_PYTORCH" if device == "cpu" else None
+    return GPT2.from_pretrained("demo", device=device, decode_attention=decode)
+
+
+def make_requests(model, count, *, sampling=SAMPLING, **fields):
+    """Prompts of 1 to 20 tokens."""
+    rng = random.Random(0)
+    return [
+        (
+            i,
+            Request(
+                config=model.config,
+                tokenizer=model.tokenizer,
+                prompts=[[rng.randrange(300, 8000) for _ in range(rng.randint(1, 20))]],
+                max_new_tokens=10,
+                mode="kv-cache",
+                sampling=dataclasses.replace(sampling, seed=sampling.seed + i),
+                **fields,
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
+)
+def test_rows_are_what_they_are_alone(device, sampling, fields):
+    model = make_model(device)
+    requests = make_requests(model, 8, sampling=sampling, **fields)
+    done = dict(Continuous(model, batch=4).run(requests))
+    assert sorted(done) == [*range(8)]
+    for i, request in requests:
+        alone = generate(
+            model,
+            request.rows,
+            max_new_tokens=10,
+            mode="kv-cache",
+            sampling=request.sampling,
+            **fields,
+        )
+        assert done[i].tokens == alone.tokens[0]
+        assert done[i].text == alone.texts[0]
+        assert done[i].finish_reason == alone.finish_reasons[0]
+    if not sampling.is_greedy:
+        assert {one.finish_reason for one in done.values()} == {"length", "stop"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
+    model = make_model(device)
+    requests = make_requests(model, 16)
+    done = dict(Continuous(model, batch=8).run(requests))
+    random.Random(1).shuffle(requests)
+    for some in (requests[:1], requests[:7], requests):
+        again = dict(Continuous(model, batch=8).run(some))
+        assert again == {i: done[i] for i, _ in some}
+
+
+def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
+    ((_, request),) = make_requests(demo, 1)
+    ((_, completion),) = Continuous(demo, batch=2).run([(0, request)])
+    ids = request.rows[0] + completion.tokens
+    logits = demo(torch.tensor([ids]), logits_to_keep=0)[0].double()
+    each = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    expected = each[-len(completion.tokens) :].sum().item()
+    assert completion.logprob == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_that_is_not_finite_harms_no_other(device):
+    model = make_model(device)
+    model.lm_head = torch.nn.Linear(256, 8192, bias=False, device=device).requires_grad_(False)
+    model.lm_head.weight.copy_(model.wte.weight)
+    requests = make_requests(model, 8)
+    expected = dict(Continuous(model, batch=2).run(requests))
+    model.wte.weight[7] = torch.nan
+    requests[4][1].rows[0][0] = 7
+    done = dict(Continuous(model, batch=2).run(requests))
+    assert done == expected | {4: None}
+
+
+def test_prompts_up_to_the_last_position(save_checkpoint):
+    folder, _ = save_checkpoint()
+    model = GPT2.from_pretrained(str(folder), device="cpu")
+    rows = [[5] * 60, [6] * 3, [7] * 33]
+    requests = [
+        (
+            i,
+            Request(
+                config=model.config,
+                tokenizer=model.tokenizer,
+                prompts=[row],
+                max_new_tokens=4,
+                mode="kv-cache",
+                ignore_eos=True,
+            ),
+        )
+        for i, row in enumerate(rows)
+    ]
+    done = dict(Continuous(model, batch=2).run(requests))
+    alone = generate(model, rows, max_new_tokens=4, mode="kv-cache", ignore_eos=True)
+    assert [done[i].tokens for i in range(3)] == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch": 0}, "batch-size must be 1 or more, not 0"),
+        ({"batch": 1, "engine": "fused"}, "eager or the graph engine, not in 'fused'"),
+        ({"batch": 1, "engine": "graph"}, "the graph engine needs a CUDA device"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(demo, fields, message):
+    with pytest.raises(RequestError, match=message):
+        Continuous(demo, **fields)

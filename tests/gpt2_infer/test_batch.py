@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from gpt2_infer import RequestError, Sampling, batch, generate
+from gpt2_infer.engines.continuous import Continuous
+from tests.gpt2_infer.cli.program import run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def settings(save_checkpoint) -> batch.Settings:
+    """A random model's, 4 parts or so for 40 rows."""
+    folder, _ = save_checkpoint()
+    return batch.Settings(
+        model=str(folder),
+        max_new_tokens=5,
+        ignore_eos=True,
+        sampling=Sampling(1.0, seed=11),
+        part_rows=10,
+        batch_size=4,
+    )
+
+
+def write_input(path: Path, count: int = 40) -> Path:
+    rows = [{"id": f"row-{i}", "prompt": "a b c " * (i % 7), "tag": i} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(out)): file.read_bytes()
+        for file in out.rglob("*")
+        if file.is_file() and file.name != ".lock"
+    }
+
+
+def rows_of(out: Path) -> dict[str, dict]:
+    lines = b"".join(file.read_bytes() for file in sorted(out.glob("*.jsonl"))).splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+def test_every_row_is_what_generate_writes(settings, tmp_path):
+    file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
+    job = batch.run([file], out, settings, device=CPU)
+    model = batch.load(settings, CPU)
+    rows = rows_of(out)
+    assert list(rows) != [f"row-{i}" for i in range(40)]
+    assert len(job.missing) == 4
+    for i in range(40):
+        row = rows[f"row-{i}"]
+        assert row["input"] == {"id": f"row-{i}", "prompt": "a b c " * (i % 7), "tag": i}
+        assert (row["seed"], row["error"], row["engine"]) == (11 + i, None, "eager")
+        sampling = Sampling(1.0, seed=11 + i)
+        alone = generate(
+            model,
+            row["input"]["prompt"],
+            max_new_tokens=5,
+            mode="kv-cache",
+            sampling=sampling,
+            ignore_eos=True,
+        )
+        assert (row["tokens"], row["text"]) == (alone.tokens[0], alone.texts[0])
+        assert row["decode_backend"] == alone.decode_attention == "NAIVE_PYTORCH"
+
+
+def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
+    lines = {
+        '{"prompt": "a", "id": 7}': None,
+        '{"prompt": "a", "id"': "it is not JSON: ",
+        "[1]": "it is no JSON object",
+        '{"id": "none"}': "it has no prompt",
+        '{"prompt": "a", "id": [1]}': "its id is neither a text nor an integer",
+        '{"prompt": "a", "id": "\\ud800"}': "its id is not valid text",
+        '{"prompt": "\\ud800", "id": "x"}': "the prompt is not valid text",
+        '{"prompt": {"a": 1}, "id": "y"}': "a prompt is a text or a list of ids",
+        '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
+        json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones are 66",
+    }
+    (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
+    (tmp_path / "in.txt").write_bytes(b"a b\r\n\xff\r\n")
+    inputs = [tmp_path / "in.jsonl", tmp_path / "in.txt"]
+    batch.run(inputs, tmp_path / "out", settings, device=CPU)
+    rows = rows_of(tmp_path / "out")
+    ids = ["7", *(f"in.jsonl:{n}" for n in (3, 5)), "none", *(f"in.jsonl:{n}" for n in (9, 11))]
+    ids += ["x", "y", "z", "long"]
+    for row_id, error in zip(ids, lines.values(), strict=True):
+        assert (error or "") in (rows[row_id]["error"] or "")
+        assert (rows[row_id]["tokens"] is None) is (error is not None)
+    assert rows["in.txt:1"]["input"] == {"prompt": "a b"}
+    assert rows["in.txt:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
+    assert len(rows) == 12
+    with pytest.raises(batch.BatchError, match="row "):
+        batch.run(inputs, tmp_path / "strict", settings, device=CPU, strict=True)
+
+
+def test_a_poisoned_row_is_one_error_row(settings, tmp_path, monkeypatch):
+    file, expected = write_input(tmp_path / "in.jsonl"), tmp_path / "expected"
+    batch.run([file], expected, settings, device=CPU)
+    original = Continuous.run
+
+    def poisoned(self, requests):
+        for key, completion in original(self, requests):
+            yield key, None if key == 5 else completion
+
+    monkeypatch.setattr(Continuous, "run", poisoned)
+    job = batch.run([file], tmp_path / "out", settings, device=CPU)
+    rows = rows_of(tmp_path / "out")
+    assert "not finite" in rows.pop("row-5")["error"]
+    assert rows == {name: row for name, row in rows_of(expected).items() if name != "row-5"}
+    assert sum(entry["errors"] for entry in batch.entries(job)) == 1
+
+
+def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeypatch):
+    file, expected, out = write_input(tmp_path / "in.jsonl"), tmp_path / "a", tmp_path / "b"
+    batch.run([file], expected, settings, device=CPU)
+    original, calls = batch._write, []
+
+    def failing(path, data):
+        calls.append(path)
+        if len(calls) == 5:  # after _job.json, a part, its entry and a part
+            raise OSError(28, "No space left on device")
+        original(path, data)
+
+    monkeypatch.setattr(batch, "_write", failing)
+    with pytest.raises(OSError, match="No space left"):
+        batch.run([file], out, settings, device=CPU)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match="has a job: --resume completes it"):
+        batch.run([file], out, settings, device=CPU)
+    other = dataclasses.replace(settings, max_new_tokens=6)
+    with pytest.raises(RequestError, match="was another: max_new_tokens differ"):
+        batch.run([file], out, other, device=CPU, resume=True)
+    (out / ".part-00000.jsonl.1.writing").write_text("half")
+    done = out / "part-00000.jsonl"
+    done.write_bytes(done.read_bytes()[:-1])  # no longer what the manifest says
+    assert len(batch.run([file], out, settings, device=CPU, resume=True).missing) == 4
+    assert contents(out) == contents(expected)
+    assert batch.run([file], out, settings, device=CPU, resume=True).missing == ()
+    assert contents(out) == contents(expected)
+
+
+def test_parquet_holds_the_same_rows(settings, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    file = write_input(tmp_path / "in.jsonl", 12)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    batch.run([file], tmp_path / "a", settings, device=CPU)
+    parquet = dataclasses.replace(settings, format="parquet")
+    batch.run([tmp_path / "in.parquet"], tmp_path / "b", parquet, device=CPU)
+    written = pq.read_table(tmp_path / "b").to_pylist()
+    got = {row["id"]: row | {"input": json.loads(row["input"])} for row in written}
+    assert got == rows_of(tmp_path / "a")
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(RequestError, match=r"bad\.parquet cannot be read as Parquet"):
+        batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("in.csv", "a", r"must end in \.jsonl, \.parquet, \.txt"),
+        ("in.jsonl", '{"id": 5}\n{"id": "5"}', "two rows have the id '5'"),
+        ("in.txt", "\n", "there is no row to complete"),
+        ("missing.txt", None, "missing.txt cannot be read: No such file"),
+    ],
+)
+def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=message):
+        batch.run([tmp_path / name], tmp_path / "out", settings, device=CPU)
+
+
+def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
+    file = write_input(tmp_path / "in.jsonl")
+    for field, value in (("max_new_tokens", 64), ("part_rows", 0), ("stop", ("",))):
+        other = dataclasses.replace(settings, **{field: value})
+        with pytest.raises(RequestError):
+            batch.run([file], tmp_path / "out", other, device=CPU)
+    assert not (tmp_path / "out" / "_job.json").exists()
+    with (
+        FileLock(tmp_path / "out" / ".lock"),
+        pytest.raises(RequestError, match="another process is completing"),
+    ):
+        batch.run([file], tmp_path / "out", settings, device=CPU)
+
+
+def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a b"}\nx\n')
+    words = ["batch", str(file), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    words += ["--model", settings.model, "--max-new-tokens", "3"]
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (0, f"2 rows in 1 files, 1 of them errors: {tmp_path / 'out'}\n")
+    assert "batches of 2" in err
+    assert run(capsys, *words)[0] == 2
+    assert run(capsys, *words, "--resume")[:2] == (0, out)
