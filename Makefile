@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs report clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 10 --max-new-tokens 200
@@ -21,6 +21,12 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/cog -r -P README.md docs/*.md
 	$(BIN)/python scripts/plot_results.py
+
+# The newest results of the float32 ladder; its accesses are counted anew.
+newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
+report: $(VENV)/installed
+	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \
+		$(call newest,profile-fp32-128) $(call newest,inspect-fp32)
 
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
 $(VENV)/installed: pyproject.toml constraints.txt

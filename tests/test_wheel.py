@@ -54,6 +54,7 @@ COMMANDS = """\
 backends
 compare --out r.json --task kernel --device cpu --seqlens 8 --heads 1 --head-dims 32 --rounds 2 \
 --backends NAIVE_PYTORCH PYTORCH_SDPA_MATH
+report r.json
 """
 
 

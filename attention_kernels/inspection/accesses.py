@@ -36,6 +36,8 @@ class Request:
 
     block: int
     warp: int
+    cost: int
+    """Wavefronts in shared memory, sectors in global memory."""
     array: str
     """"dynamic" or "static" shared memory; q, k, v, o, "scratch", or "qkv", which holds all three.
     """
@@ -193,13 +195,13 @@ def _accesses(
 ) -> Iterator[Access]:
     """Yield the accesses of the recorder's rows that are in the version's own file."""
     text = version.path.read_text("utf-8").splitlines()
-    for memory, kind, *counts, block, warp, array, offsets, chain in rows:
+    for memory, kind, *counts, block, warp, cost, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
         if lines:  # else the emulator's own
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
-            request = Request(int(block), int(warp), array, by_lane)
+            request = Request(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind == "store", **numbers, costliest=request)
 

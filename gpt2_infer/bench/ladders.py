@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from attention_kernels import ladder
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.results import (
     GenerationTiming,
     Inspection,
@@ -80,18 +81,31 @@ def overview(family: str, kernel: KernelTiming, generation: GenerationTiming) ->
     return markdown(head, rows)
 
 
+def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
+    """Return what each version is compared with: the one before it; None for the first.
+
+    Or the one that its header starts from: `Change: (from v01) ...`.
+    """
+    names = {version.name: name for name, version in versions.items()}
+    found: dict[str, str | None] = {}
+    last: str | None = None
+    for name, version in versions.items():
+        start = re.match(r"\(from (v\d+)\)", version.change)
+        found[name] = names.get(start[1]) if start else last
+        last = name
+    return found
+
+
 def sections(family: str, measured: Sequence[Results]) -> str:
     """Return a section for each version of a ladder: its header's words, then what was measured.
 
-    A version is compared with the one before it, or with the one that its header starts from:
-    `Change: (from v01) ...`.
+    A version is compared with its predecessor.
     """
     texts = []
-    last: str | None = None
-    names = {version.name: name for name, version in ladder.versions(family).items()}
-    for name, version in ladder.versions(family).items():
-        start = re.match(r"\(from (v\d+)\)", version.change)
-        before = names.get(start[1]) if start else last
+    versions = ladder.versions(family)
+    for (name, version), before in zip(
+        versions.items(), predecessors(versions).values(), strict=True
+    ):
         title, change, *rest = map(
             _prose, (version.title, version.change, version.why, version.cost, version.expect)
         )
@@ -103,7 +117,6 @@ def sections(family: str, measured: Sequence[Results]) -> str:
         facts = [fact for one in measured for fact in _FACTS[type(one)](one, name, before)]
         words += [f"**Measured:** {'; '.join(facts)}."] if facts else []
         texts.append("\n\n".join(words))
-        last = name
     return "\n\n".join(texts) + "\n"
 
 

@@ -29,7 +29,7 @@ from gpt2_infer.bench.results import (
     Results,
     Series,
 )
-from gpt2_infer.bench.tables import AnySeries, detail_seqlen, group_by, where
+from gpt2_infer.bench.tables import ROOFS, AnySeries, detail_seqlen, group_by, where
 
 STYLE = Path(__file__).with_suffix(".mplstyle")
 # Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no rung; the
@@ -161,7 +161,7 @@ def roofline(results: KernelTiming) -> Figure | None:
     limits = results.provenance.limits
     roofs = {
         f"{text}: {limits[name] / products:.0f}": limits[name] / products
-        for text, name, products in _ROOFS.get(at[0].cell.dtype, ())
+        for text, name, products in ROOFS.get(at[0].cell.dtype, ())
         if name in limits
     }
     figure: Figure
@@ -283,15 +283,6 @@ def decode_positions(results: DecodeTiming) -> Figure | None:
     return figure
 
 
-# The instructions that limit each dtype, and how many of their products stand for one of its own.
-_ROOFS = {
-    "float32": (
-        ("FFMA", "ffma_tflops", 1),
-        ("3 TF32 products", "mma_tf32_tflops", 3),
-        ("3 float16 products", "mma_float16_tflops", 3),
-    ),
-    "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
-}
 _CONTENDERS = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
 
 PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {

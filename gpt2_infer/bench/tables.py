@@ -61,6 +61,15 @@ THROUGHPUTS = {
     "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
     "global stores, GB/s": ("global_store_bytes", 1),
 }
+# The instructions that limit each dtype, and how many of their products stand for one of its own.
+ROOFS = {
+    "float32": (
+        ("FFMA", "ffma_tflops", 1),
+        ("3 TF32 products", "mma_tf32_tflops", 3),
+        ("3 float16 products", "mma_float16_tflops", 3),
+    ),
+    "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
+}
 KINDS = ("load", "store")
 _NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
@@ -206,7 +215,7 @@ class Table:
 
     title: str
     head: list[str]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     notes: Mapping[str, str]
     """By the name of what they are about."""
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "cache": "show the cache of compiled kernels, or empty it",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
+    "report": "write a page on kernels, line by line, and on results, to open in a browser",
 }
 
 

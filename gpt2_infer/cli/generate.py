@@ -18,7 +18,7 @@ from gpt2_infer.cli.options import (
     add_text_options,
     make_sampling,
 )
-from gpt2_infer.cli.report import format_report, make_report
+from gpt2_infer.cli.summary import format_report, make_report
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:

@@ -1,140 +1,55 @@
-"""The report on what ran, printed after the text."""
+"""gpt2-infer report."""
 
 from __future__ import annotations
 
-import statistics
-import sys
-from typing import TYPE_CHECKING, Any
+import argparse
+from pathlib import Path
 
-if TYPE_CHECKING:
-    import torch
-
-    from gpt2_infer.generation import Generation
-    from gpt2_infer.model import GPT2
+from gpt2_infer.cli.console import show
+from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.errors import RequestError
 
 
-def make_report(
-    model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
-) -> dict[str, Any]:
-    """Say what ran and how long it took, in the order in which it is printed."""
-    import torch
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add(
+        "names", nargs="*", metavar="WHAT", help="backends, version files, *.cu, or results, *.json"
+    )
+    add("--family", help="all versions of a ladder, as well")
+    add("--out", type=Path, default=Path("report.html"), help="default: %(default)s")
+    add("--seqlen", type=int, default=128, help="default: %(default)s")
+    add("--head-dim", type=int, metavar="D", help="default: 64, or what the first version takes")
+    add("--full", action="store_true", help="without the causal mask")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
 
-    from attention_kernels.contract import dtype_name
 
-    if model.device.type == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name(model.device)})"
-        memory = torch.cuda.max_memory_allocated(model.device)
-    else:
-        import resource
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    from gpt2_infer.bench import selection
+    from gpt2_infer.bench.results import Shape
 
-        device = f"cpu ({torch.get_num_threads()} threads)"
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
+    files = [Path(name) for name in arguments.names if name.endswith(".json")]
+    versions = selection.versions_of(arguments.family) if arguments.family else {}
+    versions |= dict(version_of(name) for name in arguments.names if not name.endswith(".json"))
+    if not versions and not files:
+        raise RequestError(
+            "nothing to report: name backends, version files or results, or --family"
         )
-    backends = [model.attention] + ([model.decode_attention] if result.decode_attention else [])
-    emulated = [spec.name for spec in backends if model.device.type in spec.emulated_on]
-    report: dict[str, Any] = {
-        "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
-        "attention": result.attention,
-        "decode_attention": result.decode_attention,
-        "device": device,
-        "dtype": dtype_name(model.dtype),
-        "mode": result.mode,
-        "engine": result.engine,
-        "length_step": result.length_step,
-        "prompt_tokens": [len(row) for row in result.prompts],
-        "new_tokens": [len(row) for row in result.tokens],
-        "finish_reasons": result.finish_reasons,
-        "load_s": round(load_s, 4),
-        "emulated": bool(emulated),
-        "emulated_backends": emulated,
-    }
-    if not emulated:
-        report |= {
-            "warm_up_s": round(result.warm_up_s, 4),
-            "prefill_s": round(result.prefill_s, 4),
-            "generation_s": round(result.generation_s, 4),
-            "tokens_per_second": round(result.tokens_per_second, 1),
-        }
-        if len(result.intervals_s) > 1:
-            at = statistics.quantiles(result.intervals_s, n=100, method="inclusive")
-            report |= {"interval_p50_s": round(at[49], 6), "interval_p99_s": round(at[98], 6)}
-            if result.mode == "kv-cache":
-                report["step_bytes"] = model.step_bytes
-                report["weights_gb_s"] = round(model.step_bytes / at[49] / 1e9, 1)
-                if model.device.type == "cuda":
-                    report["read_gb_s"] = _read_gb_s(model.device)
-    return report | {"peak_memory_bytes": memory}
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """Lay the report out for people."""
-
-    def counts(values: list[int]) -> str:
-        return (
-            str(values[0]) if len(values) == 1 else f"{sum(values)} ({', '.join(map(str, values))})"
-        )
-
-    decode = report["decode_attention"]
-    how = report["mode"]
-    how += f", {report['engine']} engine"
-    if report["length_step"] > 1:
-        how += f", lengths rounded up to multiples of {report['length_step']}"
-
-    def backend(name: str) -> str:
-        return f"{name} (emulated on the CPU)" if name in report["emulated_backends"] else name
-
-    ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
-    lines = {"model": report["model"], "attention": backend(report["attention"])}
-    if decode is not None:
-        lines["decode attention"] = backend(decode)
-    lines |= {
-        "device": report["device"],
-        "dtype": report["dtype"],
-        "mode": how,
-        "prompt tokens": counts(report["prompt_tokens"]),
-        "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
-        "load": f"{report['load_s']:.2f} s",
-    }
-    if report["emulated"]:
-        lines["timing"] = (
-            "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
-        )
-    else:
-        lines |= {
-            "warm-up": f"{report['warm_up_s']:.3f} s",
-            "prefill": f"{report['prefill_s']:.3f} s to the first token",
-            "generation": f"{report['generation_s']:.3f} s, prefill included",
-            "speed": f"{report['tokens_per_second']:.1f} tokens/s",
-        }
-        if "interval_p50_s" in report:
-            p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
-            lines["between tokens"] = f"{p50:.3f} ms in half of the cases, {p99:.3f} ms in 99 %"
-        if "weights_gb_s" in report:
-            lines["weights"] = _weights(report)
-    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
-    return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
-
-
-def _read_gb_s(device: torch.device) -> float | None:
-    """Measure how fast the GPU reads; None if there is no room for what is to be read."""
-    import torch
-
-    from gpt2_infer.device_time import read_bandwidth
-
+    first = next(iter(versions.values()), None)
+    shape = Shape(
+        batch=1,
+        heads=1,
+        seqlen=arguments.seqlen,
+        head_dim=arguments.head_dim or (usual_head_dim(first) if first else 64),
+        full=arguments.full,
+    )
     try:
-        return round(read_bandwidth(device), 1)
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _weights(report: dict[str, Any]) -> str:
-    """Say how fast they are read and how fast they could be."""
-    speed = report["weights_gb_s"]
-    text = f"{report['step_bytes'] / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
-    if "read_gb_s" not in report:  # on a CPU its caches may be faster than its memory
-        return text
-    if report["read_gb_s"] is None:
-        return f"{text}; no memory was left to measure what the GPU can"
-    most = report["read_gb_s"]
-    return f"{text}, {100 * speed / most:.0f} % of the {most:.0f} GB/s that were measured"
+        from gpt2_infer.bench.report import make_page
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is missing: pip install 'gpt2-infer[report]'"
+        raise RequestError(missing) from error
+    page = make_page(versions, files, shape, timeout_s=arguments.timeout)
+    arguments.out.write_text(page, "utf-8")
+    show(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1024:.0f} KiB")
+    return 0

@@ -11,12 +11,13 @@
 // Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
 // for each place, separated by tabs: "shared" or "global", "load" or "store", bytes per lane,
 // requests, wavefronts, bank conflicts, the most lanes of a wavefront in one bank, sectors, the
-// fewest sectors that hold the same bytes; of the costliest request the block, the warp, the array
-// and each lane's offset there in bytes, "-" for a lane that takes no part; and the return addresses
-// that lead to it, outermost first. Then, of the block that accesses the most, a line for each turn
-// of a warp, in the order in which the emulator runs them: "turn", the block, the barriers before
-// it, the warp, and the accesses of its lanes. It ends with the process that started it, and by
-// itself where a block takes longer than ATTENTION_EMULATOR_TIMEOUT seconds.
+// fewest sectors that hold the same bytes; of the costliest request the block, the warp, its
+// wavefronts or sectors, the array and each lane's offset there in bytes, "-" for a lane that takes
+// no part; and the return addresses that lead to the place, outermost first. Then, of the block that
+// accesses the most, a line for each turn of a warp, in the order in which the emulator runs them:
+// "turn", the block, the barriers before it, the warp, and the accesses of its lanes. It ends with
+// the process that started it, and by itself where a block takes longer than
+// ATTENTION_EMULATOR_TIMEOUT seconds.
 
 #include <sys/prctl.h>
 
@@ -325,7 +326,8 @@ struct Recorder {
                   place.size, place.requests, place.wavefronts, place.conflicts, place.ways,
                   place.sectors, place.fewest_sectors);
       const Request& request = place.costliest;
-      std::printf("%lu\t%u\t%s\t", request.block, request.warp, place.array.name);
+      std::printf("%lu\t%u\t%lu\t%s\t", request.block, request.warp, request.cost,
+                  place.array.name);
       // From an address that is in bank 0 and begins a sector.
       const uintptr_t begin = place.array.begin / kWavefrontBytes * kWavefrontBytes;
       for (unsigned lane = 0; lane < kWarpSize; ++lane) {

@@ -187,17 +187,17 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
 
 
 def test_one_request_tells_where_each_lane_went(patterns: dict[str, list[Access]]) -> None:
-    def offsets(comment: str) -> list[int | None]:
+    def offsets(comment: str, cost: int) -> list[int | None]:
         (found,) = patterns[comment]
         at = found.costliest
-        assert (at.block, at.warp) == (0, 0)
+        assert (at.block, at.warp, at.cost) == (0, 0, cost)
         assert at.array == {"shared": "dynamic", "global": "o"}[found.memory]
         return [*at.offsets]
 
-    assert offsets("a column") == [128 * lane for lane in range(32)]
-    assert offsets("store apart") == [32 * lane for lane in range(32)]
-    assert offsets("eight lanes") == [*(4 * lane for lane in range(8)), *[None] * 24]
-    leaving = offsets("some leave early")  # all are there at first, and 32 lanes cost no more
+    assert offsets("a column", 32) == [128 * lane for lane in range(32)]
+    assert offsets("store apart", 32) == [32 * lane for lane in range(32)]
+    assert offsets("eight lanes", 1) == [*(4 * lane for lane in range(8)), *[None] * 24]
+    leaving = offsets("some leave early", 1)  # all are there at first, and 32 lanes cost no more
     assert leaving == [0] * 32
 
 

@@ -8,7 +8,7 @@ from gpt2_infer.bench import inspection
 def access(memory: str, is_store: bool, **numbers: int) -> Access:
     counts = {"requests": 1, "wavefronts": 1, "conflicts": 0, "ways": 1}
     counts |= {"sectors": 0, "fewest_sectors": 0}
-    request = Request(0, 0, "dynamic", (0,) * 32)
+    request = Request(0, 0, 1, "dynamic", (0,) * 32)
     return Access((1,), "x", memory, is_store, 4, **{**counts, **numbers}, costliest=request)
 
 

@@ -12,7 +12,7 @@ import torch
 from attention_kernels import get_backend
 from attention_kernels.ladder import header
 from gpt2_infer import Sampling
-from gpt2_infer.cli.report import format_report
+from gpt2_infer.cli.summary import format_report
 from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
 

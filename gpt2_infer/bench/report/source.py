@@ -1,0 +1,238 @@
+"""A kernel's source, line by line, beside what each line asks of memory."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from markupsafe import Markup, escape
+from pygments.lexers.c_cpp import CppLexer
+from pygments.token import Comment, Keyword, Literal
+
+from attention_kernels.inspection.accesses import Access, Recording
+from attention_kernels.ladder.header import VersionHeader
+from gpt2_infer.bench.tables import KINDS, Table, group_by
+
+COUNTERS = {
+    "requests": "warps executing an access",
+    "wavefronts": "deliveries of shared memory",
+    "conflicts": "wavefronts lost to bank conflicts",
+    "sectors": "of global memory, 32 bytes each",
+}
+_LEVELS = 8  # of heat
+_CONTEXT = 3  # lines around what differs
+# Elements, which are shorter than classes.
+_TAGS = {
+    Comment.Preproc: "em",
+    Comment: "i",
+    Keyword: "b",
+    Literal.String: "samp",
+    Literal: "var",
+}
+
+
+@dataclass
+class Line:
+    """One line of the source and its accesses."""
+
+    number: int
+    text: str
+    html: Markup
+    accesses: list[Access] = field(default_factory=list)
+    heat: dict[str, int] = field(default_factory=dict)
+    """By counter, 0 to 8: its part of the largest of any line."""
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Sums over the line's accesses, by counter."""
+        return {c: sum(getattr(a, c) for a in self.accesses) for c in COUNTERS}
+
+
+@dataclass
+class Kernel:
+    """A version: its source and what was counted of it, or why nothing was."""
+
+    name: str
+    version: VersionHeader
+    recording: Recording | None
+    refused: str = ""
+
+    @property
+    def slug(self) -> str:
+        """The name in an address of the page."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """The source, with the accesses of each line."""
+        text = self.version.path.read_text("utf-8", errors="replace")
+        pairs = zip(text.split("\n"), _highlight(text), strict=True)
+        found = [Line(number, plain, html) for number, (plain, html) in enumerate(pairs, 1)]
+        for access in self.recording.accesses if self.recording else ():
+            found[access.lines[0] - 1].accesses.append(access)
+        for counter in COUNTERS:
+            most = max(line.counts[counter] for line in found)
+            for line in found:
+                line.heat[counter] = -(-_LEVELS * line.counts[counter] // most) if most else 0
+        while found and not found[-1].text:
+            found.pop()
+        return found
+
+    @cached_property
+    def body(self) -> list[Line]:
+        """The source after the comment that opens it, which differs in every version."""
+        return [*itertools.dropwhile(lambda line: line.text.startswith("//"), self.lines)]
+
+    @cached_property
+    def totals(self) -> dict[tuple[str, str], int]:
+        """Sums over all accesses, by kind of access, e.g. "shared load", and counter."""
+        accesses = self.recording.accesses if self.recording else []
+        return {
+            (f"{memory} {kind}", counter): sum(
+                getattr(a, counter)
+                for a in accesses
+                if a.memory == memory and a.is_store == (kind == "store")
+            )
+            for memory in ("shared", "global")
+            for kind in KINDS
+            for counter in COUNTERS
+            if counter in _OF[memory]
+        }
+
+
+_OF = {
+    "shared": ("requests", "wavefronts", "conflicts"),
+    "global": ("requests", "sectors"),
+}
+
+
+def _highlight(text: str) -> Iterator[Markup]:
+    """Yield each line as HTML."""
+    line = Markup()
+    for kind, value in CppLexer(stripnl=False, ensurenl=False).get_tokens(text):
+        tag = next((tag for of, tag in _TAGS.items() if kind in of), "")
+        for i, part in enumerate(value.split("\n")):
+            if i:
+                yield line
+                line = Markup()
+            marked = Markup("<{0}>{1}</{0}>").format(tag, part)
+            line += marked if tag and part.strip() else escape(part)
+    yield line
+
+
+# ---- Two versions --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A line of each of two versions, or of one; None, None between two hunks."""
+
+    old: Line | None
+    new: Line | None
+    differs: bool
+    changes: tuple[str, ...] = ()
+    """Of the counters that differ, under the same line: how."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two versions side by side."""
+
+    old: Kernel
+    new: Kernel
+
+    @property
+    def slug(self) -> str:
+        """The name in an address of the page."""
+        return f"{self.old.slug}--{self.new.slug}"
+
+    @property
+    def totals(self) -> Table:
+        """The counters of both."""
+        rows = [
+            (kind, counter, f"{before:,}", f"{after:,}", _difference(before, after))
+            for (kind, counter), before in self.old.totals.items()
+            for after in [self.new.totals[kind, counter]]
+            if before or after
+        ]
+        head = ["access", "counter", self.old.version.name, self.new.version.name, "difference"]
+        return Table("What the whole launch asks of memory", head, rows, {})
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The lines that differ, in the source or in a counter, with some around them."""
+        found = [*self._aligned()]
+        near = set[int]()
+        for i, pair in enumerate(found):
+            if pair.differs or pair.changes:
+                near |= {*range(i - _CONTEXT, i + _CONTEXT + 1)}
+        shown: list[Pair] = []
+        for i, pair in enumerate(found):
+            if i in near:
+                if i - 1 not in near and shown:
+                    shown.append(Pair(None, None, False))
+                shown.append(pair)
+        return shown
+
+    def _aligned(self) -> Iterator[Pair]:
+        old, new = self.old.body, self.new.body
+        matcher = difflib.SequenceMatcher(
+            None, [line.text for line in old], [line.text for line in new], autojunk=False
+        )
+        for tag, a, b, c, d in matcher.get_opcodes():
+            for one, other in itertools.zip_longest(old[a:b], new[c:d]):
+                if tag == "equal" and one and other:
+                    yield Pair(one, other, False, tuple(_changes(one, other)))
+                else:
+                    yield Pair(one, other, True)
+
+
+def _changes(old: Line, new: Line) -> Iterator[str]:
+    """Say how the counters of a line changed."""
+    for counter in COUNTERS:
+        before, after = old.counts[counter], new.counts[counter]
+        if before != after:
+            yield f"{counter} {before:,} \u2192 {after:,}"
+
+
+def _difference(before: int, after: int) -> str:
+    return "0" if before == after else f"{after - before:+,}".replace("-", "\u2212")
+
+
+# ---- One request ---------------------------------------------------------------------------------
+
+
+def runs(offsets: Sequence[int | None]) -> list[tuple[int, int, int, int]]:
+    """Return runs of lanes: first, last, the first one's offset, the step from lane to lane."""
+    found: list[tuple[int, int, int, int]] = []
+    for lane, offset in enumerate(offsets):
+        if offset is None:
+            continue
+        if found:
+            first, last, start, step = found[-1]
+            now = offset - start - step * (last - first)
+            if last == lane - 1 and (first == last or now == step):
+                found[-1] = (first, lane, start, now)
+                continue
+        found.append((lane, lane, offset, 0))
+    return found
+
+
+def busy_banks(access: Access) -> set[tuple[int, int]]:
+    """Return lane and bank where other lanes that are served with it want another word."""
+    group = 32 if access.bytes <= 4 else max(1, 128 // access.bytes)
+    wanted = [
+        (lane, (offset + byte) // 4)
+        for lane, offset in enumerate(access.costliest.offsets)
+        if offset is not None
+        for byte in range(0, access.bytes, 4)
+    ]
+    found = set[tuple[int, int]]()
+    for (_, bank), here in group_by(wanted, lambda one: (one[0] // group, one[1] % 32)).items():
+        if len({word for _, word in here}) > 1:
+            found |= {(lane, bank) for lane, _ in here}
+    return found

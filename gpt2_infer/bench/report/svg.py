@@ -1,0 +1,264 @@
+"""Charts as SVG; their colours are classes of page.css."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from markupsafe import Markup, escape
+
+from attention_kernels.inspection.accesses import Access, Turn
+from gpt2_infer.bench.report.source import busy_banks
+
+_CELL = 9
+_LANES = 32
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A name with its class, a point or a line of points, and what a bar says."""
+
+    name: str
+    look: str
+    points: list[tuple[float, float]]
+    what: str = ""
+    text: str = ""
+    spread: tuple[float, float] | None = None
+
+
+def _text(x: float, y: float, words: str, look: str = "", anchor: str = "start") -> str:
+    at = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    of = f' class="{look}"' if look else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{of}{at}>{escape(words)}</text>'
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
+    return f'<path class="{look}" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>'
+
+
+def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Markup:
+    return Markup(
+        f'<svg role="img" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    )
+
+
+# ---- One request and one block -------------------------------------------------------------------
+
+
+def lane_map(access: Access) -> tuple[int, int, Markup]:
+    """Draw which bank or sector each lane goes to; return width, height and the drawing.
+
+    Banks where lanes want different words are crossed as well as coloured. Of global memory only
+    the sectors that are touched are columns.
+    """
+    size, unit = access.bytes, 4 if access.memory == "shared" else 32
+    touched = [
+        (lane, piece)
+        for lane, offset in enumerate(access.costliest.offsets)
+        if offset is not None
+        for piece in range(offset // unit, (offset + size - 1) // unit + 1)
+    ]
+    if access.memory == "shared":
+        columns, busy = _LANES, busy_banks(access)
+        cells = sorted({(lane, word % _LANES) for lane, word in touched})
+        names = [(bank, f"{bank}") for bank in range(0, _LANES, 8)]
+        title = "bank"
+    else:
+        sectors = sorted({piece for _, piece in touched})
+        place = {sector: i for i, sector in enumerate(sectors)}
+        columns, busy = len(sectors), set()
+        cells = [(lane, place[piece]) for lane, piece in touched]
+        names = [(i, f"{sectors[i]}") for i in range(0, columns, 8)]
+        title = "sector"
+    left, top = 30, 27
+    width, height = columns * _CELL, _LANES * _CELL
+    parts = [
+        f'<rect class="field" x="{left}" y="{top}" width="{width}" height="{height}"/>',
+        _text(left - 6, 9, "lane", "note", "end"),
+        _text(left + 1, 9, title, "note"),
+    ]
+    parts += [_text(left + 1 + i * _CELL, 22, name, "note") for i, name in names]
+    parts += [
+        _text(left - 6, top + (lane + 1) * _CELL, f"{lane}", "note", "end")
+        for lane in (0, 8, 16, 24, 31)
+    ]
+    for look, mine in (
+        ("cell", [cell for cell in cells if cell not in busy]),
+        ("cell busy", [cell for cell in cells if cell in busy]),
+    ):
+        path = "".join(
+            f"M{left + x * _CELL} {top + lane * _CELL}h{_CELL - 1}v{_CELL - 1}h{1 - _CELL}z"
+            for lane, x in mine
+        )
+        parts += [f'<path class="{look}" d="{path}"/>'] if mine else []
+    crosses = "".join(
+        f"M{left + x * _CELL + 2} {top + lane * _CELL + 2}l4 4m-4 0l4 -4"
+        for lane, x in sorted(busy)
+    )
+    parts += [f'<path class="cross" d="{crosses}"/>'] if busy else []
+    return left + max(width, 40) + 2, top + height + 2, Markup("".join(parts))
+
+
+def turns(found: Sequence[Turn], label: str) -> Markup:
+    """Draw the turns of a block's warps, one after the other, between its barriers."""
+    warps = max(turn.warp for turn in found) + 1
+    row = 14 if warps <= 16 else 8
+    total = sum(turn.accesses for turn in found)
+    left, top, width = 58.0, 22, 820
+    bottom = top + warps * row
+    step = -(-warps // 8)
+    parts = [
+        _text(left - 8, top + (w + 0.75) * row, f"warp {w}", "note", "end")
+        for w in range(0, warps, step)
+    ]
+    at, bars = 0, list[str]()
+    for barriers, mine in itertools.groupby(found, lambda turn: turn.barriers):
+        start = left + width * at / total
+        parts.append(_line(start, top - 4, start, bottom, "barrier" if barriers else "axis"))
+        here = list(mine)
+        if sum(turn.accesses for turn in here) / total > 0.03:
+            parts.append(_text(start + 3, top - 8, f"{barriers}", "note"))
+        for turn in here:
+            x, wide = left + width * at / total, max(width * turn.accesses / total, 0.4)
+            bars.append(f"M{x:.2f} {top + turn.warp * row + 1}h{wide:.2f}v{row - 2}h{-wide:.2f}z")
+            at += turn.accesses
+    parts.append(f'<path class="cell" d="{"".join(bars)}"/>')
+    parts.append(_line(left, bottom, left + width, bottom, "axis"))
+    words = "accesses of the block so far, in the emulator's order: not time"
+    parts.append(_text(left, bottom + 18, words, "note"))
+    parts.append(_text(left + width, bottom + 18, f"{total:,}", "note", "end"))
+    parts.append(_text(left - 8, top - 8, "barriers", "note", "end"))
+    return _svg(left + width + 4, bottom + 26, label, parts)
+
+
+# ---- Measurements --------------------------------------------------------------------------------
+
+
+def bars(marks: Sequence[Mark], unit: str, label: str) -> Markup:
+    """Draw a horizontal bar for each mark, with a whisker from its least to its most."""
+    left, width, row, top = 300.0, 440.0, 34, 8
+    most = max((mark.spread[1] for mark in marks if mark.spread), default=1.0)
+    parts = []
+    for i, mark in enumerate(marks):
+        y = top + i * row
+        parts.append(_text(left - 10, y + 12, mark.name, "name", "end"))
+        parts.append(_text(left - 10, y + 24, _cut(mark.what, 52), "note", "end"))
+        end = left
+        for value, _ in mark.points:
+            wide = width * value / most
+            parts.append(
+                f'<rect class="bar {mark.look}" x="{left:.0f}" y="{y + 4}" width="{wide:.1f}" '
+                f'height="16" rx="1"/>'
+            )
+            end = left + wide
+        if mark.spread:
+            low, high = (left + width * value / most for value in mark.spread)
+            parts.append(_line(low, y + 12, high, y + 12, "whisker"))
+            end = max(end, high)
+        look = "value" if mark.points else "value failed"
+        parts.append(_text(end + 6, y + 16, mark.text, look))
+    bottom = top + len(marks) * row
+    parts.append(_line(left, top, left, bottom, "axis"))
+    parts.append(_text(left, bottom + 14, unit, "note"))
+    return _svg(left + width + 90, bottom + 20, label, parts)
+
+
+def _cut(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 1].rstrip()}\u2026"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Two logarithmic axes."""
+
+    xs: tuple[float, float]
+    ys: tuple[float, float]
+    names: tuple[str, str]
+    x_ticks: Sequence[float] = ()
+    """If these are not the powers of ten."""
+    left: float = 66
+    top: float = 14
+    width: float = 560
+    height: float = 360
+
+    def x(self, value: float) -> float:
+        """Where a value is, from the left."""
+        return self.left + self.width * _part(value, *self.xs)
+
+    def y(self, value: float) -> float:
+        """Where a value is, from the top."""
+        return self.top + self.height * (1 - _part(value, *self.ys))
+
+    def draw(self, marks: Sequence[Mark], label: str, extra: Iterable[str] = ()) -> Markup:
+        """Draw the axes, and each mark with its name to the right of its last point."""
+        bottom = self.top + self.height
+        parts = []
+        for value in self.x_ticks or _ticks(*self.xs):
+            parts.append(_line(self.x(value), self.top, self.x(value), bottom, "grid"))
+            parts.append(_text(self.x(value), bottom + 16, _number(value), "note", "middle"))
+        for value in _ticks(*self.ys):
+            parts.append(
+                _line(self.left, self.y(value), self.left + self.width, self.y(value), "grid")
+            )
+            parts.append(_text(self.left - 8, self.y(value) + 4, _number(value), "note", "end"))
+        parts += extra
+        parts.append(_text(self.left + self.width, bottom + 36, self.names[0], "note", "end"))
+        parts.append(_text(self.left, self.top - 4, self.names[1], "note"))
+        places = _apart([self.y(mark.points[-1][1]) for mark in marks], 13, self.top, bottom)
+        for mark, name_y in zip(marks, places, strict=True):
+            at = [(self.x(x), self.y(y)) for x, y in mark.points]
+            if len(at) > 1:
+                path = "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+                parts.append(f'<path class="line {mark.look}" d="M{path}"/>')
+            parts += [
+                f'<circle class="dot {mark.look}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at
+            ]
+            name_x = self.left + self.width + 12
+            parts.append(_line(at[-1][0] + 5, at[-1][1], name_x - 3, name_y, "leader"))
+            parts.append(_text(name_x, name_y + 4, mark.name, "name"))
+        return _svg(self.left + self.width + 262, bottom + 44, label, parts)
+
+    def rule(self, value: float, words: str) -> str:
+        """Draw a horizontal line with its name."""
+        y = self.y(value)
+        text = _text(self.left + 6, y - 5, words, "note strong")
+        return _line(self.left, y, self.left + self.width, y, "limit") + text
+
+
+def _part(value: float, low: float, high: float) -> float:
+    return math.log(value / low) / math.log(high / low)
+
+
+def around(values: Iterable[float], by: float = 1.25) -> tuple[float, float]:
+    """Return the range of an axis that has room for the values."""
+    found = list(values)
+    return min(found) / by, max(found) * by
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    subs = (1, 2, 5) if high / low < 200 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [s * 10.0**p for p in powers for s in subs if low <= s * 10.0**p <= high]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.10g}" if value >= 1e-3 else f"{value:.0e}"
+
+
+def _apart(places: Sequence[float], least: float, low: float, high: float) -> list[float]:
+    """Move what is too close together apart, in the same order and as little as possible."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    # Without the least distances the places need only not fall: those that do share their mean.
+    groups: list[list[float]] = []
+    for rank, i in enumerate(order):
+        groups.append([places[i] - least * rank])
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    means = [fmean(group) for group in groups for _ in group]
+    room = high - least * (len(places) - 1)
+    found = [min(max(mean, low), room) + least * rank for rank, mean in enumerate(means)]
+    return [found[order.index(i)] for i in range(len(places))]
