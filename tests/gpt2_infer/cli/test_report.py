@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("pygments")
+
+from gpt2_infer.cli import main
+from tests.gpt2_infer.bench.common import kernels
+
+
+def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
+    results, page = tmp_path / "r.json", tmp_path / "page.html"
+    kernels().write(results)
+    assert main(["report", str(results), "--out", str(page)]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {page}")
+    assert "Roofline" in page.read_text("utf-8")
+    for words, reason in (
+        ([], "nothing to report"),
+        (["NAIVE_PYTORCH"], "no version file"),
+        ([str(page.with_suffix(".json"))], "cannot be read"),
+        ([str(results), "--out", str(tmp_path / "no" / "page.html")], "No such file"),
+    ):
+        assert main(["report", *words]) == 2
+        assert reason in capsys.readouterr().err
