@@ -22,6 +22,10 @@ INPUT = (
 )
 DECODE_BACKEND = "default: as for generate, but NAIVE_PYTORCH on cpu"
 ENGINE = "eager, graph or auto, the faster one that supports the case (default)"
+DEVICES = (
+    "one process each: all, 0,1 or the like (CUDA devices), cpu, or cpu:N for N processes (default:"
+    " a CUDA device if there is one, else cpu; under torchrun that of LOCAL_RANK)"
+)
 BATCH_SIZE = "rows at a time on a device (default: 32 on cpu, by free memory and up to 256 on cuda)"
 
 
@@ -34,13 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="complete the job that DIR holds, if any")
     add("--strict", action="store_true", help="stop at the first row that cannot be completed")
     model = parser.add_argument_group("model")
-    add_model_options(model)
+    add_model_options(model, device=False)
     add = model.add_argument
     add("--backend", metavar="NAME", help=f"attention backend of prompts; {BACKEND}")
     add("--decode-backend", metavar="NAME", help=f"attention of the other tokens; {DECODE_BACKEND}")
     add_text_options(parser.add_argument_group("text").add_argument)
     add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
+    add("--devices", metavar="NAMES", help=DEVICES)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--batch-size", type=int, metavar="N", help=BATCH_SIZE)
     add("--part-rows", type=int, default=1000, metavar="N", help="of a file (default: %(default)s)")
@@ -51,7 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from gpt2_infer import batch
-    from gpt2_infer.checkpoint import resolve_device
 
     settings = batch.Settings(
         model=arguments.model,
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.input,
             arguments.out,
             settings,
-            device=resolve_device(arguments.device),
+            devices=batch.find_devices(arguments.devices),
             resume=arguments.resume,
             strict=arguments.strict,
             on_rows=bar.update,

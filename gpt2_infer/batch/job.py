@@ -1,4 +1,4 @@
-"""Files of prompts, completed by any number of processes, with nothing lost and nothing twice.
+"""A job: its rows, its parts, its manifest, and how a process completes its share.
 
 A job's rows are dealt to parts by a hash of their ids. A part is one file: it is written beside its
 name, synced, renamed, and then entered in the manifest with its digest. A job that was killed goes
@@ -16,16 +16,16 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from filelock import FileLock, Timeout
 
 from attention_kernels import ladder
 from gpt2_infer import __version__
+from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
@@ -69,16 +69,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class InputRow:
-    """A row of the input, or the reason why it is none."""
-
-    index: int
-    id: str
-    fields: dict[str, Any] | None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """A planned job: everything that its processes must agree on."""
 
@@ -95,105 +85,6 @@ class Job:
         """Return the part that a row belongs to."""
         digest = hashlib.blake2b(row_id.encode("utf-8"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.parts
-
-
-def read_rows(paths: Iterable[Path]) -> Iterator[InputRow]:
-    """Yield the rows of JSON Lines, Parquet and text files; empty lines are no rows.
-
-    A row that cannot be read has its reason. Without an id its id is FILE:LINE.
-    Raises RequestError for a file of another kind.
-    """
-    index = 0
-    for path in paths:
-        for number, value in _READERS[_kind(path)](path):
-            yield _input_row(index, f"{path.name}:{number}", value)
-            index += 1
-
-
-def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRow:
-    """Return a row from its fields, or from the reason why it has none."""
-    if isinstance(value, str):
-        return InputRow(index, default, None, value)
-    row_id = value.get("id", default)
-    if isinstance(row_id, bool) or not isinstance(row_id, int | str):
-        return InputRow(index, default, value, "its id is neither a text nor an integer")
-    if not _is_text(str(row_id)):
-        return InputRow(index, default, value, "its id is not valid text")
-    error = "it has no prompt" if value.get("prompt") is None else None
-    return InputRow(index, str(row_id), value, error)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(path: Path) -> str:
-    if path.suffix not in _READERS:
-        raise RequestError(f"{path} must end in {', '.join(_READERS)}")
-    return path.suffix
-
-
-Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or why there are none
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line := line.strip(b"\r\n"):
-                    yield number, line
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _read_jsonl(path: Path) -> Iterator[Line]:
-    for number, line in _lines(path):
-        try:
-            value = json.loads(line)
-            yield number, value if isinstance(value, dict) else "it is no JSON object"
-        except (ValueError, RecursionError) as error:
-            yield number, f"it is not JSON: {error}"
-
-
-def _read_text(path: Path) -> Iterator[Line]:
-    for number, line in _lines(path):
-        try:
-            yield number, {"prompt": line.decode("utf-8")}
-        except UnicodeDecodeError as error:
-            yield number, f"it is not UTF-8: byte {error.start} is not valid"
-
-
-def _read_parquet(path: Path) -> Iterator[Line]:
-    parquet = _pyarrow_parquet()
-    from pyarrow import ArrowException
-
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for fields in batch.to_pylist():
-                number += 1
-                yield number, fields
-    except (OSError, ArrowException) as error:
-        raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _pyarrow_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise RequestError("Parquet needs pyarrow: install gpt2-infer[parquet]") from None
-    return pyarrow.parquet
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Line]]] = {
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
 
 
 def plan(
@@ -213,7 +104,7 @@ def plan(
     if settings.part_rows < 1:
         raise RequestError(f"part-rows must be 1 or more, not {settings.part_rows}")
     if settings.format == "parquet":
-        _pyarrow_parquet()
+        pyarrow_parquet()
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
@@ -468,30 +359,5 @@ def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
         for name, kind in types.items()
     }
     file = io.BytesIO()
-    _pyarrow_parquet().write_table(pa.table(columns), file)
+    pyarrow_parquet().write_table(pa.table(columns), file)
     return file.getvalue()
-
-
-def run(
-    inputs: Sequence[Path],
-    out: Path,
-    settings: Settings,
-    *,
-    device: torch.device,
-    resume: bool = False,
-    strict: bool = False,
-    on_rows: Callable[[int], object] = lambda _: None,
-) -> Job:
-    """Complete the inputs' prompts into the folder `out`, or what is missing there with `resume`.
-
-    on_rows: is told how many more rows are done. strict: raise BatchError at the first error row.
-    Raises RequestError for what plan() refuses, and where another process is at work in `out`.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out / ".lock", blocking=False):
-            job = plan(inputs, out, settings, device=device, resume=resume, strict=strict)
-            work(job, device, on_rows=on_rows)
-            return job
-    except Timeout:
-        raise RequestError(f"another process is completing the job in {out}") from None

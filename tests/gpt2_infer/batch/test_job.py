@@ -5,42 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 
 from gpt2_infer import RequestError, Sampling, batch, generate
+from gpt2_infer.batch import job as jobs
 from gpt2_infer.engines.continuous import Continuous
+from tests.gpt2_infer.batch.common import CPU, contents, make_settings, write_input
 from tests.gpt2_infer.cli.program import run
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def settings(save_checkpoint) -> batch.Settings:
-    """A random model's, 4 parts or so for 40 rows."""
     folder, _ = save_checkpoint()
-    return batch.Settings(
-        model=str(folder),
-        max_new_tokens=5,
-        ignore_eos=True,
-        sampling=Sampling(1.0, seed=11),
-        part_rows=10,
-        batch_size=4,
-    )
-
-
-def write_input(path: Path, count: int = 40) -> Path:
-    rows = [{"id": f"row-{i}", "prompt": "a b c " * (i % 7), "tag": i} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(out)): file.read_bytes()
-        for file in out.rglob("*")
-        if file.is_file() and file.name != ".lock"
-    }
+    return make_settings(folder)
 
 
 def rows_of(out: Path) -> dict[str, dict]:
@@ -52,8 +29,8 @@ def rows_of(out: Path) -> dict[str, dict]:
 
 def test_every_row_is_what_generate_writes(settings, tmp_path):
     file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
-    job = batch.run([file], out, settings, device=CPU)
-    model = batch.load(settings, CPU)
+    job = batch.run([file], out, settings, devices=CPU)
+    model = jobs.load(settings, CPU[0])
     rows = rows_of(out)
     assert list(rows) != [f"row-{i}" for i in range(40)]
     assert len(job.missing) == 4
@@ -90,7 +67,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "in.txt").write_bytes(b"a b\r\n\xff\r\n")
     inputs = [tmp_path / "in.jsonl", tmp_path / "in.txt"]
-    batch.run(inputs, tmp_path / "out", settings, device=CPU)
+    batch.run(inputs, tmp_path / "out", settings, devices=CPU)
     rows = rows_of(tmp_path / "out")
     ids = ["7", *(f"in.jsonl:{n}" for n in (3, 5)), "none", *(f"in.jsonl:{n}" for n in (9, 11))]
     ids += ["x", "y", "z", "long"]
@@ -101,12 +78,12 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     assert rows["in.txt:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
     assert len(rows) == 12
     with pytest.raises(batch.BatchError, match="row "):
-        batch.run(inputs, tmp_path / "strict", settings, device=CPU, strict=True)
+        batch.run(inputs, tmp_path / "strict", settings, devices=CPU, strict=True)
 
 
 def test_a_poisoned_row_is_one_error_row(settings, tmp_path, monkeypatch):
     file, expected = write_input(tmp_path / "in.jsonl"), tmp_path / "expected"
-    batch.run([file], expected, settings, device=CPU)
+    batch.run([file], expected, settings, devices=CPU)
     original = Continuous.run
 
     def poisoned(self, requests):
@@ -114,7 +91,7 @@ def test_a_poisoned_row_is_one_error_row(settings, tmp_path, monkeypatch):
             yield key, None if key == 5 else completion
 
     monkeypatch.setattr(Continuous, "run", poisoned)
-    job = batch.run([file], tmp_path / "out", settings, device=CPU)
+    job = batch.run([file], tmp_path / "out", settings, devices=CPU)
     rows = rows_of(tmp_path / "out")
     assert "not finite" in rows.pop("row-5")["error"]
     assert rows == {name: row for name, row in rows_of(expected).items() if name != "row-5"}
@@ -123,8 +100,8 @@ def test_a_poisoned_row_is_one_error_row(settings, tmp_path, monkeypatch):
 
 def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeypatch):
     file, expected, out = write_input(tmp_path / "in.jsonl"), tmp_path / "a", tmp_path / "b"
-    batch.run([file], expected, settings, device=CPU)
-    original, calls = batch._write, []
+    batch.run([file], expected, settings, devices=CPU)
+    original, calls = jobs._write, []
 
     def failing(path, data):
         calls.append(path)
@@ -132,21 +109,21 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
             raise OSError(28, "No space left on device")
         original(path, data)
 
-    monkeypatch.setattr(batch, "_write", failing)
+    monkeypatch.setattr(jobs, "_write", failing)
     with pytest.raises(OSError, match="No space left"):
-        batch.run([file], out, settings, device=CPU)
+        batch.run([file], out, settings, devices=CPU)
     monkeypatch.undo()
     with pytest.raises(RequestError, match="has a job: --resume completes it"):
-        batch.run([file], out, settings, device=CPU)
+        batch.run([file], out, settings, devices=CPU)
     other = dataclasses.replace(settings, max_new_tokens=6)
     with pytest.raises(RequestError, match="was another: max_new_tokens differ"):
-        batch.run([file], out, other, device=CPU, resume=True)
+        batch.run([file], out, other, devices=CPU, resume=True)
     (out / ".part-00000.jsonl.1.writing").write_text("half")
     done = out / "part-00000.jsonl"
     done.write_bytes(done.read_bytes()[:-1])  # no longer what the manifest says
-    assert len(batch.run([file], out, settings, device=CPU, resume=True).missing) == 4
+    assert len(batch.run([file], out, settings, devices=CPU, resume=True).missing) == 4
     assert contents(out) == contents(expected)
-    assert batch.run([file], out, settings, device=CPU, resume=True).missing == ()
+    assert batch.run([file], out, settings, devices=CPU, resume=True).missing == ()
     assert contents(out) == contents(expected)
 
 
@@ -156,15 +133,15 @@ def test_parquet_holds_the_same_rows(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 12)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    batch.run([file], tmp_path / "a", settings, device=CPU)
+    batch.run([file], tmp_path / "a", settings, devices=CPU)
     parquet = dataclasses.replace(settings, format="parquet")
-    batch.run([tmp_path / "in.parquet"], tmp_path / "b", parquet, device=CPU)
+    batch.run([tmp_path / "in.parquet"], tmp_path / "b", parquet, devices=CPU)
     written = pq.read_table(tmp_path / "b").to_pylist()
     got = {row["id"]: row | {"input": json.loads(row["input"])} for row in written}
     assert got == rows_of(tmp_path / "a")
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(RequestError, match=r"bad\.parquet cannot be read as Parquet"):
-        batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, device=CPU)
+        batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, devices=CPU)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +157,7 @@ def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RequestError, match=message):
-        batch.run([tmp_path / name], tmp_path / "out", settings, device=CPU)
+        batch.run([tmp_path / name], tmp_path / "out", settings, devices=CPU)
 
 
 def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
@@ -188,19 +165,19 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
     for field, value in (("max_new_tokens", 64), ("part_rows", 0), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
-            batch.run([file], tmp_path / "out", other, device=CPU)
+            batch.run([file], tmp_path / "out", other, devices=CPU)
     assert not (tmp_path / "out" / "_job.json").exists()
     with (
         FileLock(tmp_path / "out" / ".lock"),
         pytest.raises(RequestError, match="another process is completing"),
     ):
-        batch.run([file], tmp_path / "out", settings, device=CPU)
+        batch.run([file], tmp_path / "out", settings, devices=CPU)
 
 
 def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a b"}\nx\n')
-    words = ["batch", str(file), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    words = ["batch", str(file), "--out", str(tmp_path / "out"), "--devices", "cpu"]
     words += ["--model", settings.model, "--max-new-tokens", "3"]
     status, out, err = run(capsys, *words)
     assert (status, out) == (0, f"2 rows in 1 files, 1 of them errors: {tmp_path / 'out'}\n")

@@ -1,0 +1,121 @@
+"""Rows of prompts from JSON Lines, Parquet and text files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2_infer.errors import RequestError
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """A row of the input, or the reason why it is none."""
+
+    index: int
+    id: str
+    fields: dict[str, Any] | None
+    error: str | None = None
+
+
+def read_rows(paths: Iterable[Path]) -> Iterator[InputRow]:
+    """Yield the rows of JSON Lines, Parquet and text files; empty lines are no rows.
+
+    A row that cannot be read has its reason. Without an id its id is FILE:LINE.
+    Raises RequestError for a file of another kind.
+    """
+    index = 0
+    for path in paths:
+        for number, value in _READERS[_kind(path)](path):
+            yield _input_row(index, f"{path.name}:{number}", value)
+            index += 1
+
+
+def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRow:
+    """Return a row from its fields, or from the reason why it has none."""
+    if isinstance(value, str):
+        return InputRow(index, default, None, value)
+    row_id = value.get("id", default)
+    if isinstance(row_id, bool) or not isinstance(row_id, int | str):
+        return InputRow(index, default, value, "its id is neither a text nor an integer")
+    if not _is_text(str(row_id)):
+        return InputRow(index, default, value, "its id is not valid text")
+    error = "it has no prompt" if value.get("prompt") is None else None
+    return InputRow(index, str(row_id), value, error)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(path: Path) -> str:
+    if path.suffix not in _READERS:
+        raise RequestError(f"{path} must end in {', '.join(_READERS)}")
+    return path.suffix
+
+
+Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or why there are none
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line := line.strip(b"\r\n"):
+                    yield number, line
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Line]:
+    for number, line in _lines(path):
+        try:
+            value = json.loads(line)
+            yield number, value if isinstance(value, dict) else "it is no JSON object"
+        except (ValueError, RecursionError) as error:
+            yield number, f"it is not JSON: {error}"
+
+
+def _read_text(path: Path) -> Iterator[Line]:
+    for number, line in _lines(path):
+        try:
+            yield number, {"prompt": line.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            yield number, f"it is not UTF-8: byte {error.start} is not valid"
+
+
+def _read_parquet(path: Path) -> Iterator[Line]:
+    parquet = pyarrow_parquet()
+    from pyarrow import ArrowException
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield number, fields
+    except (OSError, ArrowException) as error:
+        raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def pyarrow_parquet() -> Any:
+    """Return pyarrow.parquet; raises RequestError without pyarrow."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise RequestError("Parquet needs pyarrow: install gpt2-infer[parquet]") from None
+    return pyarrow.parquet
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Line]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}

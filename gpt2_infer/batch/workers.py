@@ -1,0 +1,180 @@
+"""The processes of a job: one, one per device, or those of torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from filelock import FileLock, Timeout
+
+from attention_kernels import AttentionError
+from gpt2_infer.batch.job import BatchError, Job, Settings, plan, work
+from gpt2_infer.checkpoint import resolve_device
+from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
+
+
+def run(
+    inputs: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    *,
+    devices: Sequence[torch.device],
+    resume: bool = False,
+    strict: bool = False,
+    on_rows: Callable[[int], object] = lambda _: None,
+) -> Job:
+    """Complete the inputs' prompts into the folder `out`, or what is missing there with `resume`.
+
+    devices: one process each. Under torchrun, or whatever sets RANK and WORLD_SIZE, this process is
+    one of those and has one device. strict: stop at the first error row.
+    on_rows: is told how many more rows of this machine are done.
+    Raises RequestError for what plan() refuses, or where another process is at work in `out`, and
+    BatchError for a job that has stopped.
+    """
+
+    def prepare() -> Job:
+        return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        if len(devices) > 1:
+            raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
+        with _together(prepare) as job:
+            work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
+        return job
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", blocking=False):
+            job = prepare()
+            if len(devices) == 1:
+                work(job, devices[0], on_rows=on_rows)
+            else:
+                _work_in_processes(job, devices, on_rows)
+            return job
+    except Timeout:
+        raise RequestError(f"another process is completing the job in {out}") from None
+
+
+@contextlib.contextmanager
+def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
+    """Have rank 0 plan the job for all ranks; at the end wait for all."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
+    try:
+        box: list[Job | GPT2InferError | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box = [prepare()]
+            except GPT2InferError as error:
+                box = [error]
+        dist.broadcast_object_list(box)
+        (job,) = box
+        if not isinstance(job, Job):
+            raise job or BatchError("rank 0 sent no job")
+        yield job
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _work_in_processes(
+    job: Job, devices: Sequence[torch.device], on_rows: Callable[[int], object]
+) -> None:
+    """Run a process per device; raise BatchError where one of them failed."""
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, torch.get_num_threads() // len(devices))
+    workers: dict[Connection[Any, Any], SpawnProcess] = {}
+    dead = []
+    try:
+        for rank, device in enumerate(devices):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (job, device, rank, len(devices), threads, sender)
+            process = context.Process(target=_worker, args=arguments, name=f"worker {rank + 1}")
+            process.start()
+            sender.close()  # the worker's end alone is open: its death ends the pipe
+            workers[receiver] = process
+        while workers:
+            for ready in multiprocessing.connection.wait([*workers]):
+                receiver = cast("Connection[Any, Any]", ready)
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    process = workers.pop(receiver)
+                    process.join()
+                    if process.exitcode:
+                        dead.append(f"{process.name} ended with status {process.exitcode}")
+                    continue
+                if isinstance(message, str):
+                    raise BatchError(f"{message}; --resume completes the job")
+                on_rows(message)
+    finally:
+        for process in workers.values():
+            process.terminate()
+            process.join()
+    if dead:
+        raise BatchError(f"{', '.join(dead)}; --resume completes the job")
+
+
+def _worker(
+    job: Job,
+    device: torch.device,
+    rank: int,
+    world: int,
+    threads: int,
+    sender: Connection[Any, Any],
+) -> None:
+    """Be one of several processes: report rows, and an error that is to be expected."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        work(job, device, rank=rank, world=world, on_rows=sender.send)
+    except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
+        sender.send(str(error))
+
+
+def _end_with_parent() -> None:
+    """Leave no process behind that writes to the folder of a job that may be resumed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def find_devices(names: str | None) -> list[torch.device]:
+    """Return the devices that "all", "0,1" (of CUDA), "cpu", "cpu:2" (processes) or None names.
+
+    None is one: CUDA's, LOCAL_RANK's under torchrun, or the CPU without one.
+    Raises RequestError for another name, UnavailableDeviceError for a device that is not there.
+    """
+    if names is None:
+        local = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        return [resolve_device(local)]
+    if match := re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", names):
+        return [torch.device("cpu")] * int(match[1] or 1)
+    if names == "all":
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [
+            resolve_device("cuda")
+        ]
+    if not re.fullmatch(r"\d+(,\d+)*", names):
+        raise RequestError(f"devices must be all, 0,1 or the like, cpu or cpu:N, not {names!r}")
+    indices = [int(index) for index in names.split(",")]
+    resolve_device("cuda")
+    if absent := [index for index in indices if index >= torch.cuda.device_count()]:
+        raise UnavailableDeviceError(f"this machine has no CUDA device {absent[0]}")
+    if len({*indices}) < len(indices):
+        raise RequestError(f"devices {names} names one twice")
+    return [torch.device("cuda", index) for index in indices]
