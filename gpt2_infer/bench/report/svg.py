@@ -220,7 +220,8 @@ class Axes:
             name_x = self.left + self.width + 12
             parts.append(_line(at[-1][0] + 5, at[-1][1], name_x - 3, name_y, "leader"))
             parts.append(_text(name_x, name_y + 4, mark.name, "name"))
-        return _svg(self.left + self.width + 262, bottom + 44, label, parts)
+        room = 7.5 * max(len(mark.name) for mark in marks) + 20
+        return _svg(self.left + self.width + room, bottom + 44, label, parts)
 
     def rule(self, value: float, words: str) -> str:
         """Draw a horizontal line with its name."""
