@@ -10,6 +10,30 @@
 
 #pragma GCC visibility push(hidden)
 
+namespace attention::emulator {
+
+// Whatever type the kernel has there.
+template <size_t kBytes>
+struct [[gnu::may_alias]] alignas(kBytes) Chunk {
+  uint32_t words[kBytes / 4];
+};
+
+// One load and one store of a chunk, so that accesses are counted as the hardware has them.
+template <size_t kBytes>
+inline void begin_copy(PendingCopy& copy, const void* from, size_t zeros, uint32_t poison) {
+  Chunk<kBytes> chunk{};
+  if (zeros == 0) {
+    chunk = *static_cast<const Chunk<kBytes>*>(from);
+  } else {
+    std::memcpy(&chunk, from, kBytes - zeros);
+  }
+  std::memcpy(copy.data, &chunk, kBytes);
+  for (uint32_t& word : chunk.words) word = poison;
+  *static_cast<Chunk<kBytes>*>(copy.to) = chunk;
+}
+
+}  // namespace attention::emulator
+
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, size_t zeros = 0,
                                     ATTENTION_EMULATOR_SITE) {
   namespace emulator = attention::emulator;
@@ -29,8 +53,10 @@ inline void __pipeline_memcpy_async(void* to, const void* from, size_t size, siz
   }
   if (self.pending == nullptr) self.pending = new std::vector<emulator::PendingCopy>;
   self.pending->push_back({to, size, {}});
-  std::memcpy(self.pending->back().data, from, size - zeros);
-  shared.fill(static_cast<unsigned char*>(to), size, self.block->launch->poison);
+  const auto begin = size == 16  ? emulator::begin_copy<16>
+                     : size == 8 ? emulator::begin_copy<8>
+                                 : emulator::begin_copy<4>;
+  begin(self.pending->back(), from, zeros, self.block->launch->poison);
 }
 
 inline void __pipeline_commit() {
