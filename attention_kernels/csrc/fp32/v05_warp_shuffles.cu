@@ -3,8 +3,9 @@
 // Change: a warp is one row: its lanes reduce the row's maximum and sum by shuffles, and keep both
 //         in registers from tile to tile.
 // Why:    one lane walked over the row in shared memory while 31 waited, and the statistics made
-//         a round trip through global memory in every tile.
-// Cost:   none. A row never leaves its warp, so two of the four barriers of a tile go as well.
+//         a round trip through global memory in every tile. A row never leaves its warp, so two of
+//         the four barriers of a tile go as well. The gain is of all three.
+// Cost:   none.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math

@@ -5,15 +5,15 @@
 //         padded to start in different banks.
 // Why:    a value of Q, or of P, is read from shared memory once and used twice: 3 loads for 2
 //         multiplication-additions instead of 4.
-// Cost:   kBlockM x 4 more floats of shared memory; twice the registers, so that the 32 warps that
-//         fit a multiprocessor, half as many as before, have more loads in flight. Two rows of O
-//         at once are in conflict, 2-way, and so are stores of P: its padding of four banks is
-//         enough for its loads. sm_75 refuses head_dim 128, as of v08.
+// Cost:   kBlockM x 4 more floats of shared memory; twice the registers, and half as many warps on
+//         a multiprocessor. Two rows of O at once are in conflict, 2-way, and so are stores of P:
+//         its padding of four banks is enough for its loads. sm_75 refuses head_dim 128, as of v08.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (16, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
 // Expect: three quarters of the source's shared-memory loads. nvcc had already read Q and P four
-//         floats at a time, so 85 % of the wavefronts are left.
+//         floats at a time, so 85 % of the wavefronts are left. Part of the gain is the registers':
+//         with twice as many a warp has more loads in flight.
 
 #include "common.cuh"
 

@@ -1,20 +1,20 @@
-// v12 - O in registers, K swizzled, register tile 4 x 4
+// v12 - O in registers, K and P swizzled, register tile 4 x 4
 //
-// Change: a thread keeps its elements of O in registers. K is swizzled, not padded: column d of row
-//         n is at d ^ swizzle(n). The shared memory that this frees is most of what 64 x 64 tiles
-//         take, of which a thread computes 4 x 4 neighbours, so that P and V are read as vectors,
-//         too. And the tile for the next product is fetched from global memory while the present
-//         one is computed.
-// Why:    8 vector loads serve 64 multiplication-additions, and O needs none.
-// Cost:   registers: a multiprocessor has room for few warps, and each must hide its own latency;
-//         hence the fetch ahead. The blocks are as long as in v10. head_dim 128 takes 112 KB of
-//         shared memory: sm_75, 86, 89 and 120 refuse it.
+// Change: a thread keeps its elements of O in registers. K and P are swizzled, not padded: column d
+//         of row n of K is at d ^ swizzle(n). The shared memory that this frees is most of what
+//         64 x 64 tiles take, of which a thread computes 4 x 4.
+// Why:    a value that is read from shared memory is used four times, not twice, and O is not read
+//         from there at all.
+// Cost:   registers: a multiprocessor has room for few warps, which wait together while a tile is
+//         loaded. The blocks are as long as in v10: where one of them sets the time, as at seqlen
+//         512 with 12 heads, nobody works while it waits, and v11 can be the faster one. head_dim
+//         128 takes 112 KB of shared memory: sm_75, 86, 89 and 120 refuse it.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: 64 KB of shared memory at head_dim 64; a quarter of v11's shared-memory
-//         loads, and half of their wavefronts. The case study swizzles by starting each thread's
-//         dot product at another d; XOR keeps four neighbours together, for vector loads.
+// Expect: 64 KB of shared memory at head_dim 64; half of v11's shared-memory loads. The case study
+//         swizzles by starting each thread's dot product at another d; XOR keeps four neighbours
+//         together, for vector loads.
 
 #include "common.cuh"
 
@@ -35,58 +35,28 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for kWidth = 2 or 4 floats in an array.
-template <int kWidth>
-inline __device__ void load_columns(float (&x)[kWidth], const float* row, unsigned d) {
-  if constexpr (kWidth == 4) {
-    const float4 x4 = load4(row, d);
-    x[0] = x4.x;
-    x[1] = x4.y;
-    x[2] = x4.z;
-    x[3] = x4.w;
-  } else {
-    const float2 x2 = reinterpret_cast<const float2*>(row)[d / 2];
-    x[0] = x2.x;
-    x[1] = x2.y;
-  }
-}
+// Column d of row n of K is at d ^ swizzle(n): 8 neighbouring rows have the same d in different
+// banks, four each.
+inline __device__ unsigned swizzle(unsigned n) { return n % 8 * 4; }
 
-template <int kWidth>
-inline __device__ void store_columns(float* row, unsigned d, const float (&x)[kWidth]) {
-  if constexpr (kWidth == 4) {
-    store4(row, d, make_float4(x[0], x[1], x[2], x[3]));
-  } else {
-    reinterpret_cast<float2*>(row)[d / 2] = make_float2(x[0], x[1]);
-  }
-}
+// The same for P: a warp reads and writes rows of two threads, kThreadM neighbours each.
+inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
 
-// Column d of row n of K is at d ^ swizzle(n). The kThreadN neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
-inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
-
-// Copies kRows rows to registers. Those from valid_rows on are past the end: they become zero.
-template <int kHeadDim, int kCount>
-inline __device__ void fetch_tile(float4 (&r_tile)[kCount], const float* g_tile, int64_t g_stride,
-                                  int valid_rows) {
+// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+template <int kRows, int kHeadDim>
+inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
+                                 int valid_rows, bool swizzled) {
+  static_assert(kHeadDim % 4 == 0, "a row is a whole number of float4");
   const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int r = 4 * (i * kThreads + thread) / kHeadDim;
-    const int d = 4 * (i * kThreads + thread) % kHeadDim;
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    r_tile[i] = r < valid_rows ? load4(g_tile + r * g_stride, d) : zero;
-  }
-}
-
-// Copies the rows from registers to shared memory.
-template <int kHeadDim, int kCount>
-inline __device__ void store_tile(float* s_tile, const float4 (&r_tile)[kCount], bool swizzled) {
-  const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int r = 4 * (i * kThreads + thread) / kHeadDim;
-    const int d = 4 * (i * kThreads + thread) % kHeadDim;
-    store4(s_tile + r * kHeadDim, swizzled ? d ^ swizzle(r) : d, r_tile[i]);
+  for (int i = 0; i < kRows * kHeadDim; i += 4 * kThreads) {
+    const int r = (i + 4 * thread) / kHeadDim;
+    const int d = (i + 4 * thread) % kHeadDim;
+    if (r < kRows) {
+      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      store4(s_tile + r * kHeadDim, swizzled ? d ^ swizzle(r) : d,
+             r < valid_rows ? load4(g_tile + r * g_stride, d) : zero);
+    }
   }
 }
 
@@ -142,12 +112,9 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
-  static_assert(kBlockM == kBlockN && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
-  constexpr int kCount = kBlockM * kHeadDim / (4 * kThreads);
-  static_assert(kCount * 4 * kThreads == kBlockM * kHeadDim, "every thread loads as much");
-  constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
-  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
-  const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
+  static_assert(kHeadDim % kThreadsX == 0, "a thread has whole columns of O");
+  constexpr int kColumns = kHeadDim / kThreadsX;  // of O, per thread
+  const int m = kThreadM * threadIdx.y;           // the first of the thread's rows
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -162,18 +129,15 @@ __global__ void __launch_bounds__(kThreads)
   float* sV = sK + kBlockN * kHeadDim;
   float* sS = sV + kBlockN * kHeadDim;
 
+  load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, false);
+
   // No query of this block sees a key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
-  float4 rKV[kCount];  // the next tile of K or V, on its way to shared memory
-  fetch_tile<kHeadDim>(rKV, gK, k_strides.seqlen, n_end);
-  {
-    float4 rQ[kCount];
-    fetch_tile<kHeadDim>(rQ, gQ, q_strides.seqlen, valid_rows);
-    store_tile<kHeadDim>(sQ, rQ, false);
-  }
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
-    store_tile<kHeadDim>(sK, rKV, true);
-    fetch_tile<kHeadDim>(rKV, gV + n_start * v_strides.seqlen, v_strides.seqlen, n_end - n_start);
+    load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                 seqlen - n_start, true);
+    load_tile<kBlockN, kHeadDim>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                 seqlen - n_start, false);
     __syncthreads();
 
     // S = softmax_scale * Q K^T
@@ -185,8 +149,8 @@ __global__ void __launch_bounds__(kThreads)
         rQ[i] = load4(sQ + (m + i) * kHeadDim, d);
       }
       for (int j = 0; j < kThreadN; ++j) {
-        const int n = kThreadN * threadIdx.x + j;
-        const float4 rK = load4(sK + n * kHeadDim, d ^ swizzle(kThreadN * threadIdx.x));
+        const int n = j * kThreadsX + threadIdx.x;
+        const float4 rK = load4(sK + n * kHeadDim, d ^ swizzle(threadIdx.x));
         for (int i = 0; i < kThreadM; ++i) {
           rS[i][j] = dot4(rQ[i], rK, rS[i][j]);
         }
@@ -199,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       visible[i] = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
       float tile_max = -INFINITY;
       for (int j = 0; j < kThreadN; ++j) {
-        const int n = kThreadN * threadIdx.x + j;
+        const int n = j * kThreadsX + threadIdx.x;
         rS[i][j] = n < visible[i] ? softmax_scale * rS[i][j] : -INFINITY;
         tile_max = fmaxf(tile_max, rS[i][j]);
       }
@@ -208,52 +172,39 @@ __global__ void __launch_bounds__(kThreads)
       row_max[i] = new_max;
       row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
       for (int j = 0; j < kThreadN; ++j) {
-        rS[i][j] = expf(rS[i][j] - new_max);
-        row_sum[i] += rS[i][j];
+        const int n = j * kThreadsX + threadIdx.x;
+        const float p = expf(rS[i][j] - new_max);
+        row_sum[i] += p;
+        sS[(m + i) * kBlockN + (n ^ swizzle_p(m))] = p;
       }
-      store_columns(sS + (m + i) * kBlockN, kThreadN * threadIdx.x, rS[i]);
       for (int c = 0; c < kColumns; ++c) {
         rO[i][c] *= row_scale;
       }
     }
-    store_tile<kHeadDim>(sV, rKV, false);
-    const int n_next = n_start + kBlockN;
-    fetch_tile<kHeadDim>(rKV, gK + n_next * k_strides.seqlen, k_strides.seqlen, n_end - n_next);
-    __syncthreads();
+    __syncwarp();
 
-    // O += P V; the thread's last row sees the most keys.
-#pragma unroll 4
-    for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
-      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
-      // anything: 0 * NaN is not 0.
-      const bool diagonal = is_causal && n_start + n == m_start + m;
-      float rP[kThreadM][4];
-      for (int i = 0; i < kThreadM; ++i) {
-        load_columns(rP[i], sS + (m + i) * kBlockN, n);
+    // O += P V; the thread's last row sees the most keys. Where a row does not see a key P is 0, but
+    // V may be anything: 0 * NaN is not 0.
+    for (int n = 0; n < visible[kThreadM - 1]; ++n) {
+      float rV[kColumns];
+      for (int c = 0; c < kColumns; ++c) {
+        rV[c] = sV[n * kHeadDim + c * kThreadsX + threadIdx.x];
       }
-      for (int j = 0; j < 4; ++j) {
-        for (int c = 0; c < kColumns; c += kWidth) {
-          float rV[kWidth];
-          load_columns(rV, sV + (n + j) * kHeadDim, c * kThreadsX + kWidth * threadIdx.x);
-          for (int i = 0; i < kThreadM; ++i) {
-            for (int w = 0; w < kWidth; ++w) {
-              if (j <= i || !diagonal) rO[i][c + w] += rP[i][j] * rV[w];
-            }
-          }
+      for (int i = 0; i < kThreadM; ++i) {
+        const float p = sS[(m + i) * kBlockN + (n ^ swizzle_p(m))];
+        for (int c = 0; c < kColumns; ++c) {
+          if (n < visible[i]) rO[i][c] += p * rV[c];
         }
       }
     }
+    __syncthreads();
   }
 
   for (int i = 0; i < kThreadM; ++i) {
     row_sum[i] = reduce_sum(row_sum[i]);
     if (m + i < valid_rows) {
-      for (int c = 0; c < kColumns; c += kWidth) {
-        float out[kWidth];
-        for (int w = 0; w < kWidth; ++w) {
-          out[w] = rO[i][c + w] / row_sum[i];
-        }
-        store_columns(gO + (m + i) * row_stride, c * kThreadsX + kWidth * threadIdx.x, out);
+      for (int c = 0; c < kColumns; ++c) {
+        gO[(m + i) * row_stride + c * kThreadsX + threadIdx.x] = rO[i][c] / row_sum[i];
       }
     }
   }
