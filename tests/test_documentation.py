@@ -74,7 +74,7 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     number = header.version_number(last)
     text = last.read_text().replace(f"// v{number} - ", f"// v{number + 1} - ", 1)
     (folder / f"v{number + 1}_what_changed.cu").write_text(text)
-    section = section.replace("VERSION_13", f"VERSION_{number + 1}")
+    section = section.replace("VERSION_18", f"VERSION_{number + 1}")
     left_out = {"verify", "scripts/compare_backends.py"}
     if not compilers.find_nvcc():
         left_out.add("kernels")

@@ -13,9 +13,9 @@
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: half of v15's loads and a quarter of their wavefronts, so that shared memory is no limit
-//         any more. In the inner loops 9 of 10 instructions are multiplication-additions, and the
-//         ports of the register file are the limit: three operands in every cycle are more than
+// Expect: half of v15's loads and little more than a third of their wavefronts: shared memory is no
+//         limit any more. In the inner loops 9 of 10 instructions are multiplication-additions, and
+//         the ports of the register file are the limit: three operands in every cycle are more than
 //         they deliver, except where one is used again at once.
 
 #include <cuda_pipeline.h>

@@ -21,7 +21,7 @@
 
 #include <cuda_pipeline.h>
 
-#include "ptx.cuh"
+#include "common.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -181,7 +181,6 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
                      Partial<kBlockM, kHeadDim>* __restrict__ partials, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal, Work work) {
-  ptx::allow_next();
   static_assert(kBlockM == kThreadM * kLanesM * kWarps, "a thread has kThreadM rows");
   static_assert(kBlockN % kSlice == 0 && kSlice == kThreadM * kLanesM, "P has 32 x 32 elements");
   constexpr int kThreadN = kBlockN / kLanesN;   // columns of S, per thread: fours of neighbours
@@ -347,9 +346,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
 // earlier cut does. A thread has four columns of a row.
 template <int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kJoinThreads)
-    join_kernel(const Partial<kBlockM, kHeadDim>* partials, float* o, int seqlen, int num_heads,
-                Work work) {
-  ptx::wait_for_previous();
+    join_kernel(const Partial<kBlockM, kHeadDim>* __restrict__ partials, float* __restrict__ o,
+                int seqlen, int num_heads, Work work) {
   const int64_t cut = work.first_of_part(blockIdx.x + 1);
   const int heads = static_cast<int>(cut / work.per_head);
   const int in_head = static_cast<int>(cut % work.per_head);
@@ -420,10 +418,10 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
       params.q_strides, params.k_strides, params.v_strides, params.seqlen, params.num_heads,
       params.softmax_scale, params.is_causal, work);
   if (error != cudaSuccess || work.m_blocks == 1) return error;  // nothing was cut
-  return launch_early(join_kernel<kBlockM, kHeadDim>,
-                      dim3(work.parts - 1, kBlockM * kHeadDim / 4 / kJoinThreads), 1,
-                      dim3(kJoinThreads), 0, stream, partials, static_cast<float*>(params.o),
-                      params.seqlen, params.num_heads, work);
+  return launch_kernel(join_kernel<kBlockM, kHeadDim>,
+                       dim3(work.parts - 1, kBlockM * kHeadDim / 4 / kJoinThreads),
+                       dim3(kJoinThreads), 0, stream, partials, static_cast<float*>(params.o),
+                       params.seqlen, params.num_heads, work);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
