@@ -101,8 +101,9 @@ def plan(
     Raises RequestError for two rows of one id, for a folder that has a job unless `resume`, and
     then for a job that asks for something else.
     """
-    if settings.part_rows < 1:
-        raise RequestError(f"part-rows must be 1 or more, not {settings.part_rows}")
+    for name, count in (("part-rows", settings.part_rows), ("batch-size", settings.batch_size)):
+        if count is not None and count < 1:
+            raise RequestError(f"{name} must be 1 or more, not {count}")
     if settings.format == "parquet":
         pyarrow_parquet()
     checkpoint = open_checkpoint(

@@ -43,28 +43,28 @@ def run(
     Raises RequestError for what plan() refuses, or where another process is at work in `out`, and
     BatchError for a job that has stopped.
     """
+    lock = FileLock(out / ".lock", blocking=False)
 
     def prepare() -> Job:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RequestError(f"another process is completing the job in {out}") from None
         return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        if len(devices) > 1:
-            raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
-        with _together(prepare) as job:
-            work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
-        return job
-    out.mkdir(parents=True, exist_ok=True)
+    if world > 1 and len(devices) > 1:
+        raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
     try:
-        with FileLock(out / ".lock", blocking=False):
-            job = prepare()
+        with _together(prepare) if world > 1 else contextlib.nullcontext(prepare()) as job:
             if len(devices) == 1:
-                work(job, devices[0], on_rows=on_rows)
+                work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
             else:
                 _work_in_processes(job, devices, on_rows)
-            return job
-    except Timeout:
-        raise RequestError(f"another process is completing the job in {out}") from None
+        return job
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             strict=arguments.strict,
             on_rows=bar.update,
         )
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # the first of torchrun's processes speaks for all
     done = batch.entries(job)
     rows, errors = (sum(entry[name] for entry in done) for name in ("rows", "errors"))
     show(f"{rows} rows in {len(done)} files, {errors} of them errors: {arguments.out}")

@@ -162,7 +162,12 @@ def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
 
 def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl")
-    for field, value in (("max_new_tokens", 64), ("part_rows", 0), ("stop", ("",))):
+    for field, value in (
+        ("max_new_tokens", 64),
+        ("part_rows", 0),
+        ("batch_size", 0),
+        ("stop", ("",)),
+    ):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
             batch.run([file], tmp_path / "out", other, devices=CPU)
