@@ -107,10 +107,14 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
             return Kernel(name, version, None, "; ".join(error.reasons))
         return Kernel(name, version, recording)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        work = pool.map(run, versions.items())
-        bar = tqdm(work, "counting accesses", len(versions), unit="", disable=None)
-        return list(bar)
+    # The bar comes first, so that it stands above those of the runs.
+    bar = tqdm(desc="counting accesses", total=len(versions), unit="", disable=None)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        kernels = []
+        for kernel in pool.map(run, versions.items()):
+            kernels.append(kernel)
+            bar.update()
+    return kernels
 
 
 class _Maps:

@@ -124,7 +124,7 @@ def turns(found: Sequence[Turn], label: str) -> Markup:
             parts.append(_text(start + 3, top - 8, f"{barriers}", "note"))
         for turn in here:
             x, wide = left + width * at / total, max(width * turn.accesses / total, 0.4)
-            bars.append(f"M{x:.2f} {top + turn.warp * row + 1}h{wide:.2f}v{row - 2}h{-wide:.2f}z")
+            bars.append(f"M{x:.1f} {top + turn.warp * row + 1}h{wide:.1f}v{row - 2}h{-wide:.1f}z")
             at += turn.accesses
     parts.append(f'<path class="cell" d="{"".join(bars)}"/>')
     parts.append(_line(left, bottom, left + width, bottom, "axis"))
