@@ -286,8 +286,7 @@ def _complete(
         except RequestError as error:
             _settle(job, results, row, str(error), on_rows)
     by_index = {row.index: row for row in rows}
-    for index, completion in engine.run(requests):
-        result = completion or "the logits are not finite: kernel, weights or dtype is at fault"
+    for index, result in engine.run(requests):
         _settle(job, results, by_index[index], result, on_rows)
     return [_output(job.settings, engine, row, results[row.index]) for row in rows]
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_kernels import KernelError
 from gpt2_infer.engines.base import EngineName, capture
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import FinishReason, Request, Watcher
 from gpt2_infer.model import GPT2, KVCache
 
 MIN_PROMPT = 16  # prompts are padded to this, or to it times a power of two
+NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
 GROUPS = 8  # prompts run in groups of an eighth of the batch
 
 
@@ -89,8 +91,8 @@ class Continuous:
     @torch.inference_mode()
     def run(
         self, requests: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | None]]:
-        """Yield each request's key and completion, in no order; None: its logits are not finite.
+    ) -> Iterator[tuple[int, Completion | str]]:
+        """Yield each request's key and completion, in no order, or the reason why it has none.
 
         Each request has one prompt, and all have the same max_new_tokens and sampling but the seed.
         """
@@ -98,7 +100,26 @@ class Continuous:
         for key, request in requests:
             buckets[self._padded(len(request.rows[0]))].append((key, request))
         for prompt_length, members in sorted(buckets.items()):
-            yield from self._run_bucket(prompt_length, members)
+            yield from self._run_apart(prompt_length, members)
+
+    def _run_apart(
+        self, prompt_length: int, members: Sequence[tuple[int, Request]]
+    ) -> Iterator[tuple[int, Completion | str]]:
+        """Run rows of a bucket; where a kernel raises, halves of what is left, down to the row."""
+        left = dict(members)
+        try:
+            for key, result in self._run_bucket(prompt_length, members):
+                del left[key]
+                yield key, result
+        except KernelError as error:
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize()  # raises if no kernel will run any more
+            rows, middle = [*left.items()], len(left) // 2
+            if not middle:
+                yield rows[0][0], str(error)
+                return
+            yield from self._run_apart(prompt_length, rows[:middle])
+            yield from self._run_apart(prompt_length, rows[middle:])
 
     def _padded(self, length: int) -> int:
         padded = MIN_PROMPT
@@ -108,7 +129,7 @@ class Continuous:
 
     def _run_bucket(
         self, prompt_length: int, members: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | None]]:
+    ) -> Iterator[tuple[int, Completion | str]]:
         slots = _Slots(self.model, members[0][1], self.batch, prompt_length, self.engine)
         waiting = deque(members)
         free, running = list(range(self.batch)), dict[int, _Row]()
@@ -127,7 +148,7 @@ class Continuous:
                 if token < 0 or row.watcher.finish:
                     slots.leave(slot)
                     free.append(slot)
-                    yield running.pop(slot).key, None if token < 0 else row.completion()
+                    yield running.pop(slot).key, NOT_FINITE if token < 0 else row.completion()
 
     def _row(self, key: int, request: Request) -> _Row:
         eos = () if request.ignore_eos else self.model.config.eos_token_id

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from attention_kernels.reference import naive_attention
 from gpt2_infer import RequestError, Sampling, batch, generate
 from gpt2_infer.batch import job as jobs
-from gpt2_infer.engines.continuous import Continuous
+from tests.conftest import rewrite
 from tests.gpt2_infer.batch.common import CPU, contents, make_settings, write_input
+from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import run
 
 
@@ -81,21 +83,37 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         batch.run(inputs, tmp_path / "strict", settings, devices=CPU, strict=True)
 
 
-def test_a_poisoned_row_is_one_error_row(settings, tmp_path, monkeypatch):
-    file, expected = write_input(tmp_path / "in.jsonl"), tmp_path / "expected"
-    batch.run([file], expected, settings, devices=CPU)
-    original = Continuous.run
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [("NAIVE_PYTORCH", "the logits are not finite"), ("PICKY", "PICKY raised ValueError: NaN")],
+)
+def test_a_poisoned_row_is_one_error_row(backend, error, save_checkpoint, tmp_path, clean_registry):
+    def picky(q, k, v, softmax_scale, is_causal):
+        if q.isnan().any():
+            raise ValueError("NaN")
+        return naive_attention(q, k, v, softmax_scale, is_causal)
 
-    def poisoned(self, requests):
-        for key, completion in original(self, requests):
-            yield key, None if key == 5 else completion
+    def poison(tensors):
+        tensors["transformer.wte.weight"][777] = float("nan")
+        return tensors
 
-    monkeypatch.setattr(Continuous, "run", poisoned)
-    job = batch.run([file], tmp_path / "out", settings, devices=CPU)
-    rows = rows_of(tmp_path / "out")
-    assert "not finite" in rows.pop("row-5")["error"]
-    assert rows == {name: row for name, row in rows_of(expected).items() if name != "row-5"}
-    assert sum(entry["errors"] for entry in batch.entries(job)) == 1
+    add("PICKY", picky)
+    folder, _ = save_checkpoint(tie_word_embeddings=False)
+    rewrite(folder, poison)
+    settings = dataclasses.replace(make_settings(folder), backend=backend)
+    rows = [{"id": str(i), "prompt": [1 + i] * (i % 9 + 1)} for i in range(20)]
+    outs = []
+    for name, prompt in (("healthy", rows[5]["prompt"]), ("poisoned", [3, 777, 4])):
+        rows[5]["prompt"] = prompt
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        batch.run([file], tmp_path / name, settings, devices=CPU)
+        outs.append(rows_of(tmp_path / name))
+    healthy, poisoned = outs
+    assert error in poisoned.pop("5")["error"]
+    del healthy["5"]
+    assert poisoned == healthy
+    assert not any(row["error"] for row in healthy.values())
 
 
 def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeypatch):
