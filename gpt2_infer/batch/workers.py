@@ -118,7 +118,7 @@ def _work_in_processes(
                         dead.append(f"{process.name} ended with status {process.exitcode}")
                     continue
                 if isinstance(message, str):
-                    raise BatchError(f"{message}; --resume completes the job")
+                    raise BatchError(message)
                 on_rows(message)
     finally:
         for process in workers.values():

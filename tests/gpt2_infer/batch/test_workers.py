@@ -127,6 +127,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_workers_and_driver_die_and_the_job_is_completed(job, tmp_path):
     run, expected = job
     out = tmp_path / "out"
