@@ -34,6 +34,7 @@ PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends
 STRIDED = [name for name in NAMES if not get_backend(name).needs_contiguous]
 LAST_WMMA = next(spec.name for spec in list_backends()[::-1] if spec.family == "wmma_fa2")
 STRIDED_HALF = ["FLASH_ATTENTION_1_TENSOR_CORE", LAST_WMMA]
+ON_TENSOR_CORES = STRIDED_HALF + [name for name in FP32 if PRECISIONS[name] != {"ieee-fp32"}]
 NEGATIVE = Path(__file__).parents[1] / "negative"
 FOLDER = header.CSRC / "fp32"
 
@@ -87,7 +88,7 @@ def test_the_ladder_is_the_files():
     assert len(files) >= 12
     for name in FP32:
         spec = get_backend(name)
-        assert dict(spec.precisions) == {"float32": "ieee-fp32"}
+        assert spec.dtypes == ("float32",)
         assert spec.head_dims == (32, 64, 128)
         assert spec.emulated_on == ("cpu",)
     assert [name for name in STRIDED if name in FP32][:2] == [
@@ -151,7 +152,7 @@ def test_a_future_that_is_not_finite_changes_nothing(name, device):
         before = spec.attention(q, k, v)
         k, v = k.clone(), v.clone()
         k[:, cut:] = torch.nan
-        first = cut if name not in STRIDED_HALF else -(-cut // 16) * 16
+        first = cut if name not in ON_TENSOR_CORES else -(-cut // 16) * 16
         v[:, first:, :, ::2] = torch.nan
         v[:, first:, :, 1::2] = torch.inf
         assert torch.equal(spec.attention(q, k, v)[:, :cut], before[:, :cut]), cut
@@ -197,6 +198,16 @@ def test_strided_views_need_no_copy(name, device, monkeypatch):
         expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
         assert torch.equal(o, expected)
         assert o.is_contiguous()
+
+
+@pytest.mark.parametrize("multiprocessors", ["1", "40"])
+def test_however_the_work_is_cut_it_is_right(multiprocessors, monkeypatch):
+    """One multiprocessor is full of large blocks; forty get a part of the keys each."""
+    monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", multiprocessors)
+    spec = usable(FP32[-1], "cpu")
+    for case in (Case(300, 64), Case(257, 32, is_causal=False), Case(140, 128)):
+        assert run_case(spec, case, "cpu").passed
+    assert not future_leaks(spec, Case(300, 64), "cpu", 141)
 
 
 def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
@@ -520,6 +531,26 @@ def test_but_for_its_fault_a_negative_control_is_right(stem, cases, tmp_path):
     file = repaired(NEGATIVE / f"{stem}.cu", tmp_path)
     spec = spec_of(header.parse_header(file, "repaired_"))
     assert all(run_case(spec, case, "cpu").passed for case in cases)
+
+
+@on_every_device
+def test_a_sum_kept_in_the_tensor_cores_fails(device, tmp_path):
+    """O as the accumulator of all tiles: what each instruction cuts off adds up."""
+    right = usable("CUSTOM_CUDA_VERSION_19", device)
+    text = right.version.path.read_text()
+    for fresh, kept in (
+        ("float rPV[kColumns / 8][4] = {};", "auto& rPV = rO;"),
+        ("rO[first / 8 + d][i] += rPV[d][i];", ";"),
+    ):
+        assert text.count(fresh) == 1
+        text = text.replace(fresh, kept)
+    (tmp_path / "v19_chained.cu").write_text(text)
+    chained = spec_of(header.parse_header(tmp_path / "v19_chained.cu", "chained_"))
+    case = Case(512, 32, num_heads=1, is_causal=False, kind="offset")
+    if device == "cuda":
+        case = Case(4096, 64, num_heads=1)
+    assert run_case(right, case, device).passed
+    assert not run_case(chained, case, device).passed
 
 
 WRITES_NOTHING = """

@@ -1,0 +1,221 @@
+// v18 - both products on tensor cores, in TF32
+//
+// Change: (from v12) a warp has 16 rows and multiplies by mma.sync. The instruction says what a lane
+//         holds of S and O: two neighbouring columns of two rows, in every 8 columns.
+// Why:    one instruction does the work of 32 FFMA per lane, on other units.
+// Cost:   TF32 keeps 11 of float32's 24 bits of both factors. The rows of K, V and P are padded, each
+//         so that the 32 words of a fragment are in 32 banks.
+// Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
+// Layout: strided
+// Needs:  sm_80
+// Precision: tf32
+// Flags:  --use_fast_math
+// Expect: shared memory is the limit: it delivers two words to each lane for every mma.sync. The error
+//         is some thousand times that of float32: a negative result.
+
+#include "ptx.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kPadK = 4;  // floats; so is P's
+constexpr int kPadV = 8;
+
+inline __device__ float4 load4(const float* row, unsigned d) {
+  return reinterpret_cast<const float4*>(row)[d / 4];
+}
+inline __device__ void store4(float* row, unsigned d, float4 x) {
+  reinterpret_cast<float4*>(row)[d / 4] = x;
+}
+inline __device__ void store2(float* row, unsigned d, float x, float y) {
+  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
+}
+
+// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+template <int kHeadDim, int kRows, int kPad>
+inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
+                                 int valid_rows) {
+#pragma unroll
+  for (int i = 0; i < kRows * kHeadDim / (4 * kThreads); ++i) {
+    const int r = 4 * (i * kThreads + threadIdx.x) / kHeadDim;
+    const int d = 4 * (i * kThreads + threadIdx.x) % kHeadDim;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store4(s_tile + r * (kHeadDim + kPad), d,
+           r < valid_rows ? load4(g_tile + r * g_stride, d) : zero);
+  }
+}
+
+inline __device__ unsigned word(float x) { return __float_as_uint(x); }
+
+// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+template <int kBlockM, int kBlockN, int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
+                     const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
+                     Strides k_strides, Strides v_strides, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  static_assert(kBlockM == 16 * kWarps, "a warp has the 16 rows of a fragment");
+  constexpr int kStrideK = kHeadDim + kPadK;
+  constexpr int kStrideV = kHeadDim + kPadV;
+  constexpr int kStrideP = kBlockN + kPadK;
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * kBlockM;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int64_t row_stride = int64_t{num_heads} * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const float* gQ = q + batch * q_strides.batch + head * q_strides.head;
+  const float* gK = k + batch * k_strides.batch + head * k_strides.head;
+  const float* gV = v + batch * v_strides.batch + head * v_strides.head;
+  float* gO = o + offset;
+
+  // A lane has the rows m and m + 8, r = 0 and 1, and in every 8 columns those at n and n + 1.
+  const int warp_id = threadIdx.x / 32;
+  const int lane_id = threadIdx.x % 32;
+  const int m_warp = m_start + 16 * warp_id;
+  const int m = m_warp + lane_id / 4;
+  const int n = 2 * (lane_id % 4);
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {};  // this lane's share of it
+  float rO[kHeadDim / 8][4] = {};
+
+  ATTENTION_DYNAMIC_SHARED(float, smem);
+  float* sK = smem;
+  float* sV = sK + kBlockN * kStrideK;
+  float* sP = sV + kBlockN * kStrideV + 16 * warp_id * kStrideP;  // of this warp alone
+
+  unsigned rQ[kHeadDim / 8][4];
+  for (int i = 0; i < 4; ++i) {
+    const int row = m + i % 2 * 8;
+    for (int s = 0; s < kHeadDim / 8; ++s) {
+      const int d = 8 * s + i / 2 * 4 + lane_id % 4;
+      rQ[s][i] = word(row < seqlen ? gQ[row * q_strides.seqlen + d] : 0.0f);
+    }
+  }
+
+  // No query of this block sees a key from n_end on, and none of this warp one from n_warp_end on.
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  const int n_warp_end = is_causal ? min(m_warp + 16, seqlen) : seqlen;
+  for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
+    __syncthreads();
+    load_tile<kHeadDim, kBlockN, kPadK>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                        n_end - n_start);
+    load_tile<kHeadDim, kBlockN, kPadV>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
+                                        n_end - n_start);
+    __syncthreads();
+
+    // S = Q K^T
+    float rS[kBlockN / 8][4] = {};
+#pragma unroll
+    for (int s = 0; s < kHeadDim / 8; ++s) {
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j) {
+        const float* row = sK + (8 * j + lane_id / 4) * kStrideK + 8 * s + lane_id % 4;
+        const unsigned rK[2] = {word(row[0]), word(row[4])};
+        ptx::mma_tf32(rS[j], rQ[s], rK);
+      }
+    }
+
+    // P = exp(S - row_max), and the statistics of the keys seen so far
+    for (int r = 0; r < 2; ++r) {
+      const int visible = (is_causal ? min(m + 8 * r + 1, seqlen) : seqlen) - n_start;
+      float tile_max = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j) {
+        for (int c = 0; c < 2; ++c) {
+          float& score = rS[j][2 * r + c];
+          score = 8 * j + n + c < visible ? softmax_scale * score : -INFINITY;
+          tile_max = fmaxf(tile_max, score);
+        }
+      }
+      const float new_max = fmaxf(row_max[r], reduce_max(tile_max));
+      const float row_scale = expf(row_max[r] - new_max);
+      row_max[r] = new_max;
+      row_sum[r] *= row_scale;
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j) {
+        for (int c = 0; c < 2; ++c) {
+          rS[j][2 * r + c] = expf(rS[j][2 * r + c] - new_max);
+          row_sum[r] += rS[j][2 * r + c];
+        }
+        store2(sP + (lane_id / 4 + 8 * r) * kStrideP, 8 * j + n, rS[j][2 * r], rS[j][2 * r + 1]);
+      }
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+        for (int c = 0; c < 2; ++c) rO[d][2 * r + c] *= row_scale;
+      }
+    }
+    __syncwarp();
+
+    // O += P V. P is 0 for keys that no row of the warp sees, but V may be anything: 0 * NaN is not
+    // 0.
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (n_start + 8 * j >= n_warp_end) break;
+      unsigned rP[4];
+      for (int i = 0; i < 4; ++i) {
+        const float* row = sP + (lane_id / 4 + i % 2 * 8) * kStrideP;
+        rP[i] = word(row[8 * j + i / 2 * 4 + lane_id % 4]);
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+        const float* column = sV + (8 * j + lane_id % 4) * kStrideV + 8 * d + lane_id / 4;
+        const unsigned rV[2] = {word(column[0]), word(column[4 * kStrideV])};
+        ptx::mma_tf32(rO[d], rP, rV);
+      }
+    }
+  }
+
+  for (int r = 0; r < 2; ++r) {
+    const float sum = reduce_sum(row_sum[r]);
+    if (m + 8 * r < seqlen) {
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+        store2(gO + (m + 8 * r) * row_stride, 8 * d + n, rO[d][2 * r] / sum,
+               rO[d][2 * r + 1] / sum);
+      }
+    }
+  }
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+template <int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+  constexpr int kBlockM = 64;
+  constexpr int kBlockN = kHeadDim > 64 ? 32 : 64;
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  const size_t smem_bytes =
+      sizeof(float) *
+      (kBlockN * (kHeadDim + kPadK) + kBlockN * (kHeadDim + kPadV) + kBlockM * (kBlockN + kPadK));
+  return launch_kernel(attention_kernel<kBlockM, kBlockN, kHeadDim>, grid, dim3(kThreads),
+                       smem_bytes, stream, static_cast<const float*>(params.q),
+                       static_cast<const float*>(params.k), static_cast<const float*>(params.v),
+                       static_cast<float*>(params.o), params.q_strides, params.k_strides,
+                       params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                       params.is_causal);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 32:
+      return launch_head_dim<32>(params, stream);
+    case 64:
+      return launch_head_dim<64>(params, stream);
+    case 128:
+      return launch_head_dim<128>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION
