@@ -1,0 +1,524 @@
+// v26 - 32 rows per warp, Q in shared memory
+//
+// Change: a warp has two fragments of rows, t = 0 and 1, where there are enough blocks of them. Each
+//         lane stores its parts of Q in shared memory and loads them again for every tile. One
+//         ldmatrix loads hi and lo of a key's 16 columns, or of 16 keys' 8 columns.
+// Why:    what is loaded of K and V serves twice as many products. With Q in registers, 32 rows per
+//         warp leave room for two blocks, and what is won in loads is lost in waiting.
+// Cost:   16 bytes of Q for every six products; the large and the small products of S alternate, which
+//         costs a bit of precision. head_dim 128 has no room for 32 rows, and takes 100 KB of shared
+//         memory: sm_86, 89 and 120 refuse it.
+// Tile:   kBlockM x kBlockN = 128 x 32 or 64 x 32, block 128
+// Layout: strided
+// Needs:  sm_80
+// Precision: 3xfp16
+// Flags:  --use_fast_math
+// Expect: three blocks of 32 rows per warp at head_dim 32 and 64, and busier tensor cores where there
+//         are many blocks. Not measured yet.
+
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "ptx.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kResident = 3;  // blocks that a multiprocessor runs at once, or more
+constexpr int kKeys = 32;     // that Split is padded to: whole tiles
+constexpr int kStages = 2;    // tiles in shared memory: one in use, the others on their way
+constexpr int kPad = 8;       // halves
+constexpr int kTop = 14;      // exponent of a row's largest number, scaled
+constexpr int kLeast = -104;  // exponents that are used
+constexpr int kMost = 126;
+constexpr float kScaleP = 0x1p15f;
+
+inline __device__ float4 load4(const float* row, unsigned d) {
+  return reinterpret_cast<const float4*>(row)[d / 4];
+}
+inline __device__ float2 load2(const float* row, unsigned d) {
+  return reinterpret_cast<const float2*>(row)[d / 2];
+}
+inline __device__ void store2(float* row, unsigned d, float x, float y) {
+  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
+}
+
+inline __device__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+// The exponent of a row's largest number.
+inline __device__ int exponent_of(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
+}
+
+// x and y as sums hi + lo, each pair in a word.
+inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
+  const half2 hi2 = __floats2half2_rn(x, y);
+  const float2 back = __half22float2(hi2);
+  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
+  hi = *reinterpret_cast<const unsigned*>(&hi2);
+  lo = *reinterpret_cast<const unsigned*>(&lo2);
+}
+
+// What split_kernel() makes of K and V, for each head: rows of kHeadDim hi and as many lo, `padded` of
+// K and as many of V, and three numbers for each key.
+struct Split {
+  half* halves;
+  float* k_scales;
+  float* v_exponents;
+  float* v_units;  // 2^-exponent
+  int padded;      // keys of a head, a multiple of kKeys
+};
+
+// Parts of the output: for each part of the keys and each row of each head, O before the division, and
+// the maximum and the sum.
+struct Parts {
+  float* o;
+  float2* statistics;
+  int keys;  // of a part, a multiple of kBlockM
+};
+
+// Rows from seqlen on become zero. Blocks of y = 0 split K, of y = 1 V.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float* __restrict__ k, const float* __restrict__ v, Split to,
+                 Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+  const bool is_v = blockIdx.y == 1;
+  const float* x_rows = is_v ? v : k;
+  const Strides strides = is_v ? v_strides : k_strides;
+  const int64_t key = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / (kHeadDim / 4);
+  const int r = key % to.padded;
+  const int64_t batch_head = key / to.padded;
+  const int batch = batch_head / num_heads;
+  const int head = batch_head % num_heads;
+  const int d = threadIdx.x % (kHeadDim / 4) * 4;
+  const float* g_row = x_rows + batch * strides.batch + head * strides.head + r * strides.seqlen;
+  const float4 x = r < seqlen ? load4(g_row, d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+  for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+  }
+  const int exponent = exponent_of(largest);
+  const float scale = power_of_two(kTop - exponent);
+  uint2 hi, lo;
+  split(x.x * scale, x.y * scale, hi.x, lo.x);
+  split(x.z * scale, x.w * scale, hi.y, lo.y);
+  half* row = to.halves + ((2 * batch_head + is_v) * to.padded + r) * 2 * kHeadDim + d;
+  *reinterpret_cast<uint2*>(row) = hi;
+  *reinterpret_cast<uint2*>(row + kHeadDim) = lo;
+  if (d != 0) return;
+  if (is_v) {
+    to.v_exponents[key] = exponent;
+    to.v_units[key] = power_of_two(-exponent);
+  } else {
+    to.k_scales[key] = power_of_two(exponent - kTop);
+  }
+}
+
+// Begins to copy `count` times 16 bytes to shared memory, rows of kRow times 16 bytes that are
+// kStride bytes apart there.
+template <int kCount, int kRow, int kStride>
+inline __device__ void copy(void* to, const void* from) {
+#pragma unroll
+  for (int start = 0; start < kCount; start += kThreads) {
+    const int i = start + threadIdx.x;
+    if (kCount % kThreads != 0 && i >= kCount) break;
+    __pipeline_memcpy_async(static_cast<char*>(to) + i / kRow * kStride + i % kRow * 16,
+                            static_cast<const char*>(from) + i * 16, 16);
+  }
+}
+
+// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+inline __device__ void multiply(float (&sums)[4], uint4 a, unsigned b0, unsigned b1) {
+  ptx::mma<false>(sums, {a.x, a.y, a.z, a.w}, {b0, b1});
+}
+
+template <int kBlockN, int kHeadDim>
+constexpr int kStageBytes =
+    sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * 3 * kBlockN;
+
+template <int kFragments, int kBlockN, int kHeadDim>
+__global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? kResident : 4)
+    attention_kernel(const float* __restrict__ q, Split kv, Parts parts, float* __restrict__ o,
+                     Strides q_strides, int seqlen, int num_heads, float softmax_scale,
+                     bool is_causal) {
+  constexpr int kRows = 16 * kFragments;  // of a warp
+  constexpr int kBlockM = kRows * kWarps;
+  constexpr int kSteps = kHeadDim / 16;
+  constexpr int kStride = 2 * kHeadDim + kPad;
+  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  const int m_block = gridDim.y - 1 - blockIdx.y;
+  const int m_start = m_block * kBlockM;
+  // No query of this block sees a key from n_rows on. Its part of them ends at n_end.
+  const int n_rows = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  const int n_begin = blockIdx.z * parts.keys;
+  const int n_end = min(n_begin + parts.keys, n_rows);
+  if (n_begin >= n_end) return;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  const int64_t row_stride = int64_t{num_heads} * kHeadDim;
+  const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  const float* gQ = q + batch * q_strides.batch + head * q_strides.head;
+  const half* gK = kv.halves + 2 * int64_t{blockIdx.x} * kv.padded * 2 * kHeadDim;
+  const half* gV = gK + int64_t{kv.padded} * 2 * kHeadDim;
+  const int64_t first_key = int64_t{blockIdx.x} * kv.padded;
+  float* gO = o + offset;
+
+  // A lane has of each fragment t the rows m + 16 t + 8 r, r = 0 and 1, and in every 8 columns those
+  // at n and n + 1.
+  const int warp_id = threadIdx.x / 32;
+  const int lane_id = threadIdx.x % 32;
+  const int m_warp = m_start + kRows * warp_id;
+  const int m = m_warp + lane_id / 4;
+  const int n = 2 * (lane_id % 4);
+  float row_max[kFragments][2];
+  float row_sum[kFragments][2] = {};  // this lane's share of it
+  float rO[kFragments][kHeadDim / 8][4] = {};
+
+  ATTENTION_DYNAMIC_SHARED(half, smem);
+  constexpr int kStageHalfs = kStageBytes<kBlockN, kHeadDim> / sizeof(half);
+  const auto copy_keys = [&](int n_start) {
+    half* sK = smem + n_start / kBlockN % kStages * kStageHalfs;
+    half* sV = sK + kBlockN * kStride;
+    float* s_k_scale = reinterpret_cast<float*>(sV + kBlockN * kStride);
+    constexpr int kRow = 2 * kHeadDim / 8, kBytes = sizeof(half) * kStride;
+    copy<kBlockN * kRow, kRow, kBytes>(sK, gK + int64_t{n_start} * 2 * kHeadDim);
+    copy<kBlockN * kRow, kRow, kBytes>(sV, gV + int64_t{n_start} * 2 * kHeadDim);
+    copy<kBlockN / 4, 1, 16>(s_k_scale, kv.k_scales + first_key + n_start);
+    copy<kBlockN / 4, 1, 16>(s_k_scale + kBlockN, kv.v_exponents + first_key + n_start);
+    copy<kBlockN / 4, 1, 16>(s_k_scale + 2 * kBlockN, kv.v_units + first_key + n_start);
+  };
+
+  // This lane's parts of Q: of each t and each 16 columns hi and lo, 32 lanes apart.
+  uint4* sQ = reinterpret_cast<uint4*>(smem + kStages * kStageHalfs) +
+              warp_id * kFragments * kSteps * 64 + lane_id;
+  float q_scale[kFragments][2];  // to scores in units of log2
+#pragma unroll
+  for (int t = 0; t < kFragments; ++t) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_max[t][r] = -INFINITY;
+      const int row = m + 16 * t + 8 * r;
+      float2 x[kHeadDim / 8];
+      float largest = 0.0f;
+      for (int s = 0; s < kHeadDim / 8; ++s) {
+        x[s] =
+            row < seqlen ? load2(gQ + row * q_strides.seqlen, 8 * s + n) : make_float2(0.0f, 0.0f);
+        largest = fmaxf(largest, fmaxf(fabsf(x[s].x), fabsf(x[s].y)));
+      }
+      const int exponent = exponent_of(reduce_max(largest));
+      const float scale = power_of_two(kTop - exponent);
+      q_scale[t][r] = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
+      for (int s = 0; s < kHeadDim / 8; ++s) {
+        unsigned* to = reinterpret_cast<unsigned*>(sQ + (t * kSteps + s / 2) * 64);
+        const int i = s % 2 * 2 + r;
+        split(x[s].x * scale, x[s].y * scale, to[i], to[4 * 32 + i]);
+      }
+    }
+  }
+
+  // No query of this warp sees a key from n_warp_end on.
+  const int n_warp_end = is_causal ? min(m_warp + kRows, seqlen) : seqlen;
+  const auto compute = [&](int n_start, auto is_masked) {
+    constexpr bool kIsMasked = decltype(is_masked)::value;
+    const half* sK = smem + n_start / kBlockN % kStages * kStageHalfs;
+    const half* sV = sK + kBlockN * kStride;
+    const float* s_k_scale = reinterpret_cast<const float*>(sV + kBlockN * kStride);
+    const float* s_v_exponent = s_k_scale + kBlockN;
+    const float* s_v_unit = s_v_exponent + kBlockN;
+    // Where a lane's rows begin of four matrices, two of hi and two of lo: of K 8 keys and 16 columns,
+    // of V 16 keys and 8 columns.
+    const half* matrices_k =
+        sK + lane_id % 8 * kStride + lane_id / 8 % 2 * 8 + lane_id / 16 * kHeadDim;
+    const half* matrices_v = sV + lane_id % 16 * kStride + lane_id / 16 * kHeadDim;
+
+    // S = Q K^T
+    float rS[kFragments][kBlockN / 8][4] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint4 hiQ[kFragments], loQ[kFragments];
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        hiQ[t] = sQ[(t * kSteps + s) * 64];
+        loQ[t] = sQ[(t * kSteps + s) * 64 + 32];
+      }
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j) {
+        unsigned rK[4];
+        ptx::load_matrices(rK, matrices_k + 8 * j * kStride + 16 * s);
+#pragma unroll
+        for (int t = 0; t < kFragments; ++t) {
+          multiply(rS[t][j], loQ[t], rK[0], rK[1]);
+          multiply(rS[t][j], hiQ[t], rK[2], rK[3]);
+          multiply(rS[t][j], hiQ[t], rK[0], rK[1]);
+        }
+      }
+    }
+
+    // Scores, in units of log2, plus the exponent of V's row
+    float new_max[kFragments][2];
+#pragma unroll
+    for (int t = 0; t < kFragments; ++t) {
+      for (int r = 0; r < 2; ++r) new_max[t][r] = row_max[t][r];
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      const float2 k_scale = load2(s_k_scale, 8 * j + n);
+      const float2 v_exponent = load2(s_v_exponent, 8 * j + n);
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        for (int i = 0; i < 4; ++i) {
+          const int r = i / 2, c = i % 2;
+          const int row = m + 16 * t + 8 * r;
+          const int visible = (is_causal ? min(row + 1, seqlen) : seqlen) - n_start;
+          float& score = rS[t][j][i];
+          score = q_scale[t][r] * (score * (c ? k_scale.y : k_scale.x)) +
+                  (c ? v_exponent.y : v_exponent.x);
+          if (kIsMasked && 8 * j + n + c >= visible) score = -INFINITY;
+          new_max[t][r] = fmaxf(new_max[t][r], score);
+        }
+      }
+    }
+    float row_scale[kFragments][2];
+#pragma unroll
+    for (int t = 0; t < kFragments; ++t) {
+      for (int r = 0; r < 2; ++r) {
+        new_max[t][r] = reduce_max(new_max[t][r]);
+        row_scale[t][r] = exp2f(row_max[t][r] - new_max[t][r]);
+        row_max[t][r] = new_max[t][r];
+        row_sum[t][r] *= row_scale[t][r];
+      }
+    }
+
+    // P = 2^(S - row_max), split, and the statistics of the keys seen so far
+    unsigned hiP[kFragments][kBlockN / 16][4], loP[kFragments][kBlockN / 16][4];
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      const float2 v_unit = load2(s_v_unit, 8 * j + n);
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        for (int r = 0; r < 2; ++r) {
+          const float x = exp2f(rS[t][j][2 * r] - row_max[t][r]);
+          const float y = exp2f(rS[t][j][2 * r + 1] - row_max[t][r]);
+          row_sum[t][r] += x * v_unit.x;
+          row_sum[t][r] += y * v_unit.y;
+          const int i = j % 2 * 2 + r;
+          split(x * kScaleP, y * kScaleP, hiP[t][j / 2][i], loP[t][j / 2][i]);
+        }
+      }
+    }
+
+    // O += P V, small products first. P is 0 for keys that no row of a fragment sees, but V may be
+    // anything: 0 * NaN is not 0.
+    const auto sees = [&](int t, int j) {
+      const int m_end = m_warp + 16 * (t + 1);
+      return !kIsMasked || n_start + 16 * j < (is_causal ? min(m_end, seqlen) : seqlen);
+    };
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d) {
+      float rPV[kFragments][4] = {};
+      unsigned rV[kBlockN / 16][4];
+#pragma unroll
+      for (int j = 0; j < kBlockN / 16; ++j) {
+        ptx::load_matrices_transposed(rV[j], matrices_v + 16 * j * kStride + 8 * d);
+#pragma unroll
+        for (int t = 0; t < kFragments; ++t) {
+          if (!sees(t, j)) continue;
+          ptx::mma<false>(rPV[t], loP[t][j], {rV[j][0], rV[j][1]});
+          ptx::mma<false>(rPV[t], hiP[t][j], {rV[j][2], rV[j][3]});
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBlockN / 16; ++j) {
+#pragma unroll
+        for (int t = 0; t < kFragments; ++t) {
+          if (sees(t, j)) ptx::mma<false>(rPV[t], hiP[t][j], {rV[j][0], rV[j][1]});
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        for (int i = 0; i < 4; ++i) {
+          rO[t][d][i] = rO[t][d][i] * row_scale[t][i / 2] + rPV[t][i];
+        }
+      }
+    }
+  };
+
+  // Every row of this warp sees the keys up to here.
+  const int n_all = is_causal ? min(m_warp + 1, seqlen) : seqlen;
+  copy_keys(n_begin);
+  __pipeline_commit();
+  for (int n_start = n_begin; n_start < n_end; n_start += kBlockN) {
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    if (n_start + kBlockN < n_end) copy_keys(n_start + kBlockN);
+    __pipeline_commit();
+    if (n_start + kBlockN <= n_all) {
+      compute(n_start, std::false_type());
+    } else if (n_start < n_warp_end) {
+      compute(n_start, std::true_type());
+    }
+  }
+
+  const bool is_whole = n_rows <= parts.keys;
+#pragma unroll
+  for (int t = 0; t < kFragments; ++t) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = reduce_sum(row_sum[t][r]);
+      const float scale = power_of_two(-kTop) / kScaleP / (is_whole ? sum : 1.0f);
+      const int row = m + 16 * t + 8 * r;
+      const int64_t of_part = (int64_t{blockIdx.z} * gridDim.x + blockIdx.x) * seqlen + row;
+      float* to = is_whole ? gO + row * row_stride : parts.o + of_part * kHeadDim;
+      if (row < seqlen) {
+        for (int d = 0; d < kHeadDim / 8; ++d) {
+          store2(to, 8 * d + n, rO[t][d][2 * r] * scale, rO[t][d][2 * r + 1] * scale);
+        }
+        if (!is_whole && n == 0) parts.statistics[of_part] = make_float2(row_max[t][r], sum);
+      }
+    }
+  }
+}
+
+// A thread has four columns of a row that has several parts.
+template <int kBlockM, int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(Parts parts, float* __restrict__ o, int seqlen, int heads, int num_heads,
+                bool is_causal) {
+  const int64_t head_row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / (kHeadDim / 4);
+  const int d = threadIdx.x % (kHeadDim / 4) * 4;
+  const int head = head_row / seqlen;
+  const int row = head_row % seqlen;
+  const int n_rows = is_causal ? min((row / kBlockM + 1) * kBlockM, seqlen) : seqlen;
+  if (head >= heads || n_rows <= parts.keys) return;
+  float row_max = -INFINITY, row_sum = 0.0f;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int part = 0; part * parts.keys < n_rows; ++part) {
+    const int64_t of_part = int64_t{part} * heads * seqlen + head_row;
+    const float2 statistics = parts.statistics[of_part];
+    const float4 x = load4(parts.o + of_part * kHeadDim, d);
+    const float new_max = fmaxf(row_max, statistics.x);
+    const float before = exp2f(row_max - new_max);
+    const float scale = exp2f(statistics.x - new_max);
+    row_max = new_max;
+    row_sum = row_sum * before + statistics.y * scale;
+    sum.x = sum.x * before + x.x * scale;
+    sum.y = sum.y * before + x.y * scale;
+    sum.z = sum.z * before + x.z * scale;
+    sum.w = sum.w * before + x.w * scale;
+  }
+  const int64_t at = (int64_t{head / num_heads} * seqlen + row) * num_heads + head % num_heads;
+  const float scale = 1.0f / row_sum;
+  store2(o + at * kHeadDim, d, sum.x * scale, sum.y * scale);
+  store2(o + at * kHeadDim, d + 2, sum.z * scale, sum.w * scale);
+}
+
+struct Plan {
+  int fragments;
+  int padded;  // keys
+  int keys;    // of a part
+  int parts;
+};
+
+cudaError_t make_plan(const Params& params, Plan* plan) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  constexpr int64_t kUnit = 128;
+  const int64_t at_once = int64_t{multiprocessors} * kResident;
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  const bool is_large =
+      params.head_dim <= 64 && heads * ceil_div(params.seqlen, 32 * kWarps) >= at_once;
+  plan->fragments = is_large ? 2 : 1;
+  const int rows = 16 * kWarps * plan->fragments;  // of a block
+  const int64_t blocks = ceil_div(params.seqlen, rows);
+  const int64_t keys = params.is_causal ? (blocks + 1) * rows / 2 : params.seqlen;  // of a block
+  const int64_t share = ceil_div(heads * blocks * keys, at_once);
+  const int64_t units = std::min(ceil_div(share, kUnit), ceil_div<int64_t>(params.seqlen, kUnit));
+  plan->padded = ceil_div(params.seqlen, kKeys) * kKeys;
+  plan->keys = units * kUnit;
+  plan->parts = ceil_div(params.seqlen, plan->keys);
+  return cudaSuccess;
+}
+
+int64_t scratch_floats(const Params& params) {
+  Plan plan;
+  if (make_plan(params, &plan) != cudaSuccess) return 0;  // launch() returns the error
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  const int64_t part_rows = plan.parts > 1 ? heads * params.seqlen * plan.parts : 0;
+  return heads * plan.padded * (2 * params.head_dim + 3) + part_rows * (params.head_dim + 2);
+}
+
+template <int kFragments, int kHeadDim>
+cudaError_t launch_rows(const Params& params, const Plan& plan, cudaStream_t stream) {
+  constexpr int kBlockM = 16 * kFragments * kWarps;
+  constexpr int kBlockN = 32;
+  const int heads = params.batch * params.num_heads;
+  const int64_t keys = int64_t{heads} * plan.padded;
+  const int64_t rows = int64_t{heads} * params.seqlen;
+  float* scales = params.scratch + keys * 2 * kHeadDim;
+  const Split kv = {reinterpret_cast<half*>(params.scratch), scales, scales + keys,
+                    scales + 2 * keys, plan.padded};
+  float* part_o = scales + 3 * keys;
+  const Parts parts = {part_o, reinterpret_cast<float2*>(part_o + rows * plan.parts * kHeadDim),
+                       plan.keys};
+  const auto o = static_cast<float*>(params.o);
+  cudaError_t error = launch_kernel(
+      split_kernel<kHeadDim>, dim3(keys * (kHeadDim / 4) / kThreads, 2), dim3(kThreads), 0, stream,
+      static_cast<const float*>(params.k), static_cast<const float*>(params.v), kv,
+      params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(heads, ceil_div(params.seqlen, kBlockM), plan.parts);
+  constexpr int kBytesQ = 4 * kBlockM * kHeadDim;
+  error = launch_kernel(attention_kernel<kFragments, kBlockN, kHeadDim>, grid, dim3(kThreads),
+                        kStages * kStageBytes<kBlockN, kHeadDim> + kBytesQ, stream,
+                        static_cast<const float*>(params.q), kv, parts, o, params.q_strides,
+                        params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+  if (error != cudaSuccess || plan.parts == 1) return error;
+  return launch_kernel(join_kernel<kBlockM, kHeadDim>,
+                       dim3(ceil_div<int64_t>(rows * (kHeadDim / 4), kThreads)), dim3(kThreads), 0,
+                       stream, parts, o, params.seqlen, heads, params.num_heads, params.is_causal);
+}
+
+template <int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
+  Plan plan;
+  const cudaError_t error = make_plan(params, &plan);
+  if (error != cudaSuccess) return error;
+  if constexpr (kHeadDim <= 64) {
+    if (plan.fragments == 2) return launch_rows<2, kHeadDim>(params, plan, stream);
+  }
+  return launch_rows<1, kHeadDim>(params, plan, stream);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 32:
+      return launch_head_dim<32>(params, stream);
+    case 64:
+      return launch_head_dim<64>(params, stream);
+    case 128:
+      return launch_head_dim<128>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention::ATTENTION_VERSION
