@@ -33,9 +33,7 @@ from attention_kernels import (
 )
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import (
-    ABSOLUTE_TERM_ULPS,
-    BUDGET_FACTOR,
-    DEFAULT_BUDGET_FACTOR,
+    error_budget,
     naive_attention,
 )
 from tests.conftest import DEVICES
@@ -129,10 +127,10 @@ def errors(eager, name, **inputs):
         scale = eps / torch.finfo(torch.float32).eps
     else:
         plain, scale = eager, 1.0
-    factor = BUDGET_FACTOR.get(get_backend(name).precisions[dtype], DEFAULT_BUDGET_FACTOR)
-    budget = factor * scale * (plain(**inputs).logits - reference).abs().max()
-    budget += ABSOLUTE_TERM_ULPS * eps * reference.abs().max()
-    return (got - reference).abs().max().item(), budget.item()
+    error = scale * (plain(**inputs).logits - reference).abs().max().item()
+    precision = get_backend(name).precisions[dtype]
+    budget = error_budget(precision, eager.dtype, error, reference.abs().max().item())
+    return (got - reference).abs().max().item(), budget
 
 
 @torch.no_grad()
