@@ -27,7 +27,7 @@ from attention_kernels.inspection.accesses import Access, Turn, record
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.ladders import predecessors
 from gpt2_infer.bench.report import source, svg
-from gpt2_infer.bench.report.measured import File
+from gpt2_infer.bench.report.measured import Chart, File
 from gpt2_infer.bench.report.source import Comparison, Kernel
 from gpt2_infer.bench.results import Shape, read
 from gpt2_infer.bench.tables import TIE, Table, are_numbers, group_by
@@ -56,6 +56,7 @@ def make_page(
         for name, before in predecessors(versions).items()
         if before
     ]
+    short = [kernel.version.name for kernel in kernels]
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     policy = "; ".join(
         f"{kind}-src 'sha256-{_digest(text[name])}'"
@@ -76,6 +77,9 @@ def make_page(
         js=Markup(text["js"]),
         shape=shape,
         kernels=kernels,
+        labels={
+            k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
+        },
         comparisons=comparisons,
         files=measured,
         counters=source.COUNTERS,
@@ -140,8 +144,8 @@ class _Maps:
         )
 
 
-def _turns(kernel: Kernel) -> tuple[Markup, Table] | None:
-    """Draw the turns of the busiest block's warps, and return them as a table, too."""
+def _turns(kernel: Kernel) -> Chart | None:
+    """Chart the turns of the busiest block's warps."""
     found = kernel.recording.turns if kernel.recording else []
     if not found:
         return None
@@ -157,7 +161,7 @@ def _turns(kernel: Kernel) -> tuple[Markup, Table] | None:
             (f"{barriers}", order, f"{len(warps)}", f"{min(by_warp):,}", f"{max(by_warp):,}")
         )
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
-    return svg.turns(found, title), Table(title, head, rows, {})
+    return Chart(title, svg.turns(found, title), Table(title, head, rows, {}))
 
 
 def _warp_of(turn: Turn) -> int:

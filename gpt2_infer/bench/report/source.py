@@ -85,7 +85,7 @@ class Kernel:
     @cached_property
     def body(self) -> list[Line]:
         """The source after the comment that opens it, which differs in every version."""
-        return [*itertools.dropwhile(lambda line: line.text.startswith("//"), self.lines)]
+        return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
 
     @cached_property
     def totals(self) -> dict[tuple[str, str], int]:
