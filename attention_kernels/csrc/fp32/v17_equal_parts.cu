@@ -74,7 +74,7 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   const int r = 4 * thread / kHeadDim;
   const int d = 4 * thread % kHeadDim;
   const float* from = g_tile + r * g_stride + d;
-#pragma unroll
+#pragma unroll 8
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
     const bool is_valid = r + i < valid_rows;  // else nothing is read, from an aligned address
     __pipeline_memcpy_async(s_tile + (r + i) * kHeadDim + (swizzled ? d ^ swizzle(r + i) : d),
@@ -198,9 +198,9 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
   float* sV = sK + kBlockN * kHeadDim;
   float* sP = sV + kBlockN * kHeadDim;
 
-  const int64_t end = work.first_of_part(blockIdx.x + 1);
-  int count;
-  for (int64_t unit = work.first_of_part(blockIdx.x); unit < end; unit += count) {
+  int64_t unit = work.first_of_part(blockIdx.x);
+  int left = static_cast<int>(work.first_of_part(blockIdx.x + 1) - unit);
+  while (left > 0) {
     const int heads = static_cast<int>(unit / work.per_head);
     const int in_head = static_cast<int>(unit % work.per_head);
     const int m_block = work.rows_of(in_head);
@@ -223,7 +223,10 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
 
     const int units = is_causal ? m_block + 1 : work.m_blocks;
     const int first = in_head - work.first_of_rows(m_block);
-    count = static_cast<int>(min(end - unit, int64_t{units - first}));
+    const int count = min(left, units - first);
+    const bool is_whole = count == units;
+    unit += count;
+    left -= count;
     const int n_first = first * kBlockM;
     const int n_end = min(n_first + count * kBlockM, seqlen);
     copy_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, true);
@@ -318,9 +321,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
     const int row_stride = num_heads * kHeadDim;
     const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
     float* gO = o + offset + int64_t{m_start} * row_stride;
-    const bool is_whole = count == units;
-    Partial<kBlockM, kHeadDim>& partial =
-        partials[2 * blockIdx.x + (unit > work.first_of_part(blockIdx.x))];
+    Partial<kBlockM, kHeadDim>& partial = partials[2 * blockIdx.x + (first == 0)];
     for (int i = 0; i < kThreadM; ++i) {
       row_sum[i] = reduce_sum(row_sum[i]);
       if (m + i < valid_rows) {
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   float total[4] = {};
 #pragma unroll 4
   for (int part = first_part; part <= last_part; ++part) {
-    const auto& partial = partials[2 * part + (work.first_of_part(part) < first)];
+    const auto& partial = partials[2 * part + (part == first_part)];
     float columns[4];
     load_columns(columns, partial.o[m], d);
     const float new_max = fmaxf(row_max, partial.row_max[m]);

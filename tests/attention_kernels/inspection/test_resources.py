@@ -28,7 +28,8 @@ def test_every_version_compiles_without_spills(version):
     for one in builds[:1] if builds[-1] in LAST else builds:
         arch = next(a for a in resources.ARCHS if one.compiles_for(a))
         for kernel in resources._compile(one, arch).values():
-            assert kernel.spill_stores <= 64 >= kernel.spill_loads
+            # Scalars that live through the inner loops; an array would be hundreds of bytes.
+            assert kernel.spill_stores <= 96 >= kernel.spill_loads
 
 
 @pytest.mark.slow
