@@ -191,10 +191,10 @@ def _round_up(value: int, unit: int) -> int:
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
     """Return what the version launches for each head_dim."""
     with tempfile.TemporaryDirectory() as folder:
-        return _recorded(_recorder(version, Path(folder)), head_dims)
+        return _recorded(launch_recorder(version, Path(folder)), head_dims)
 
 
-def _recorder(version: VersionHeader, folder: Path) -> Path:
+def launch_recorder(version: VersionHeader, folder: Path) -> Path:
     """Build csrc/recorders/launches.cpp for a version, in a folder."""
     flags = compilers.compile_flags(version, "emulator", "")
     csrc = header.csrc_of(version)
@@ -211,7 +211,7 @@ def _recorded(program: Path, head_dims: Sequence[int]) -> list[_Launch]:
     """Return what a recorder writes of each head_dim."""
     launches = []
     for line in compilers.output_of([str(program), *map(str, head_dims)]).splitlines():
-        head_dim, threads, smem, symbol, words = line.split("\t")
+        head_dim, threads, smem, symbol, words, *_ = line.split("\t")
         name = re.search(r"(\w+(<[^(]*>)?)\(", words)
         launches.append(
             _Launch(int(head_dim), int(threads), int(smem), symbol, name[1] if name else words)

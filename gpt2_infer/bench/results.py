@@ -194,6 +194,8 @@ class Series(Sampled, kw_only=True):
     flags: str = ""
     source_digest: str | None = None
     """SHA-256 over the files that the backend is made of."""
+    version_digest: str | None = None
+    """SHA-256 of the version file alone; None in older files, and for what has none."""
     check: Check | None = None
 
 
@@ -407,6 +409,40 @@ class Inspection(_File, kw_only=True, tag="inspection"):
     versions: list[Inspected]
 
 
+class Predicted(_Record, kw_only=True):
+    """A prediction of one version in one cell; see attention_kernels.inspection.predict."""
+
+    name: str
+    cell: KernelCell
+    version_digest: str
+    """SHA-256 of the version file."""
+    measured_digests: list[str] = []
+    """The source_digest of earlier series that git says were made from the same version file."""
+    refused: str = ""
+    """Why there is no prediction."""
+    time_us: float = 0.0
+    bound: str = ""
+    needs_us: dict[str, float] = {}
+    waiting_us: float = 0.0
+    uneven_us: float = 0.0
+    launch_us: float = 0.0
+    load_wavefronts: int = 0
+    store_wavefronts: int = 0
+
+    def is_of(self, series: KernelSeries) -> bool:
+        """Return whether a series timed the same version file in the same cell."""
+        digests = {self.version_digest, *self.measured_digests}
+        same_file = bool({series.version_digest, series.source_digest} & digests)
+        return series.name == self.name and series.cell == self.cell and same_file
+
+
+class Predictions(_File, kw_only=True, tag="prediction"):
+    """What a ladder should take on a GPU, from the code alone."""
+
+    gpu: str
+    series: list[Predicted]
+
+
 class Published(_File, kw_only=True, tag="published"):
     """Somebody else's published seconds, which were not measured here."""
 
@@ -416,7 +452,9 @@ class Published(_File, kw_only=True, tag="published"):
 
 
 Timing: TypeAlias = KernelTiming | GenerationTiming
-Results: TypeAlias = Timing | DecodeTiming | BuildTiming | Profile | Inspection | Published
+Results: TypeAlias = (
+    Timing | DecodeTiming | BuildTiming | Profile | Inspection | Predictions | Published
+)
 
 _decoder = msgspec.json.Decoder(Results)
 
@@ -427,6 +465,8 @@ def _lack(results: Results) -> str | None:
         return None
     if isinstance(results, (Profile, Inspection)):
         return None if results.versions else "it has no versions"
+    if isinstance(results, Predictions):
+        return None if results.series else "it has no series"
     series, rounds = results.series, results.rounds
     if not series:
         return "it has no series"

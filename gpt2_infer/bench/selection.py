@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import sys
@@ -155,6 +156,7 @@ def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> d
     }
     if version := spec.version:
         found |= {"flags": " ".join(version.flags), "change": version.title}
+        found["version_digest"] = hashlib.sha256(version.path.read_bytes()).hexdigest()
     return found
 
 

@@ -206,6 +206,25 @@ class InspectionStudy(_LadderStudy, kw_only=True, tag="inspection"):
         return inspection.inspect_ladder(self.family, shape, self.arch, task=task, out=out)
 
 
+class PredictionStudy(_LadderStudy, kw_only=True, tag="prediction"):
+    """What a ladder should take on a GPU; no GPU is needed."""
+
+    gpu: str = "h200"
+    seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
+    batch: AtLeastOne = 1
+    heads: AtLeastOne = 12
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench import prediction
+
+        cells = [
+            KernelCell(n, self.batch, self.heads, self.head_dim, "float32", is_causal=not self.full)
+            for n in self.seqlens
+        ]
+        return prediction.predict_ladder(self.family, self.gpu, cells, task=task, out=out)
+
+
 class BuildStudy(_Study, kw_only=True, tag="build"):
     """Cold builds of the float32 ladder; no GPU is needed."""
 
@@ -262,6 +281,7 @@ Study: TypeAlias = (
     | TransformersStudy
     | ProfileStudy
     | InspectionStudy
+    | PredictionStudy
     | BuildStudy
     | DecodeStudy
 )

@@ -39,6 +39,8 @@ from gpt2_infer.bench.results import (
     KernelCell,
     KernelSeries,
     KernelTiming,
+    Predicted,
+    Predictions,
     Profile,
     Profiled,
     Provenance,
@@ -123,6 +125,48 @@ def row_errors(task: str, *names: str) -> None:
     lengths = sorted({cell.length for cell in results.cells})
     columns = {"backend": lambda name: f"`{name}`", **{f"N={n}": at(n) for n in lengths}}
     _print(str(_table(f"{where(results.provenance)} ({_link(path)})", names, columns)))
+
+
+def predictions(task: str, *measured: str) -> None:
+    """Print a task of predictions beside the times that were measured of the same files."""
+    path, results = _newest(task)
+    if not isinstance(results, Predictions):
+        raise ResultsError(f"{task} is no prediction")
+    timings = [_newest(name)[1] for name in measured]
+    series = [one for file in timings if isinstance(file, KernelTiming) for one in file.series]
+    _print("\n".join(map(str, _predictions(_link(path), results, series))))
+    _print(f"{accuracy(results, series)}\n")
+
+
+def wavefronts(task: str, profile: str) -> None:
+    """Print the wavefronts that predictions count beside those of a profile."""
+    path, results = _newest(task)
+    profiled_path, profiled = _newest(profile)
+    if not isinstance(results, Predictions) or not isinstance(profiled, Profile):
+        raise ResultsError(f"{task} and {profile} are not predictions and a profile")
+    measured = {one.name: one.metrics for one in profiled.versions}
+
+    def share(kind: str) -> Callable[[Predicted], str]:
+        def of(one: Predicted) -> str:
+            counted = one.load_wavefronts if kind == "load" else one.store_wavefronts
+            found = measured[one.name][f"shared_{kind}_wavefronts"]
+            return f"{counted:,} / {found:,.0f}" + (f" = {counted / found:.3f}" if found else "")
+
+        return of
+
+    cell = (profiled.shape.seqlen, profiled.shape.batch, profiled.shape.heads)
+    rows = [
+        one
+        for one in results.series
+        if one.name in measured and (one.cell.seqlen, one.cell.batch, one.cell.num_heads) == cell
+    ]
+    columns: Columns[Predicted] = {
+        "backend": lambda one: f"`{one.name}`",
+        "loads": share("load"),
+        "stores": share("store"),
+    }
+    files = f"{_link(path)}, {_link(profiled_path)}"
+    _print(str(_table(f"{profiled.shape}; counted / profiled ({files})", rows, columns)))
 
 
 def ladder(family: str, *tasks: str) -> None:
@@ -442,6 +486,60 @@ def _inspection(file: str, results: Inspection) -> list[Table]:
     return [_table(title, counted, columns, notes)]
 
 
+def _predictions(
+    file: str, results: Predictions, series: Iterable[KernelSeries] = ()
+) -> list[Table]:
+    """Predicted microseconds, and measured ones with their ratio: a row per version."""
+    found = []
+    for shape, group in group_by(results.series, lambda one: one.cell.shape).items():
+        by_cell = {(one.name, one.cell.seqlen): one for one in group}
+        lengths = sorted({one.cell.seqlen for one in group})
+        columns: Columns[str] = {"backend": lambda name: f"`{name}`"}
+        for n in lengths:
+            columns[f"N={n}"] = functools.partial(_prediction, by_cell, n, [*series])
+        last = lengths[-1]
+        columns["bound at the longest"] = lambda name, of=by_cell, n=last: of[name, n].bound  # type: ignore[misc]
+        notes = {one.name: one.refused for one in group if one.refused}
+        title = f"{shape}, {results.gpu}; microseconds, predicted / measured ({file})"
+        found.append(_table(title, [*dict.fromkeys(one.name for one in group)], columns, notes))
+    return found
+
+
+def _prediction(
+    by_cell: Mapping[tuple[str, int], Predicted], n: int, series: Sequence[KernelSeries], name: str
+) -> str:
+    one = by_cell[name, n]
+    if one.refused:
+        return "refused"
+    time = _measured(one, series)
+    return f"{one.time_us:.4g}" + (f" / {time:.4g} = {one.time_us / time:.2f}" if time else "")
+
+
+def _measured(one: Predicted, series: Iterable[KernelSeries]) -> float | None:
+    """Return the median of the same version file in the same cell, if it was measured."""
+    return next((s.median for s in series if s.samples and one.is_of(s)), None)
+
+
+def accuracy(results: Predictions, series: Sequence[KernelSeries]) -> str:
+    """Say how far predictions are from what was measured."""
+    ratios = {
+        (one.name, one.cell.seqlen): one.time_us / time
+        for one in results.series
+        if not one.refused and (time := _measured(one, series))
+    }
+    if not ratios:
+        return "None of it has been measured yet."
+    errors = {key: abs(ratio - 1) for key, ratio in ratios.items()}
+    worst = max(errors, key=lambda key: errors[key])
+    far = sum(error > 0.35 for error in errors.values())
+    return (
+        f"Of {len(ratios)} cells that were measured, the median error is "
+        f"{statistics.median(errors.values()):.1%}; {far or 'none'} of them "
+        f"{'is' if far < 2 else 'are'} off by more than 35 %. The worst is `{worst[0]}` at "
+        f"N={worst[1]}: {ratios[worst]:.2f} times the measured time."
+    )
+
+
 def _build(file: str, results: BuildTiming) -> list[Table]:
     """The seconds of a cold build: a row per compiler."""
     columns: Columns[BuildSeries] = {
@@ -509,6 +607,7 @@ _RENDERERS: dict[type, Callable[[str, Any], list[Table]]] = {
     KernelTiming: _kernel,
     Profile: _profile,
     Inspection: _inspection,
+    Predictions: _predictions,
     BuildTiming: _build,
     DecodeTiming: _decode,
     Published: _published,

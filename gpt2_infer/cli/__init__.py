@@ -28,6 +28,7 @@ COMMANDS = {
     "perplexity": "score backends by how well the model predicts a text with them",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "cache": "show the cache of compiled kernels, or empty it",
+    "predict": "predict a kernel's time on a GPU, and what limits it, without that GPU",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
     "report": "write a page on kernels, line by line, and on results, to open in a browser",
 }

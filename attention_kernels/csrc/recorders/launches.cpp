@@ -3,7 +3,8 @@
 // and linked with its runtime.cpp. ATTENTION_SOURCE is the version file, in quotes.
 //
 // A line per launch: head_dim, threads per block, dynamic shared memory in bytes, the kernel's
-// mangled name, its name in words.
+// mangled name, its name in words, grid and block by axis, and the bytes of its parameters as nvcc
+// lays them out. An argument --case=batch,seqlen,heads,causal sets the shape of what follows.
 
 #define launch_kernel emulated_launch_kernel
 #include "common.cuh"
@@ -14,20 +15,34 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <vector>
 
 namespace attention {
 
 inline int recorded_head_dim;
 
+template <typename Parameter>
+void append(std::vector<unsigned char>& bytes, const Parameter& parameter) {
+  bytes.resize((bytes.size() + alignof(Parameter) - 1) / alignof(Parameter) * alignof(Parameter));
+  const auto* const first = reinterpret_cast<const unsigned char*>(&parameter);
+  bytes.insert(bytes.end(), first, first + sizeof(Parameter));
+}
+
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3, dim3 block, size_t smem_bytes,
-                          cudaStream_t, Arguments...) {
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
+                          cudaStream_t, Arguments... arguments) {
   Dl_info info{};
   dladdr(reinterpret_cast<void*>(kernel), &info);
   const char* const name = info.dli_sname != nullptr ? info.dli_sname : "?";
   char* const words = abi::__cxa_demangle(name, nullptr, nullptr, nullptr);
-  std::printf("%d\t%u\t%zu\t%s\t%s\n", recorded_head_dim, block.x * block.y * block.z, smem_bytes,
-              name, words != nullptr ? words : name);
+  std::printf("%d\t%u\t%zu\t%s\t%s\t%u,%u,%u\t%u,%u,%u\t", recorded_head_dim,
+              block.x * block.y * block.z, smem_bytes, name, words != nullptr ? words : name,
+              grid.x, grid.y, grid.z, block.x, block.y, block.z);
+  std::vector<unsigned char> bytes;
+  (append(bytes, static_cast<Parameters>(arguments)), ...);
+  for (const unsigned char byte : bytes) std::printf("%02x", byte);
+  std::printf("\n");
   std::free(words);
   return cudaSuccess;
 }
@@ -37,19 +52,24 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3, dim3 block, size_
 #include ATTENTION_SOURCE
 
 int main(int count, char** arguments) {
+  int batch = 1, seqlen = 1024, num_heads = 1, is_causal = 1;
   for (int i = 1; i < count; ++i) {
+    if (std::sscanf(arguments[i], "--case=%d,%d,%d,%d", &batch, &seqlen, &num_heads, &is_causal) >
+        0)
+      continue;
     attention::VersionParams params{};
-    params.batch = params.num_heads = 1;
+    params.batch = batch;
+    params.num_heads = num_heads;
 #ifdef ATTENTION_DECODE
-    params.max_seqlen = 1024;
+    params.max_seqlen = seqlen;
 #else
-    params.seqlen = 1024;
-    params.is_causal = true;
+    params.seqlen = seqlen;
+    params.is_causal = is_causal != 0;
 #endif
     params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
-    const int64_t row = params.head_dim;
+    const int64_t head = params.head_dim, row = num_heads * head;
     params.q_strides = params.k_strides = params.v_strides =
-        params.o_strides = {1024 * row, row, row};
+        params.o_strides = {seqlen * row, row, head};
     attention::ATTENTION_VERSION::launch(params, nullptr);
   }
 }

@@ -390,7 +390,7 @@ def test_no_layout_of_fragments_is_assumed(name, monkeypatch):
 def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     spec = usable(NAMES[-1], "cpu")
-    recorder = resources._recorder(spec.version, tmp_path)
+    recorder = resources.launch_recorder(spec.version, tmp_path)
     for arch, keys in (  # of 64, 99 and 227 KB of shared memory
         ("75", {32: 128, 64: 64, 128: 32}),
         ("86", {32: 128, 64: 128, 128: 32}),

@@ -1,0 +1,632 @@
+"""How long a kernel should take on a GPU, and what limits it, without running it there.
+
+nvcc's own code is run by sass.py, which tells the instructions of each warp, and their wavefronts
+and sectors. One multiprocessor then issues them, cycle by cycle, with the stalls and scoreboards
+that nvcc wrote into the code; and all blocks of the grid are handed to multiprocessors as those
+become free. docs/prediction.md says what is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import importlib.util
+import math
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.inspection import resources, sass
+from attention_kernels.inspection.sass import WARP, Block, Instruction
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import VersionHeader
+
+# Cycles until a result is there, where no table tells; half or twice as many change little.
+_SHUFFLE, _SPECIAL, _CONSTANT, _BARRIER, _TENSOR = 24, 20, 30, 20, 34
+_FIXED = 4  # of arithmetic whose length nvcc knows: the stall counts have it
+_QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to ask for more
+_SCHEDULERS = 4
+_SECTOR = 32
+_MAX_STEPS = 3_000_000  # of a block: seconds of emulation
+_MAX_ISSUED = 200_000  # that are timed, if need be; what is longer goes on at the same pace
+_SAMPLED = 8  # blocks along an axis; the rest lie on a line
+_MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
+# Where bank 0 holds the parameters, by compute capability.
+_PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The numbers of gpus.toml, which has their sources."""
+
+    name: str
+    arch: str
+    multiprocessors: int
+    clock_ghz: float
+    fp32_lanes: int
+    integer_lanes: int
+    special_lanes: int
+    tensor_cycles: int
+    shared_latency: int
+    l1_latency: int
+    l2_latency: int
+    memory_latency: int
+    l2_bytes_per_cycle: int
+    memory_gb_s: float
+    launch_us: float
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    """Return what is known of each GPU, by the name that `--gpu` takes."""
+    text = Path(__file__).with_name("gpus.toml").read_bytes()
+    return {
+        key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
+        for key, numbers in msgspec.toml.decode(text).items()
+    }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One call of a version. Times are in microseconds."""
+
+    version: str
+    gpu: str
+    seqlen: int
+    time_us: float
+    needs_us: dict[str, float]
+    """The time that each resource would need if it were always busy on all multiprocessors."""
+    waiting_us: float
+    """Beyond the longest of them: warps that wait for results, for barriers, for each other."""
+    uneven_us: float
+    """Multiprocessors without work: the last wave, and blocks of unequal length."""
+    launch_us: float
+    launches: int
+    instructions: int
+    """Of all warps."""
+    load_wavefronts: int
+    store_wavefronts: int
+
+    @property
+    def bound(self) -> str:
+        """What takes the largest part of the time."""
+        parts = {**self.needs_us, "latency": self.waiting_us, "uneven blocks": self.uneven_us}
+        parts["launch"] = self.launch_us
+        most = max(self.needs_us, key=lambda name: self.needs_us[name])
+        kept = {most, "latency", "uneven blocks", "launch"}
+        return max(kept, key=lambda name: parts[name])
+
+
+# ---- What is launched ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Launch:
+    symbol: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    dynamic_smem: int
+    parameters: bytes
+
+
+@dataclass
+class _Program:
+    """A version, compiled for a GPU and for the recorder of its launches."""
+
+    version: VersionHeader
+    gpu: Gpu
+    recorder: Path
+    kernels: dict[str, list[Instruction]]
+    compiled: dict[str, Any]
+
+    def launches(self, case: Sequence[int], head_dim: int) -> Counter[_Launch]:
+        """Return the launches of a call, of those alike in all but parameters the first."""
+        shape = ",".join(map(str, case))
+        output = compilers.output_of([str(self.recorder), f"--case={shape}", str(head_dim)])
+        found: Counter[_Launch] = Counter()
+        first: dict[tuple[Any, ...], _Launch] = {}
+        for line in output.splitlines():
+            _, _, smem, symbol, _, grid, block, parameters = line.split("\t")
+            launch = _Launch(
+                symbol, _triple(grid), _triple(block), int(smem), bytes.fromhex(parameters)
+            )
+            alike = (symbol, launch.grid, launch.block, smem)
+            found[first.setdefault(alike, launch)] += 1
+        return found
+
+
+def _triple(text: str) -> tuple[int, int, int]:
+    x, y, z = map(int, text.split(","))
+    return x, y, z
+
+
+def find_disassembler() -> str:
+    """Return cuobjdump: beside nvcc, on PATH, or the one in Triton's package. Raises BuildError."""
+    folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
+    folders.append(os.environ.get("PATH", ""))
+    triton = importlib.util.find_spec("triton")
+    for folder in (triton.submodule_search_locations or ()) if triton else ():
+        folders.append(f"{folder}/backends/nvidia/bin")
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if found is None:
+        raise BuildError("needs cuobjdump: of the CUDA toolkit, or of the package triton")
+    return found
+
+
+def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
+    recorder = resources.launch_recorder(version, folder)
+    flags = compilers.compile_flags(version, "cuda", gpu.arch, folder)
+    source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
+    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
+    compiled = resources.parse_ptxas(compilers.output_of(command, str(folder)))
+    text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
+    return _Program(version, gpu, recorder, sass.parse(text), compiled)
+
+
+# ---- One multiprocessor --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the warps of one block execute: (instruction, wavefronts, lines, sectors to L2) each."""
+
+    warps: list[list[tuple[int, int, int, int]]]
+    parts: list[list[int]]
+    """How far each warp is after one, two, ... of eight parts of the block's steps."""
+    counts: Counter[str]
+    """Instructions by pipe, and wavefronts, sectors and misses."""
+
+    @property
+    def instructions(self) -> int:
+        """Of all warps."""
+        return self.counts["issue"]
+
+
+_PIPES = {
+    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
+    "multiply": ("IMAD",),
+    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
+    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG"),
+    "shuffle": ("SHFL",),
+    "tensor": ("HMMA", "IMMA"),
+    "constant": ("LDC", "ULDC", "S2R"),
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
+}
+_PIPE_OF = {name: pipe for pipe, names in _PIPES.items() for name in names}
+_STORES = ("STG", "ST", "RED", "REDG")
+_UNIFORM = ("S2UR", "R2UR", "VOTEU")
+
+
+def _pipe(one: Instruction) -> str:
+    if one.base in _PIPE_OF:
+        return _PIPE_OF[one.base]
+    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+
+
+def _work(block: Block) -> _Work:
+    pipes = [_pipe(one) for one in block.code]
+    stores = [one.base in ("STS", "STSM", "LDGSTS") for one in block.code]
+    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.lanes // WARP)]
+    counts: Counter[str] = Counter()
+    parts: list[list[int]] = []
+    for number, step in enumerate(block.steps):
+        if number >= len(block.steps) * len(parts) / 8:
+            parts.append([len(warp) for warp in warps])
+        index = step.index
+        on = step.warps.nonzero()[0].tolist()
+        counts["issue"] += len(on)
+        counts[pipes[index]] += len(on)
+        if step.wavefronts is None and step.sectors is None:
+            one = (index, 0, 0, 0)
+            for warp in on:
+                warps[warp].append(one)
+            continue
+        written = block.code[index].base in _STORES
+        wavefronts, lines, misses = (
+            [0] * len(warps) if x is None else x.tolist()
+            for x in (step.wavefronts, step.lines, step.sectors if written else step.misses)
+        )
+        counts["stores" if stores[index] else "loads"] += sum(wavefronts)
+        counts["lines"] += sum(lines)
+        counts["misses"] += sum(misses)
+        for warp in on:
+            warps[warp].append((index, wavefronts[warp], lines[warp], misses[warp]))
+    return _Work(warps, parts, counts)
+
+
+def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
+    gpu: Gpu,
+    code: Sequence[Instruction],
+    works: Sequence[_Work],
+    miss_latency: float,
+    most: float = math.inf,
+) -> tuple[float, int]:
+    """Return the cycles in which one multiprocessor executes some blocks, and the instructions.
+
+    Each scheduler issues one instruction a cycle: the last warp's next, else the oldest warp's.
+    """
+    lanes = {"fma": gpu.fp32_lanes, "special": gpu.special_lanes, "tensor": 0}
+    busy = {
+        pipe: _SCHEDULERS * WARP / lanes.get(pipe, gpu.integer_lanes)
+        if pipe in ("fma", "special", "multiply", "integer", "uniform", "constant")
+        else 1.0
+        for pipe in (*_PIPES, "uniform", "integer")
+    }
+    busy["tensor"] = gpu.tensor_cycles
+    facts = [
+        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base) for one in code
+    ]
+    streams = [warp for work in works for warp in work.warps]
+    owner = [number for number, work in enumerate(works) for _ in work.warps]
+    running = [sum(1 for warp in work.warps if warp) for work in works]
+    arrived: list[list[int]] = [[] for _ in works]
+    at = [0] * len(streams)
+    if most < math.inf:  # blocks that run for long are not in step: each begins elsewhere
+        for number, work in enumerate(works):
+            part = work.parts[4 * number // len(works)]
+            for warp, first in zip(
+                (w for w, o in enumerate(owner) if o == number), part, strict=True
+            ):
+                at[warp] = first
+    boards = [[0.0] * 6 for _ in streams]
+    groups: list[list[float]] = [[] for _ in streams]  # of cp.async, until they are there
+    pending: list[list[tuple[float, int]]] = [[] for _ in range(_SCHEDULERS)]
+    ready: list[list[int]] = [[] for _ in range(_SCHEDULERS)]
+    for warp, stream in enumerate(streams):
+        if stream:
+            pending[warp % _SCHEDULERS].append((0.0, warp))
+    free = [0.0] * _SCHEDULERS
+    last = [-1] * _SCHEDULERS
+    pipes = [dict.fromkeys(busy, 0.0) for _ in range(_SCHEDULERS)]
+    l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
+    shared = l2 = end = 0.0
+    issued = 0
+
+    def wake(warp: int, when: float) -> None:
+        for board in facts[streams[warp][at[warp]][0]][1]:
+            when = max(when, boards[warp][board])
+        heapq.heappush(pending[warp % _SCHEDULERS], (when, warp))
+
+    while issued < most:
+        times = [
+            (free[s] if ready[s] else max(free[s], pending[s][0][0]), s)
+            for s in range(_SCHEDULERS)
+            if ready[s] or pending[s]
+        ]
+        if not times:
+            break
+        now, s = min(times)
+        while pending[s] and pending[s][0][0] <= now:
+            ready[s].append(heapq.heappop(pending[s])[1])
+        ready[s].sort()
+        order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
+        soonest = math.inf
+        for warp in order:
+            pipe = facts[streams[warp][at[warp]][0]][0]
+            possible = pipes[s][pipe]
+            if pipe in ("shared", "shuffle", "global"):
+                possible = max(possible, shared - _QUEUE)
+            if possible <= now:
+                break
+            soonest = min(soonest, possible)
+        else:
+            free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
+            continue
+        ready[s].remove(warp)
+        last[s] = warp
+        index, wavefronts, lines, misses = streams[warp][at[warp]]
+        pipe, _, writes, reads, stall, base = facts[index]
+        issued += 1
+        free[s] = now + 1
+        pipes[s][pipe] = now + busy[pipe]
+        if pipe == "multiply":
+            pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
+        done = read = now + _FIXED
+        if pipe in ("shared", "shuffle", "global"):
+            begin = max(shared, now + 2)
+            cost = max(1, wavefronts, lines)
+            shared = begin + cost
+            read = begin + 4
+            if pipe == "shuffle":
+                done = begin + _SHUFFLE - 2
+            elif pipe == "shared":
+                done = begin + cost - 3 + gpu.shared_latency
+            elif base in _STORES:
+                l2 = max(l2, begin) + misses * _SECTOR / l2_rate
+                done = begin + cost
+            elif misses:
+                l2 = max(l2, begin) + misses * _SECTOR / l2_rate
+                done = max(begin, l2) + miss_latency
+            else:
+                done = begin + cost + gpu.l1_latency
+            if base == "LDGSTS":
+                groups[warp].append(done)
+        elif pipe == "special":
+            done, read = now + _SPECIAL, now + 8
+        elif pipe == "constant":
+            done, read = now + _CONSTANT, now + 10
+        elif pipe == "tensor":
+            done, read = now + _TENSOR, now + 10
+        if writes < 6:
+            boards[warp][writes] = max(boards[warp][writes], done)
+        if reads < 6:
+            boards[warp][reads] = max(boards[warp][reads], read)
+        next_at = now + stall
+        if base == "DEPBAR" and groups[warp]:  # the copies asked for last may be on their way
+            next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
+            groups[warp].clear()
+        at[warp] += 1
+        number = owner[warp]
+        end = max(end, next_at, done)
+        if at[warp] == len(streams[warp]):
+            running[number] -= 1
+        elif base == "BAR":
+            arrived[number].append(warp)
+        else:
+            wake(warp, next_at)
+            continue
+        if arrived[number] and len(arrived[number]) == running[number]:
+            for other in arrived[number]:
+                wake(other, now + _BARRIER)
+            arrived[number].clear()
+    return end, issued
+
+
+# ---- All of them ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Work and counts of the blocks along the axis in which they differ."""
+
+    axis: int
+    length: int
+    samples: dict[int, _Work]
+    first: _Work | None = None
+    """The block at 0 where it is not on the line: it may have fewer queries."""
+
+    def value(self, position: int, of: str) -> float:
+        """Return a count at a position, on the line through the two nearest samples."""
+        if position == 0 and self.first:
+            return self.first.counts[of]
+        if position in self.samples:
+            return self.samples[position].counts[of]
+        if len(self.samples) == 1:
+            return next(iter(self.samples.values())).counts[of]
+        a, b = sorted(sorted(self.samples), key=lambda at: abs(at - position))[:2]
+        first, second = self.samples[a].counts[of], self.samples[b].counts[of]
+        return max(0.0, first + (second - first) * (position - a) / (b - a))
+
+    def total(self, of: str) -> float:
+        """Return the sum over the axis."""
+        return sum(self.value(position, of) for position in range(self.length))
+
+
+def _line(program: _Program, launch: _Launch) -> _Line:
+    """Run some blocks of a launch; along the other axes all do the same."""
+    axis = 1 if launch.grid[1] > 1 else 0
+    length = launch.grid[axis]
+
+    def run(position: int) -> _Work:
+        index = [0, 0, 0]
+        index[axis] = position
+        base = _PARAMETERS[program.gpu.arch]
+        dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+        constants = dimensions.ljust(base, b"\0") + launch.parameters
+        x, y, z = index
+        code = program.kernels[launch.symbol]
+        block = Block(code, constants, launch.block, (x, y, z), _MAX_STEPS)
+        block.run()
+        if not block.finished:
+            reason = f"a block executes more than {_MAX_STEPS} instructions"
+            raise UnsupportedError(program.version.path.name, [reason])
+        return _work(block)
+
+    if length <= _SAMPLED:
+        return _Line(axis, length, {position: run(position) for position in range(length)})
+    samples = {length - 1: run(length - 1), length - 2: run(length - 2)}
+    work = [samples[length - 1].instructions, samples[length - 2].instructions]
+    if abs(work[1] - work[0]) < 0.001 * work[0]:  # all alike: the last may be a partial one
+        return _Line(axis, length, {length - 2: samples[length - 2]})
+    # The last is the shortest or the longest: from the short end on, work grows on a line.
+    ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
+    chosen = (ends[0], ends[1], ends[_SAMPLED // 2], ends[-1])
+    first = run(0) if length <= _MAX_WHOLE else None
+    return _Line(axis, length, {p: samples.get(p) or run(p) for p in chosen}, first)
+
+
+def _finish(line: _Line, grid: tuple[int, int, int], gpu: Gpu, fits: int, pace: Sequence[float],
+            extra: float) -> tuple[float, float]:  # fmt: skip
+    """Return when the last multiprocessor has finished, and when with equal shares, in cycles.
+
+    pace: cycles per instruction of each of 1, 2, ... blocks on a multiprocessor. extra: a block's
+    cycles beyond that. Blocks start in order, where there is room first.
+    """
+    across = math.prod(grid) // line.length
+    per_row = grid[0] if line.axis == 1 else 1
+    work = [line.value(p, "issue") + extra / pace[0] for p in range(line.length)]
+    waiting = [w for w in work for _ in range(per_row)]
+    waiting *= across // per_row
+    waiting.reverse()
+    total = sum(waiting)
+    places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
+    for _ in range(fits):
+        for place in places:
+            if waiting:
+                place.append(waiting.pop())
+    events = [(min(p) * pace[len(p) - 1], n, 0.0) for n, p in enumerate(places) if p]
+    heapq.heapify(events)
+    end = 0.0
+    while events:
+        now, number, since = heapq.heappop(events)
+        end = now
+        place = places[number]
+        spent = (now - since) / pace[len(place) - 1]
+        left = [w - spent for w in place]
+        left.remove(min(left))
+        if waiting:
+            left.append(waiting.pop())
+        places[number] = left
+        if left:
+            heapq.heappush(events, (now + min(left) * pace[len(left) - 1], number, now))
+    return end, total * pace[-1] / fits / gpu.multiprocessors
+
+
+def _pace(
+    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
+) -> tuple[float, float]:
+    """Return the cycles per instruction of each of `count` blocks at once, and those beyond.
+
+    Where there are blocks of several lengths, two lengths are timed: all iterations but those of
+    the shorter one make the difference.
+    """
+    short, *longer = sorted(works, key=lambda work: work.instructions)
+    longer = [work for work in longer if work.instructions > 1.5 * short.instructions]
+    if not longer:
+        most = _MAX_ISSUED if short.instructions * count > 1.5 * _MAX_ISSUED else math.inf
+        cycles, issued = _cycles(gpu, code, [short] * count, miss, most)
+        return cycles * count / issued, 0.0
+    fitting = [work for work in longer if work.instructions * count <= _MAX_ISSUED]
+    long = fitting[-1] if fitting else longer[0]
+    first, few = _cycles(gpu, code, [short] * count, miss)
+    cycles, issued = _cycles(gpu, code, [long] * count, miss)
+    per = (cycles - first) * count / (issued - few)
+    return per, max(0.0, first - per * few / count)
+
+
+def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Prediction:
+    gpu, code = program.gpu, program.kernels[launch.symbol]
+    compiled = program.compiled[launch.symbol]
+    threads = math.prod(launch.block)
+    shared = compiled.static_smem + launch.dynamic_smem
+    fits, limit = resources.resident_blocks(gpu.arch, threads, compiled.registers, shared)
+    if fits == 0:
+        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
+        raise UnsupportedError(program.version.path.name, [reason])
+    line = _line(program, launch)
+    across = math.prod(launch.grid) // line.length
+    total = {name: across * line.total(name) for name in line.samples[min(line.samples)].counts}
+    fits = min(fits, -(-math.prod(launch.grid) // gpu.multiprocessors))
+    l2_bytes = total.get("misses", 0) * _SECTOR
+    cold = min(1.0, min_bytes / l2_bytes) if l2_bytes else 0.0
+    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
+    pace, extra = [], 0.0
+    for count in range(1, fits + 1):
+        if 2 < count < fits:  # in between
+            pace.append(0.0)
+            continue
+        per, beyond = _pace(gpu, code, list(line.samples.values()), count, miss)
+        pace.append(per)
+        extra = beyond if count == 1 else extra
+    for count in range(2, fits - 1):
+        pace[count] = pace[1] + (pace[-1] - pace[1]) * (count - 1) / (fits - 2)
+    end, equal = _finish(line, launch.grid, gpu, fits, pace, extra)
+    hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
+    rate = gpu.multiprocessors * hertz
+    requests = total.get("lines", 0) + total.get("shuffle", 0)
+    wavefronts = total.get("loads", 0) + total.get("stores", 0)
+    integer = total.get("integer", 0) + total.get("multiply", 0)
+    needs = {
+        "issue slots": total["issue"] / _SCHEDULERS / rate,
+        "float32 arithmetic": total.get("fma", 0) * WARP / gpu.fp32_lanes / rate,
+        "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
+        "special functions": total.get("special", 0) * WARP / gpu.special_lanes / rate,
+        "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / _SCHEDULERS / rate,
+        "shared memory": (wavefronts + requests) / rate,
+        "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
+        "memory": min_bytes / gpu.memory_gb_s / 1e3,
+    }
+    busiest = max(needs.values())
+    finished = max(end / hertz, busiest)
+    balanced = min(max(equal / hertz, busiest), finished)
+    return Prediction(
+        version=program.version.op,
+        gpu=gpu.name,
+        seqlen=0,
+        time_us=finished + gpu.launch_us,
+        needs_us=needs,
+        waiting_us=balanced - busiest,
+        uneven_us=finished - balanced,
+        launch_us=gpu.launch_us,
+        launches=1,
+        instructions=round(total["issue"]),
+        load_wavefronts=round(total.get("loads", 0)),
+        store_wavefronts=round(total.get("stores", 0)),
+    )
+
+
+def predict(
+    version: VersionHeader,
+    gpu: Gpu,
+    seqlens: Iterable[int],
+    *,
+    head_dim: int = 64,
+    batch: int = 1,
+    num_heads: int = 12,
+    is_causal: bool = True,
+) -> list[Prediction]:
+    """Predict one call of a version at each length, in the first dtype that it takes.
+
+    Raises UnsupportedError for a version or a case that cannot be predicted, BuildError where a
+    compiler is missing or the version does not compile, and SassError for an unknown instruction.
+    """
+    reasons = []
+    if version.is_host:
+        reasons.append("only a kernel can be predicted, and this is host code")
+    if version.role != "attention":
+        reasons.append("only an attention kernel can be predicted, and this one is not")
+    elif not version.is_host and not version.compiles_for(gpu.arch):
+        reasons.append(f"it needs sm_{version.needs}, and {gpu.name} is sm_{gpu.arch}")
+    if head_dim not in version.head_dims:
+        reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
+    if reasons:
+        raise UnsupportedError(version.path.name, reasons)
+    version = version.builds()[0]
+    item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        program = _compile(version, gpu, Path(folder))
+        for seqlen in seqlens:
+            case = (batch, seqlen, num_heads, int(is_causal))
+            launches = program.launches(case, head_dim)
+            min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
+            each = [
+                (count, _time_launch(program, launch, min_bytes / launches.total()))
+                for launch, count in launches.items()
+            ]
+            found.append(_sum(each, seqlen))
+    return found
+
+
+def _sum(each: Sequence[tuple[int, Prediction]], seqlen: int) -> Prediction:
+    first = each[0][1]
+
+    def total(name: str) -> float:
+        return float(sum(count * getattr(one, name) for count, one in each))
+
+    return Prediction(
+        version=first.version,
+        gpu=first.gpu,
+        seqlen=seqlen,
+        time_us=total("time_us"),
+        needs_us={
+            name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
+        },
+        waiting_us=total("waiting_us"),
+        uneven_us=total("uneven_us"),
+        launch_us=total("launch_us"),
+        launches=round(total("launches")),
+        instructions=round(total("instructions")),
+        load_wavefronts=round(total("load_wavefronts")),
+        store_wavefronts=round(total("store_wavefronts")),
+    )

@@ -1,0 +1,128 @@
+"""What each version of a ladder should take on a GPU, from its code alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from attention_kernels import AttentionError
+from attention_kernels.inspection import predict
+from attention_kernels.ladder.header import VersionHeader
+from gpt2_infer.bench import environment, selection
+from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, read
+from gpt2_infer.errors import RequestError
+
+RESULTS = Path("results")
+
+
+def predict_ladder(
+    family: str, gpu: str, cells: Sequence[KernelCell], *, task: str, out: Path | None
+) -> Predictions:
+    """Predict every version of a ladder in each cell; what is refused says why.
+
+    Raises RequestError.
+    """
+    if gpu not in predict.gpus():
+        raise RequestError(f"there are no numbers of {gpu}: there are {', '.join(predict.gpus())}")
+    versions = {
+        name: version
+        for name, version in selection.versions_of(family).items()
+        if not version.is_host
+    }
+    timed = [found for path in sorted(RESULTS.glob("*.json")) if (found := _timing(path))]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        work = [
+            pool.submit(predict_version, name, version, cells, gpu=gpu, timed=timed)
+            for name, version in versions.items()
+        ]
+        for future in tqdm(work, "predicting", unit="", disable=None):
+            future.exception()
+    series = [one for future in work for one in future.result()]
+    results = Predictions(
+        task=task,
+        provenance=environment.provenance(),
+        gpu=predict.gpus()[gpu].name,
+        series=series,
+    )
+    if out:
+        results.write(out)
+    return results
+
+
+def predict_version(
+    name: str,
+    version: VersionHeader,
+    cells: Sequence[KernelCell],
+    *,
+    gpu: str,
+    timed: Sequence[KernelTiming] = (),
+) -> list[Predicted]:
+    """Predict a version in cells that differ in their length.
+
+    timed: earlier results; git tells whether the version file is still the one of their commit.
+    """
+    digest = hashlib.sha256(version.path.read_bytes()).hexdigest()
+    (head_dim, batch, num_heads, is_causal) = (
+        cells[0].head_dim,
+        cells[0].batch,
+        cells[0].num_heads,
+        cells[0].is_causal,
+    )
+    try:
+        found = predict.predict(
+            version,
+            predict.gpus()[gpu],
+            [cell.seqlen for cell in cells],
+            head_dim=head_dim,
+            batch=batch,
+            num_heads=num_heads,
+            is_causal=is_causal,
+        )
+    except AttentionError as error:
+        return [
+            Predicted(name=name, cell=cell, version_digest=digest, refused=str(error))
+            for cell in cells
+        ]
+    digests = {
+        series.source_digest
+        for timing in timed
+        if _is_file_of(version, timing)
+        for series in timing.series
+        if series.name == name and series.source_digest
+    }
+    return [
+        Predicted(
+            name=name,
+            cell=cell,
+            version_digest=digest,
+            measured_digests=sorted(digests),
+            time_us=round(one.time_us, 3),
+            bound=one.bound,
+            needs_us={key: round(value, 3) for key, value in one.needs_us.items() if value},
+            waiting_us=round(one.waiting_us, 3),
+            uneven_us=round(one.uneven_us, 3),
+            launch_us=round(one.launch_us, 3),
+            load_wavefronts=one.load_wavefronts,
+            store_wavefronts=one.store_wavefronts,
+        )
+        for cell, one in zip(cells, found, strict=True)
+    ]
+
+
+def _timing(path: Path) -> KernelTiming | None:
+    results = read(path)
+    return results if isinstance(results, KernelTiming) else None
+
+
+def _is_file_of(version: VersionHeader, timing: KernelTiming) -> bool:
+    """Return whether the version file was the same at the commit that results are of."""
+    where = f"{timing.provenance.commit}:./{version.path.name}"
+    command = ["git", "-C", str(version.path.parent), "show", where]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return done.returncode == 0 and done.stdout == version.path.read_bytes()
