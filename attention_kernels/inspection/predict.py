@@ -37,7 +37,7 @@ _QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to a
 _SCHEDULERS = 4
 _SECTOR = 32
 _MAX_STEPS = 3_000_000  # of a block: seconds of emulation
-_MAX_ISSUED = 200_000  # that are timed, if need be; what is longer goes on at the same pace
+_MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at the same pace
 _SAMPLED = 8  # blocks along an axis; the rest lie on a line
 _MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
 # Where bank 0 holds the parameters, by compute capability.
@@ -522,14 +522,14 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     pace, extra = [], 0.0
     for count in range(1, fits + 1):
-        if 2 < count < fits:  # in between
+        if 1 < count < fits:  # in between
             pace.append(0.0)
             continue
         per, beyond = _pace(gpu, code, list(line.samples.values()), count, miss)
         pace.append(per)
         extra = beyond if count == 1 else extra
-    for count in range(2, fits - 1):
-        pace[count] = pace[1] + (pace[-1] - pace[1]) * (count - 1) / (fits - 2)
+    for count in range(1, fits - 1):
+        pace[count] = pace[0] + (pace[-1] - pace[0]) * count / (fits - 1)
     end, equal = _finish(line, launch.grid, gpu, fits, pace, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
@@ -585,8 +585,9 @@ def predict(
         reasons.append("only a kernel can be predicted, and this is host code")
     if version.role != "attention":
         reasons.append("only an attention kernel can be predicted, and this one is not")
-    elif not version.is_host and not version.compiles_for(gpu.arch):
-        reasons.append(f"it needs sm_{version.needs}, and {gpu.name} is sm_{gpu.arch}")
+    if version.needs and not version.compiles_for(gpu.arch):
+        needed = "".join(map(str, version.needs))
+        reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
     if head_dim not in version.head_dims:
         reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
     if reasons:

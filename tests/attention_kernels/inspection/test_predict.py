@@ -1,0 +1,148 @@
+"""Predictions: the machine code is read right, and each part of the model moves as it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attention_kernels import UnsupportedError, ladder, list_backends
+from attention_kernels.inspection import predict, sass
+from attention_kernels.ladder import compilers
+
+ROOT = Path(__file__).parents[3]
+H200 = predict.gpus()["h200"]
+needs_nvcc = pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+
+# A loop of three iterations over a load of a column of shared memory, for threads of two warps;
+# those of the second, and odd ones, leave.
+CODE = """
+		Function : kernel
+        /*0000*/                   S2R R0, SR_TID.X ;                     /* 0x0000000000007919 */
+                                                                          /* 0x000e220000002100 */
+        /*0010*/                   ISETP.GT.U32.AND P0, PT, R0, 0x1f, PT ; /* 0x0000000000007919 */
+                                                                          /* 0x000fe40000002100 */
+        /*0020*/               @P0 EXIT ;                                 /* 0x000000000000794d */
+                                                                          /* 0x000fea0003800000 */
+        /*0030*/                   IMAD.SHL.U32 R1, R0, 0x80, RZ ;        /* 0x0000000000007919 */
+                                                                          /* 0x000fe20000002100 */
+        /*0040*/                   MOV R2, RZ ;                           /* 0x0000000000007919 */
+                                                                          /* 0x000fe20000002100 */
+        /*0050*/                   LDS R4, [R1+UR4+0x10] ;                /* 0x0000000000007984 */
+                                                                          /* 0x000e240000000800 */
+        /*0060*/                   IADD3 R2, R2, 0x1, RZ ;                /* 0x0000000000007810 */
+                                                                          /* 0x000fe20000000000 */
+        /*0070*/                   ISETP.GE.AND P1, PT, R2, c[0x0][0x18], PT ; /* 0x000000000000780c */
+                                                                          /* 0x001fe20000000000 */
+        /*0080*/              @!P1 BRA 0x50 ;                             /* 0x0000000000007947 */
+                                                                          /* 0x000fea0000000000 */
+        /*0090*/                   EXIT ;                                 /* 0x000000000000794d */
+                                                                          /* 0x000fea0003800000 */
+"""  # fmt: skip  # noqa: E501
+
+
+def block() -> sass.Block:
+    constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
+    found = sass.Block(sass.parse(CODE)["kernel"], constants, (64, 1, 1), (0, 0, 0), 1000)
+    found.run()
+    return found
+
+
+def test_machine_code_is_run_as_the_hardware_would() -> None:
+    done = block()
+    assert done.finished
+    times = Counter(dict.fromkeys(range(len(done.code)), 0))
+    for step in done.steps:
+        times[step.index] += int(step.warps.sum())
+    # Both warps until the second ends; then three iterations of the first.
+    assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
+    loads = [step.wavefronts for step in done.steps if step.wavefronts is not None]
+    assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
+
+
+def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
+    load, use = (block().code[index] for index in (5, 7))
+    assert (load.name, load.stall, load.writes, load.waits) == ("LDS", 2, 0, ())
+    assert use.waits == (0,)
+
+
+def test_an_unknown_instruction_is_named() -> None:
+    code = CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ")
+    with pytest.raises(sass.SassError, match="TELEPORT"):
+        sass.Block(sass.parse(code)["kernel"], b"", (32, 1, 1), (0, 0, 0), 9).run()
+
+
+def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], predict._Work]:
+    one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"), "", 0, 1, 7, 7, ())
+    streams = [[(0, 0, 0, 0)] * count for _ in range(warps)]
+    return [one], predict._Work(streams, [], Counter(issue=count * warps))
+
+
+def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
+    code, work = arithmetic(1000, 8)
+    cycles, issued = predict._cycles(H200, code, [work], 0.0)
+    assert issued == 8000
+    assert cycles == pytest.approx(2000, rel=0.01)
+    half = dataclasses.replace(H200, fp32_lanes=64)
+    assert predict._cycles(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
+
+
+def test_a_bank_conflict_costs_its_wavefronts() -> None:
+    code, work = arithmetic(1000, 4)
+    load = [dataclasses.replace(code[0], name="LDS")]
+    single, double = (
+        predict._Work([[(0, n, 0, 0)] * 1000 for _ in range(4)], [], work.counts) for n in (1, 2)
+    )
+    once, twice = (predict._cycles(H200, load, [one], 0.0)[0] for one in (single, double))
+    assert twice == pytest.approx(2 * once, rel=0.02)
+
+
+@pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (264, 2), (265, 3)])
+def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> None:
+    _, work = arithmetic(10, 4)
+    line = predict._Line(0, blocks, {blocks - 2: work})
+    end, equal = predict._finish(line, (blocks, 1, 1), H200, 1, [2.0], 0.0)
+    assert end == pytest.approx(waves * 40 * 2.0)
+    assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
+
+
+def test_every_number_of_a_gpu_has_its_source() -> None:
+    text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
+    fields = {field.name for field in dataclasses.fields(predict.Gpu)}
+    found = msgspec.toml.decode(text)
+    assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
+    for numbers in found.values():
+        assert {*numbers} == fields
+        for name in fields - {"name", "arch"}:
+            value, source = numbers[name]
+            assert value > 0
+            assert len(source) > 10
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_wavefronts_are_the_profilers_and_conflicts_take_their_time() -> None:
+    """As compiled: nvcc keeps some of what the source loads in a register."""
+    list_backends()
+    file = ROOT / "results" / "2026-11-20_h200_profile-fp32-128.json"
+    profiled = {v["name"]: v["metrics"] for v in json.loads(file.read_text("utf-8"))["versions"]}
+    times = []
+    for name in ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2"):
+        (found,) = predict.predict(ladder.versions()[name], H200, [128], num_heads=1)
+        assert found.load_wavefronts == profiled[name]["shared_load_wavefronts"]
+        assert found.store_wavefronts == profiled[name]["shared_store_wavefronts"]
+        parts = found.waiting_us + found.uneven_us + found.launch_us
+        assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
+        times.append(found.time_us)
+    assert times[0] > 2 * times[1]
+
+
+def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
+    list_backends()
+    version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
+    with pytest.raises(UnsupportedError, match=r"sm_80.*T4 is sm_75.*head_dim 48"):
+        predict.predict(version, predict.gpus()["t4"], [64], head_dim=48)

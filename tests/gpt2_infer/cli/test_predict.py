@@ -1,0 +1,71 @@
+"""gpt2-infer predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attention_kernels.inspection import predict
+from gpt2_infer.bench import tables
+from gpt2_infer.bench.results import KernelCell, KernelSeries, Predicted, Predictions, read
+from gpt2_infer.cli import main
+
+RESULTS = Path(__file__).parents[3] / "results"
+FOUND = predict.Prediction(
+    version="v12",
+    gpu="H200 SXM",
+    seqlen=1024,
+    time_us=90.0,
+    needs_us={"issue slots": 30.0, "shared memory": 42.0},
+    waiting_us=6.0,
+    uneven_us=40.7,
+    launch_us=1.3,
+    launches=1,
+    instructions=1,
+    load_wavefronts=2,
+    store_wavefronts=3,
+)
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
+
+
+@pytest.mark.usefixtures("predicted")
+def test_predict_shows_each_part_and_the_bound(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(tmp_path)]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "H200 SXM" in shown
+    (row,) = (line for line in shown.splitlines() if line.startswith("1024"))
+    assert "no results" in row
+    assert "shared memory" in row
+    assert row.split()[-5:] == ["30.0", "42.0", "6.0", "40.7", "1.3"]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["bound"] == "shared memory"
+
+
+def test_an_unknown_gpu_is_refused_with_those_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "CUSTOM_CUDA_VERSION_1", "--gpu", "voodoo2"]) == 2
+    assert "h200, h100, a100, t4, rtx4090" in capsys.readouterr().err
+
+
+def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
+    cell = KernelCell(128)
+    one = Predicted(name="A", cell=cell, version_digest="1", measured_digests=["old"], time_us=20.0)
+    provenance = read(RESULTS / "2026-11-20_cpu_inspect-fp32.json").provenance
+    results = Predictions(task="p", provenance=provenance, gpu="G", series=[one])
+
+    def series(**digests: str) -> KernelSeries:
+        return KernelSeries(name="A", precision="ieee-fp32", cell=cell, samples=[10.0], **digests)
+
+    for same in (series(version_digest="1"), series(source_digest="old")):
+        assert "2.00 times" in tables.accuracy(results, [same])
+        assert "1 of them is off by more than 35 %" in tables.accuracy(results, [same])
+    other = [series(version_digest="2", source_digest="new")]
+    assert tables.accuracy(results, other) == "None of it has been measured yet."
