@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -101,6 +102,12 @@ def backend_digest(spec: BackendSpec) -> str | None:
     for path in (files := sorted(set(_files_of(spec)))):
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest() if files else None
+
+
+def version_digest(source: str) -> str:
+    """Return a SHA-256 of a version file's code; comments, and so its header, do not count."""
+    code = re.sub(r"//[^\n]*", "", source)
+    return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()
 
 
 def token_digest(tokens: list[list[int]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 import subprocess
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def predict_version(
 
     timed: earlier results; git tells whether the version file is still the one of their commit.
     """
-    digest = hashlib.sha256(version.path.read_bytes()).hexdigest()
+    digest = environment.version_digest(version.path.read_text("utf-8"))
     (head_dim, batch, num_heads, is_causal) = (
         cells[0].head_dim,
         cells[0].batch,
@@ -92,7 +92,7 @@ def predict_version(
     digests = {
         series.source_digest
         for timing in timed
-        if _is_file_of(version, timing)
+        if _has_code(version, timing)
         for series in timing.series
         if series.name == name and series.source_digest
     }
@@ -120,9 +120,20 @@ def _timing(path: Path) -> KernelTiming | None:
     return results if isinstance(results, KernelTiming) else None
 
 
-def _is_file_of(version: VersionHeader, timing: KernelTiming) -> bool:
-    """Return whether the version file was the same at the commit that results are of."""
-    where = f"{timing.provenance.commit}:./{version.path.name}"
-    command = ["git", "-C", str(version.path.parent), "show", where]
-    done = subprocess.run(command, capture_output=True, check=False)
-    return done.returncode == 0 and done.stdout == version.path.read_bytes()
+def _has_code(version: VersionHeader, timing: KernelTiming) -> bool:
+    """Return whether some version file had the same code at the commit that results are of."""
+    return environment.version_digest(version.path.read_text("utf-8")) in _codes(
+        str(version.path.parent), timing.provenance.commit or ""
+    )
+
+
+@functools.cache
+def _codes(folder: str, commit: str) -> set[str]:
+    """Return the digests of a folder's version files at a commit; none where git has it not."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", folder, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    names = [name for name in git("ls-tree", "--name-only", commit, "./").split() if ".cu" in name]
+    return {environment.version_digest(git("show", f"{commit}:./{name}")) for name in names}

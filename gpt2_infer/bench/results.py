@@ -195,7 +195,7 @@ class Series(Sampled, kw_only=True):
     source_digest: str | None = None
     """SHA-256 over the files that the backend is made of."""
     version_digest: str | None = None
-    """SHA-256 of the version file alone; None in older files, and for what has none."""
+    """SHA-256 of the version file's code; None in older files, and for what has none."""
     check: Check | None = None
 
 
@@ -415,9 +415,9 @@ class Predicted(_Record, kw_only=True):
     name: str
     cell: KernelCell
     version_digest: str
-    """SHA-256 of the version file."""
+    """SHA-256 of the version file's code, without comments."""
     measured_digests: list[str] = []
-    """The source_digest of earlier series that git says were made from the same version file."""
+    """The source_digest of earlier series that git says were made from the same code."""
     refused: str = ""
     """Why there is no prediction."""
     time_us: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import sys
@@ -22,6 +21,7 @@ from attention_kernels.conformance import (
 )
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
+from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import Check, ResultsError, Series
 from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
 from gpt2_infer.errors import RequestError
@@ -156,7 +156,7 @@ def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> d
     }
     if version := spec.version:
         found |= {"flags": " ".join(version.flags), "change": version.title}
-        found["version_digest"] = hashlib.sha256(version.path.read_bytes()).hexdigest()
+        found["version_digest"] = environment.version_digest(version.path.read_text("utf-8"))
     return found
 
 

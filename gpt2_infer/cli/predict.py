@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import statistics
 from pathlib import Path
@@ -36,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from attention_kernels.inspection import predict
     from attention_kernels.inspection.resources import aligned
+    from gpt2_infer.bench import environment
 
     if arguments.gpu not in predict.gpus():
         known = ", ".join(predict.gpus())
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{version.path.name} on {gpu.name}: B={arguments.batch} H={arguments.heads} "
         f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
     )
-    digest = hashlib.sha256(version.path.read_bytes()).hexdigest()
+    digest = environment.version_digest(version.path.read_text("utf-8"))
     cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
         seen = _measured(arguments, head_dim, name, digest, gpu.name.split()[0], one.seqlen)
