@@ -9,10 +9,10 @@ import pytest
 
 from attention_kernels.inspection import predict
 from gpt2_infer.bench import tables
-from gpt2_infer.bench.results import KernelCell, KernelSeries, Predicted, Predictions, read
+from gpt2_infer.bench.results import KernelCell, KernelSeries, Predicted, Predictions
 from gpt2_infer.cli import main
+from tests.gpt2_infer.bench.common import provenance
 
-RESULTS = Path(__file__).parents[3] / "results"
 FOUND = predict.Prediction(
     version="v12",
     gpu="H200 SXM",
@@ -58,8 +58,7 @@ def test_an_unknown_gpu_is_refused_with_those_known(capsys: pytest.CaptureFixtur
 def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
     cell = KernelCell(128)
     one = Predicted(name="A", cell=cell, version_digest="1", measured_digests=["old"], time_us=20.0)
-    provenance = read(RESULTS / "2026-11-20_cpu_inspect-fp32.json").provenance
-    results = Predictions(task="p", provenance=provenance, gpu="G", series=[one])
+    results = Predictions(task="p", provenance=provenance(), gpu="G", series=[one])
 
     def series(**digests: str) -> KernelSeries:
         return KernelSeries(name="A", precision="ieee-fp32", cell=cell, samples=[10.0], **digests)
