@@ -131,7 +131,9 @@ class _Program:
     def launches(self, case: Sequence[int], head_dim: int) -> Counter[_Launch]:
         """Return the launches of a call, of those alike in all but parameters the first."""
         shape = ",".join(map(str, case))
-        output = compilers.output_of([str(self.recorder), f"--case={shape}", str(head_dim)])
+        device = f"ATTENTION_EMULATOR_MULTIPROCESSORS={self.gpu.multiprocessors}"
+        command = ["env", device, str(self.recorder), f"--case={shape}", str(head_dim)]
+        output = compilers.output_of(command)
         found: Counter[_Launch] = Counter()
         first: dict[tuple[Any, ...], _Launch] = {}
         for line in output.splitlines():

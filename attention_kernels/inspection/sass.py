@@ -386,7 +386,7 @@ def _address(operand: str, wide: bool) -> Callable[[Block], npt.NDArray[np.uint6
 _NOTHING = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "BRA", "EXIT", "BAR", "STL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP",
-    "WARPGROUP", "CALL", "RET", "BPT", "KILL",
+    "WARPGROUP", "ENDCOLLECTIVE", "CALL", "RET", "BPT", "KILL",
 }  # fmt: skip
 _COMPARE = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
@@ -843,6 +843,11 @@ def _vote(one: Instruction) -> Action:
     return act
 
 
+def _absolute(one: Instruction) -> Action:
+    get = _read(one.operands[1])
+    return _store(one, lambda block: np.abs(_signed(get(block))).astype(np.uint32))
+
+
 def _false(one: Instruction) -> Action:
     return lambda block, mask, _: block.write_predicate(
         one.operands[0], np.zeros(block.lanes, np.bool_), mask
@@ -857,4 +862,5 @@ _INTEGER: dict[str, Callable[[Instruction], Action]] = {
     "LDCU": _load_constant, "R2UR": _to_uniform, "I2F": _to_float, "I2FP": _to_float,
     "F2I": _to_integer, "MOV": _move, "MOV32I": _move, "P2R": _predicates_to_register,
     "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote, "FCHK": _false,
+    "IABS": _absolute,
 }  # fmt: skip
