@@ -440,6 +440,9 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     work = [samples[length - 1].instructions, samples[length - 2].instructions]
     if abs(work[1] - work[0]) < 0.001 * work[0]:  # all alike: the last may be a partial one
         return _Line(axis, length, {length - 2: samples[length - 2]})
+    if axis == 0:
+        reason = "its blocks differ in work along the first axis of the grid, maybe not on a line"
+        raise UnsupportedError(program.version.path.name, [reason])
     # The last is the shortest or the longest: from the short end on, work grows on a line.
     ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
     chosen = (ends[0], ends[1], ends[_SAMPLED // 2], ends[-1])
