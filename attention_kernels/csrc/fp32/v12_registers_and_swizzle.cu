@@ -6,8 +6,8 @@
 // Why:    a value that is read from shared memory is used four times, not twice, and O is not read
 //         from there at all.
 // Cost:   registers: a multiprocessor has room for few warps, which wait together while a tile is
-//         loaded. The blocks are as long as in v10: where one of them sets the time, as at seqlen
-//         512 with 12 heads, nobody works while it waits, and v11 can be the faster one. head_dim
+//         loaded. The blocks are as long as in v10. Where one of them sets the time, nobody works
+//         while it waits: with 12 heads this version is slower than v11 up to seqlen 512. head_dim
 //         128 takes 112 KB of shared memory: sm_75, 86, 89 and 120 refuse it.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
 // Layout: strided
