@@ -26,7 +26,7 @@ docs: $(VENV)/installed
 newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
 report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \
-		$(call newest,profile-fp32-128) $(call newest,inspect-fp32)
+		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32)
 
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
 $(VENV)/installed: pyproject.toml constraints.txt

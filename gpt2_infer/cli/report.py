@@ -21,11 +21,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=int, default=128, help="default: %(default)s")
     add("--head-dim", type=int, metavar="D", help="default: 64, or what the first version takes")
     add("--full", action="store_true", help="without the causal mask")
+    add("--gpu", default="h200", help="predict times for it, or for none (default: %(default)s)")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from attention_kernels.inspection.predict import gpus
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.results import Shape
 
@@ -49,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         missing = f"{error.name} is missing: pip install 'gpt2-infer[report]'"
         raise RequestError(missing) from error
-    page = make_page(versions, files, shape, timeout_s=arguments.timeout)
+    gpu = None if arguments.gpu == "none" else arguments.gpu
+    if gpu not in {None, *gpus()}:
+        raise RequestError(f"no GPU is called {gpu}: there are {', '.join(gpus())}, and none")
+    page = make_page(versions, files, shape, gpu=gpu, timeout_s=arguments.timeout)
     arguments.out.write_text(page, "utf-8")
     show(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1024:.0f} KiB")
     return 0

@@ -28,8 +28,9 @@ from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.ladders import predecessors
 from gpt2_infer.bench.report import source, svg
 from gpt2_infer.bench.report.measured import Chart, File
+from gpt2_infer.bench.report.predicted import prediction
 from gpt2_infer.bench.report.source import Comparison, Kernel
-from gpt2_infer.bench.results import Shape, read
+from gpt2_infer.bench.results import KernelCell, Shape, read
 from gpt2_infer.bench.tables import TIE, Table, are_numbers, group_by
 
 __all__ = ["make_page"]
@@ -40,16 +41,18 @@ def make_page(
     files: Sequence[Path],
     shape: Shape,
     *,
+    gpu: str | None = None,
     timeout_s: float = 600.0,
 ) -> str:
     """Return the page, as HTML, of versions by name and of results files.
 
-    shape: what the versions are run with in the emulator. A version whose accesses cannot be
-    counted is shown with the reason. Raises ResultsError, or BuildError where a version does not
-    compile.
+    shape: what the versions are run with in the emulator. gpu: a name of predict.gpus(), to predict
+    times for; None for no prediction. A version whose accesses cannot be counted is shown with the
+    reason. Raises ResultsError, or BuildError where a version does not compile.
     """
     measured = [File(path, read(path)) for path in files]
     kernels = _record(versions, shape, timeout_s)
+    predictions = _predict(versions, measured, shape, gpu) if gpu else {}
     by_version = {kernel.name: kernel for kernel in kernels}
     comparisons = [
         Comparison(by_version[before], by_version[name])
@@ -77,6 +80,7 @@ def make_page(
         js=Markup(text["js"]),
         shape=shape,
         kernels=kernels,
+        predictions=predictions,
         labels={
             k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
         },
@@ -119,6 +123,19 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
             kernels.append(kernel)
             bar.update()
     return kernels
+
+
+def _predict(
+    versions: Mapping[str, VersionHeader], files: Sequence[File], shape: Shape, gpu: str
+) -> dict[str, Chart | str]:
+    """Predict each version in GPT-2's shape, at the length that stands for a kernel."""
+    found = {}
+    for name, version in tqdm(versions.items(), "predicting", unit="", disable=None):
+        head_dim = shape.head_dim if shape.head_dim in version.head_dims else version.head_dims[0]
+        dtype, is_causal = version.dtypes[0], not shape.full
+        cell = KernelCell(1024, head_dim=head_dim, dtype=dtype, is_causal=is_causal)
+        found[name] = prediction(name, version, gpu, cell, [file.results for file in files])
+    return found
 
 
 class _Maps:
