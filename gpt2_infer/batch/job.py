@@ -17,7 +17,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,9 +148,7 @@ def plan(
         left.unlink()
     (out / "_manifest").mkdir(exist_ok=True)
     job = Job(settings, tuple(inputs), out, parts, batch, (), strict)
-    done = {part for part in range(parts) if _is_done(job, part)}
-    missing = tuple(part for part in range(parts) if part not in done)
-    return Job(settings, tuple(inputs), out, parts, batch, missing, strict)
+    return replace(job, missing=tuple(p for p in range(parts) if not _is_done(job, p)))
 
 
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -15,10 +15,29 @@ from attention_kernels import AttentionError
 from attention_kernels.inspection import predict
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, read
+from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, Results, read
 from gpt2_infer.errors import RequestError
 
 RESULTS = Path("results")
+
+
+def find_gpu(key: str) -> predict.Gpu:
+    """Return the numbers of a GPU by the name that `--gpu` takes; raises RequestError."""
+    known = predict.gpus()
+    if key not in known:
+        raise RequestError(f"there are no numbers of {key}: there are {', '.join(known)}")
+    return known[key]
+
+
+def timed_on(gpu: predict.Gpu, files: Iterable[Results]) -> list[KernelTiming]:
+    """Return the timings of kernels that were taken on such a GPU."""
+    return [
+        file
+        for file in files
+        if isinstance(file, KernelTiming)
+        and file.provenance.gpu
+        and gpu.name.split()[0] in file.provenance.gpu.name
+    ]
 
 
 def predict_ladder(
@@ -28,8 +47,7 @@ def predict_ladder(
 
     Raises RequestError.
     """
-    if gpu not in predict.gpus():
-        raise RequestError(f"there are no numbers of {gpu}: there are {', '.join(predict.gpus())}")
+    card = find_gpu(gpu)
     versions = {
         name: version
         for name, version in selection.versions_of(family).items()
@@ -47,7 +65,7 @@ def predict_ladder(
     results = Predictions(
         task=task,
         provenance=environment.provenance(),
-        gpu=predict.gpus()[gpu].name,
+        gpu=card.name,
         series=series,
     )
     if out:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
-from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
+    from gpt2_infer.bench.results import KernelTiming, Predicted
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels.inspection import predict
     from attention_kernels.inspection.resources import aligned
     from gpt2_infer.bench import environment
+    from gpt2_infer.bench.prediction import find_gpu, timed_on
+    from gpt2_infer.bench.results import KernelCell, Predicted, Predictions, read
 
-    if arguments.gpu not in predict.gpus():
-        known = ", ".join(predict.gpus())
-        raise RequestError(f"there are no numbers of {arguments.gpu}: there are {known}")
-    gpu = predict.gpus()[arguments.gpu]
+    gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
     head_dim = arguments.head_dim or usual_head_dim(version)
     found = predict.predict(
@@ -62,9 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
         f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
     )
     digest = environment.version_digest(version.path.read_text("utf-8"))
+    files = [read(path) for path in sorted(arguments.results.glob("*.json"))]
+    timings = timed_on(gpu, files)
+    # Predictions know earlier results of the same file.
+    earlier = [
+        known
+        for file in files
+        if isinstance(file, Predictions)
+        for one in file.series
+        if one.version_digest == digest
+        for known in one.measured_digests
+    ]
     cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        seen = _measured(arguments, head_dim, name, digest, gpu.name.split()[0], one.seqlen)
+        cell = KernelCell(
+            one.seqlen, arguments.batch, arguments.heads, head_dim, is_causal=not arguments.full
+        )
+        wanted = Predicted(name=name, cell=cell, version_digest=digest, measured_digests=earlier)
+        seen = _measured(wanted, timings)
         cells.append(
             (
                 str(one.seqlen),
@@ -89,32 +103,12 @@ def _parts(one: Prediction) -> dict[str, float]:
     }
 
 
-def _measured(
-    arguments: argparse.Namespace, head_dim: int, name: str, digest: str, gpu: str, seqlen: int
-) -> float | None:
-    """Return the latest median that was measured with the same version file on such a GPU."""
-    from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, read
-
-    cell = KernelCell(
-        seqlen,
-        arguments.batch,
-        arguments.heads,
-        head_dim,
-        is_causal=not arguments.full,
-    )
-    files = [read(path) for path in sorted(arguments.results.glob("*.json"))]
-    wanted = Predicted(name=name, cell=cell, version_digest=digest)
-    for known in files:  # predictions know earlier results of the same file
-        for one in getattr(known, "series", []):
-            if isinstance(one, Predicted) and one.version_digest == digest:
-                wanted.measured_digests.extend(one.measured_digests)
+def _measured(one: Predicted, timings: Sequence[KernelTiming]) -> float | None:
+    """Return the latest median of the same version file in the same cell."""
     medians = [
-        (timing.provenance.date, statistics.median(series.samples))
-        for timing in files
-        if isinstance(timing, KernelTiming)
-        and timing.provenance.gpu
-        and gpu in timing.provenance.gpu.name
+        (timing.provenance.date, series.median)
+        for timing in timings
         for series in timing.series
-        if series.samples and wanted.is_of(series)
+        if series.samples and one.is_of(series)
     ]
     return max(medians)[1] if medians else None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attention_kernels.inspection.predict import gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.prediction import predict_version
+from gpt2_infer.bench.prediction import find_gpu, predict_version, timed_on
 from gpt2_infer.bench.report import svg
 from gpt2_infer.bench.report.measured import Chart
-from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, Results
+from gpt2_infer.bench.results import KernelCell, Predicted, Predictions, Results
 from gpt2_infer.bench.tables import Table
 
 
@@ -21,20 +20,16 @@ def prediction(
 
     It is taken from the results if they have it for this very file, else made.
     """
-    card = gpus()[gpu].name
+    card = find_gpu(gpu)
     digest = environment.version_digest(version.path.read_text("utf-8"))
     known = [
         one
         for file in results
-        if isinstance(file, Predictions) and file.gpu == card
+        if isinstance(file, Predictions) and file.gpu == card.name
         for one in file.series
         if (one.name, one.cell, one.version_digest) == (name, cell, digest)
     ]
-    timed = [
-        file
-        for file in results
-        if isinstance(file, KernelTiming) and card.partition(" ")[0] in file.provenance.machine
-    ]
+    timed = timed_on(card, results)
     found = (known or predict_version(name, version, [cell], gpu=gpu, timed=timed))[-1]
     if found.refused:
         return found.refused
@@ -44,7 +39,7 @@ def prediction(
         for one in file.series
         if one.samples and found.is_of(one)
     ]
-    return _chart(found, card, medians)
+    return _chart(found, card.name, medians)
 
 
 def _chart(found: Predicted, card: str, medians: Sequence[tuple[str, float]]) -> Chart:
