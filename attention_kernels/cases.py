@@ -6,6 +6,7 @@ an error that needs two of them at once (a batch and a long sequence, say) is me
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,8 +72,7 @@ class Case:
         They are drawn on the CPU, so that every device gets the same numbers.
         """
         shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
+        qkv = of_kind(_normal(shape, self.seed + 1) * self.scale, self.kind, self.scale)
         return arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
 
     def __str__(self) -> str:
@@ -132,6 +132,11 @@ class DecodeCase:
             f"{self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
             f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
+
+
+@functools.lru_cache(maxsize=1)  # a comparison checks many backends in one case
+def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:

@@ -29,7 +29,14 @@ from gpt2_infer.bench.results import (
     Results,
     Series,
 )
-from gpt2_infer.bench.tables import ROOFS, AnySeries, detail_seqlen, group_by, where
+from gpt2_infer.bench.tables import (
+    ROOFS,
+    AnySeries,
+    detail_seqlen,
+    group_by,
+    has_shapes,
+    where,
+)
 
 STYLE = Path(__file__).with_suffix(".mplstyle")
 # Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no rung; the
@@ -156,7 +163,7 @@ def roofline(results: KernelTiming) -> Figure | None:
     at = [series for series in group if series.cell.length == longest and series.check]
     if len(at) < 2:
         return None
-    speeds = [series.cell.flops / series.median / 1e6 for series in at]
+    speeds = [series.tflops for series in at]
     looks = [_looks(at)[series.name] for series in at]
     limits = results.provenance.limits
     roofs = {
@@ -211,6 +218,30 @@ def roofline(results: KernelTiming) -> Figure | None:
     low, high = right.get_xlim()
     _log_ticks(right.xaxis, (1, 3) if high < 100 * low else (1,), "{:.0e}")
     right.grid(visible=False, axis="y")
+    return figure
+
+
+def kernel_shapes(results: KernelTiming) -> Figure | None:
+    """Draw what each backend reaches in each shape, where shapes are compared."""
+    if not has_shapes(results):
+        return None
+    timed = [one for one in results.series if one.samples]
+    looks = _looks(timed)
+    height = 0.8 / len(looks)
+    figure, axes = _figure(1.2 + 0.16 * len(timed))
+    for index, (name, (colour, _)) in enumerate(looks.items()):
+        mine = [one for one in timed if one.name == name]
+        places = [results.cells.index(one.cell) - 0.4 + height * (index + 0.5) for one in mine]
+        speeds = [one.tflops for one in mine]
+        label = f"{name} ({mine[0].precision})"
+        bars = axes.barh(places, speeds, height, color=colour, label=label)
+        axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds], padding=3, fontsize=6.5)
+    axes.set_yticks(range(len(results.cells)), [*map(str, results.cells)], fontsize=8)
+    axes.set_ylim(len(results.cells) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("TFLOP/s")
+    _title(axes, "Attention alone, by shape", _how(results))
+    figure.legend(loc="outside lower left", ncols=2, fontsize=7.5)
     return figure
 
 
@@ -288,7 +319,12 @@ _CONTENDERS = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
 
 PLOTS: dict[type, dict[str, Callable[[Any], Figure | None]]] = {
     GenerationTiming: {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
-    KernelTiming: {"time": kernel_time, "bars": kernel_bars, "roofline": roofline},
+    KernelTiming: {
+        "time": kernel_time,
+        "bars": kernel_bars,
+        "roofline": roofline,
+        "shapes": kernel_shapes,
+    },
     Inspection: {"bars": shared_load_bars},
     DecodeTiming: {"bars": decode_bars, "positions": decode_positions},
 }

@@ -209,6 +209,11 @@ class KernelSeries(Series, kw_only=True):
     checked_again: bool | None = None
     """Whether it passed once more after it was timed; None in files older than that check."""
 
+    @property
+    def tflops(self) -> float:
+        """What the median sample reaches."""
+        return self.cell.flops / self.median / 1e6
+
 
 class GenerationSeries(Series, kw_only=True):
     """Seconds to generate a text; see GenerationTiming.timed."""

@@ -67,8 +67,9 @@ class _Comparison(_Study, kw_only=True):
 
 
 class KernelStudy(_Comparison, kw_only=True, tag="kernel"):
-    """Kernels alone, in every combination of the lists."""
+    """Kernels alone: the cells, or else every combination of the lists."""
 
+    cells: list[KernelCell] = []
     seqlens: list[AtLeastOne] = []
     """Empty: what LENGTHS says for the device."""
     heads: AtLeastOne = 12
@@ -83,7 +84,7 @@ class KernelStudy(_Comparison, kw_only=True, tag="kernel"):
 
         chosen = self._selected()
         seqlens = self.seqlens or LENGTHS[chosen["device"]]["seqlens"]
-        cells = [
+        cells = self.cells or [
             KernelCell(n, batch, self.heads, head_dim, dtype, not self.full)
             for dtype, batch, head_dim, n in itertools.product(
                 self.dtypes, self.batch_sizes, self.head_dims, seqlens

@@ -1,7 +1,8 @@
 """Results as Markdown tables: what the scripts print and what the documents show.
 
-A ratio is given only within one file, one cell and one precision class, and only if the samples of
-the two do not overlap. Documents contain the tables between markers that `make docs` fills:
+A ratio is given only within one file and one cell, never to a more precise baseline, and only if
+the samples of the two do not overlap. Documents contain the tables between markers that `make docs`
+fills:
 
     <!-- [[[cog from gpt2_infer.bench import tables; tables.show("kernel-fp32") ]]] -->
     <!-- [[[end]]] -->
@@ -72,6 +73,8 @@ ROOFS = {
     ),
     "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
 }
+# How coarse the precision classes of float32 are; every other class is its dtype's own.
+COARSENESS = {"ieee-fp32": 0, "3xtf32": 1, "3xfp16": 1, "tf32": 2, "none": 3}
 KINDS = ("load", "store")
 _NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
@@ -207,13 +210,13 @@ def _print(text: str) -> None:
 
 
 def ratio(series: Series, others: Iterable[Series], baseline: str) -> float | None:
-    """Return how many times as fast as the baseline; None for another precision class.
+    """Return how many times as fast as the baseline; None if the baseline is more precise.
 
     NaN if the ranges of their samples meet: then neither is faster.
     """
     for other in others:
-        same = other.precision == series.precision
-        if other.name == baseline and same and other.samples and series.samples:
+        coarser = COARSENESS.get(series.precision, 0) > COARSENESS.get(other.precision, 0)
+        if other.name == baseline and not coarser and other.samples and series.samples:
             told = other is series or not _overlap(series, other)
             return other.median / series.median if told else math.nan
     return None
@@ -353,9 +356,46 @@ def _beside_transformers(file: str, results: GenerationTiming) -> Table:
 
 
 def _kernel(file: str, results: KernelTiming) -> list[Table]:
-    """The kernel alone: a table per shape; times by seqlen, then more about one of them."""
+    """The kernel alone: a table per shape; times by seqlen, then more about one of them.
+
+    Shapes of one length each are the rows of one table.
+    """
     groups = group_by(results.series, lambda s: s.cell.shape)
+    if has_shapes(results):
+        return [_kernel_shapes(file, results)]
     return [_kernel_block(file, results, group) for group in groups.values()]
+
+
+def has_shapes(results: KernelTiming) -> bool:
+    """Return whether shapes are compared: several in one dtype, of one length each."""
+    cells = {*results.cells}
+    shapes, dtypes = {cell.shape for cell in cells}, {cell.dtype for cell in cells}
+    return len(cells) == len(shapes) > len(dtypes) == 1
+
+
+def _kernel_shapes(file: str, results: KernelTiming) -> Table:
+    by_cell = group_by(results.series, lambda one: one.cell)
+
+    def speed(name: str) -> Callable[[KernelCell], str]:
+        def of(cell: KernelCell) -> str:
+            one = next(one for one in by_cell[cell] if one.name == name)
+            if not one.samples:
+                return one.status
+            times = _times(ratio(one, by_cell[cell], results.baseline))
+            has_ratio = times and name != results.baseline
+            return f"{one.tflops:.3g}" + (f" ({times} x)" if has_ratio else "")
+
+        return of
+
+    timed = [one for one in results.series if one.samples]
+    columns: Columns[KernelCell] = {"shape": str}
+    for one in {one.name: one for one in timed}.values():
+        columns[f"`{one.name}`, {one.precision}"] = speed(one.name)
+    title = (
+        f"TFLOP/s, and how many times as fast as `{results.baseline}`; {_how(file, results)}, the "
+        f"widest spread of which is {_spread(timed)}"
+    )
+    return _table(title, results.cells, columns, _untimed(results.series))
 
 
 def _kernel_block(file: str, results: KernelTiming, group: list[KernelSeries]) -> Table:

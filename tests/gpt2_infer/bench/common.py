@@ -139,6 +139,21 @@ def kernels(**changes) -> KernelTiming:
     return KernelTiming(**(fields | changes))
 
 
+def shapes() -> KernelTiming:
+    """Two shapes of one length each; a backend takes one of them."""
+    narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
+    refused = {"status": "refused", "reason": "not in 32", "check": None}
+    return kernels(
+        cells=[narrow, wide],
+        series=[
+            kernel("NAIVE_PYTORCH", [10.0, 10.0], cell=narrow, precision="3xtf32"),
+            kernel("FAST", [], cell=narrow, precision="3xfp16", **refused),
+            kernel("NAIVE_PYTORCH", [100.0, 100.0], cell=wide, precision="3xtf32"),
+            kernel("FAST", [50.0, 50.0], cell=wide, precision="3xfp16"),
+        ],
+    )
+
+
 def generation(**changes) -> GenerationTiming:
     series = []
     for tokens, scale in ((128, 0.25), (512, 1.0)):

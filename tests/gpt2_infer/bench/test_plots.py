@@ -11,7 +11,7 @@ from matplotlib.container import BarContainer
 
 from gpt2_infer.bench import plots
 from gpt2_infer.bench.results import KernelCell
-from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels, profile
+from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels, profile, shapes
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,13 @@ def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
     assert "OTHER" not in "".join(svg.decode() for svg in plots.render(results).values())
     results.series = [one for one in results.series if one.cell.seqlen == 1024]
     assert {*plots.render(results)} == {"bars", "roofline"}
+
+
+def test_shapes_have_a_bar_each_of_each_backend_that_was_timed(close):
+    (axes,) = plots.kernel_shapes(shapes()).axes
+    bars = {one.get_label(): [bar.get_width() for bar in one] for one in axes.containers}
+    assert bars["FAST (3xfp16)"] == [pytest.approx(KernelCell(128).flops / 50 / 1e6)]
+    assert len(bars["NAIVE_PYTORCH (3xtf32)"]) == 2
 
 
 def test_a_roofline_has_speeds_below_what_the_gpu_does_and_errors_beside_them(close):

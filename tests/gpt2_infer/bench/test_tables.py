@@ -6,7 +6,7 @@ import re
 import pytest
 
 from gpt2_infer.bench import ladders, tables
-from gpt2_infer.bench.results import BuildSeries, BuildTiming, Published
+from gpt2_infer.bench.results import BuildSeries, BuildTiming, KernelCell, Published
 from tests.gpt2_infer.bench.common import (
     generation,
     inspection,
@@ -14,6 +14,7 @@ from tests.gpt2_infer.bench.common import (
     kernels,
     profile,
     provenance,
+    shapes,
 )
 
 
@@ -25,7 +26,7 @@ def rows(text: str) -> dict[str, dict[str, str]]:
     return {row[head[0]].strip("`"): row for row in found}
 
 
-def test_there_is_no_ratio_between_precision_classes_or_within_the_spread():
+def test_there_is_no_ratio_to_another_precision_class_or_within_the_spread():
     text = tables.render("FILE", kernels())
     found = rows(text)
     heading = "x NAIVE_PYTORCH, N=1024"
@@ -40,6 +41,28 @@ def test_there_is_no_ratio_between_precision_classes_or_within_the_spread():
     assert "an 8192^3 matmul reached 50 TFLOP/s" in text
     naive, other = kernel("A", [1.0, 3.0]), kernel("B", [2.0, 4.0])
     assert math.isnan(tables.ratio(other, [naive, other], "A"))
+
+
+def test_a_ratio_is_to_a_baseline_that_is_no_more_precise():
+    ieee, split, tf32 = (
+        kernel(name, [samples], precision=name)
+        for name, samples in (("ieee-fp32", 8.0), ("3xfp16", 4.0), ("tf32", 2.0))
+    )
+    other = kernel("3xtf32", [5.0], precision="3xtf32")
+    assert tables.ratio(split, [other], "3xtf32") == 1.25
+    assert tables.ratio(ieee, [split], "3xfp16") == 0.5
+    assert tables.ratio(split, [ieee], "ieee-fp32") is None
+    assert tables.ratio(tf32, [split], "3xfp16") is None
+
+
+def test_shapes_of_one_length_each_share_a_table():
+    text = tables.render("FILE", shapes())
+    found = rows(text)
+    assert [*found] == ["B=1 H=12 head_dim=32, float32, causal, N=64", str(KernelCell(128))]
+    speed = KernelCell(128).flops / 50 / 1e6
+    assert found[str(KernelCell(128))]["`FAST`, 3xfp16"] == f"{speed:.3g} (2.00 x)"
+    assert next(iter(found.values()))["`FAST`, 3xfp16"] == "refused"
+    assert "`FAST`: refused: not in 32" in text
 
 
 def test_a_single_length_has_percentiles_and_a_relative_error():
