@@ -471,7 +471,8 @@ IEEE = [name for name in FP32 if PRECISIONS[name] == {"ieee-fp32"}]
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim"), [("90", 32), pytest.param("75", 128, marks=pytest.mark.slow)]
+    ("arch", "head_dim"),
+    [("75", 64), ("80", 128), pytest.param("75", 128, marks=pytest.mark.slow)],
 )
 def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
@@ -479,7 +480,7 @@ def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkey
     assert run_case(alias, case, "cpu").passed
     name = alias.chosen(torch.float32, head_dim, "cpu").name
     later = IEEE[IEEE.index(name) + 1 :]
-    assert len(later) == 0 if arch == "90" else len(later) > 0
+    assert bool(later) == ((arch, head_dim) == ("75", 128))  # for want of shared memory
     assert all(get_backend(other).unsupported_reasons(*case.inputs("cpu")) for other in later)
 
 
