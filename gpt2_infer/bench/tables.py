@@ -94,6 +94,15 @@ def show(task: str) -> None:
     _print(render(_link(path), results))
 
 
+def section(heading: str, task: str, *plots: str) -> None:
+    """Print a section of a task's table and pictures, if it was measured."""
+    if task in _files():
+        _print(heading)
+        show(task)
+        for plot in plots:
+            picture(task, plot)
+
+
 def versions(family: str) -> None:
     """Print the table of a ladder's versions, from their headers."""
     from gpt2_infer.bench import ladders

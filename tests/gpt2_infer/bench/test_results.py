@@ -139,7 +139,7 @@ def test_readers_of_results_import_neither_torch_nor_the_model():
         "tables.render('f', results.read(__import__('pathlib').Path(sys.argv[1]))); "
         "print({'torch', 'transformers', 'gpt2_infer.model'} & {*sys.modules})"
     )
-    file = min(RESULTS.glob("*generation-kv.json"))
+    file = min(RESULTS.glob("*generation-batch.json"))
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
     )
