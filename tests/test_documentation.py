@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.ladder import compilers, header
-from gpt2_infer.bench.results import newest
-from gpt2_infer.bench.tables import spread_percent
 from gpt2_infer.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
@@ -158,25 +156,6 @@ def test_links_in_the_documents_lead_somewhere(document):
 
 def test_the_readme_is_short():
     assert 150 <= len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 300
-
-
-def test_how_far_a_second_run_is_from_the_first():
-    results = newest(ROOT / "results")
-    first, again = (
-        {(s.name, s.cell.seqlen): s for s in results[task][1].series}
-        for task in ("kernel-wmma", "kernel-wmma-again")
-    )
-    assert first.keys() == again.keys()
-    names = dict.fromkeys(name for name, _ in first)
-    stated, apart = (dict.fromkeys(names, 0.0) for _ in range(2))
-    for (name, seqlen), series in first.items():
-        stated[name] = max(stated[name], spread_percent(series.samples))
-        ratio = again[name, seqlen].median / series.median
-        apart[name] = max(apart[name], 100 * abs(ratio - 1))
-    inside = sum(apart[name] <= stated[name] for name in names)
-    text = " ".join((ROOT / "results" / "README.md").read_text("utf-8").split())
-    assert f"{inside} of {len(names)} backends are within the spread" in text
-    assert f"no median is more than {max(apart.values()):.1f} % apart" in text
 
 
 def test_the_takeaways_quote_the_tables():

@@ -120,6 +120,25 @@ def overview(family: str, kernel: str, generation: str) -> None:
     _print(ladders.overview(family, alone, whole))
 
 
+def repeated(task: str, again: str) -> None:
+    """Print how far the medians of a second run of kernels are from the first's."""
+    (path, first), (path_again, second) = _newest(task), _newest(again)
+    if not isinstance(first, KernelTiming) or not isinstance(second, KernelTiming):
+        raise ResultsError(f"{task} and {again} are not timings of kernels")
+    medians = {(one.name, one.cell): one.median for one in second.series if one.samples}
+    timed = [one for one in first.series if (one.name, one.cell) in medians and one.samples]
+    apart, inside = [], 0
+    for mine in group_by(timed, lambda one: one.name).values():
+        percent = [100 * abs(medians[one.name, one.cell] / one.median - 1) for one in mine]
+        inside += max(percent) <= max(spread_percent(one.samples) for one in mine)
+        apart += percent
+    _print(
+        f"{_link(path_again)} repeats {_link(path)}: {inside} of "
+        f"{len({one.name for one in timed})} backends stay within the spread of the first run, and "
+        f"no median is more than {max(apart):.1f} % apart.\n"
+    )
+
+
 def row_errors(task: str, *names: str) -> None:
     """Print the relative error of a row that some backends made at each length, over its budget."""
     path, results = _newest(task)
