@@ -165,9 +165,10 @@ class Shape:
         """Whether each block has room for its weights, and for all rows of x at any batch size."""
         x = 4 * MAX_BATCH * self.config.n_embd  # where a LayerNorm is ahead
         sizes = {name: one.block_bytes(self.dtype.itemsize) for name, one in self.products.items()}
-        passes = ceil_div(self.config.n_embd * self.dtype.itemsize, 16 * 32)
-        two_rows_per_warp = 2 * passes * 16 * 256  # of the embedding
-        most = max(x + sizes["QKV"], x + sizes["FC"], sizes["FC2"], x + two_rows_per_warp)
+        # Of the embedding a lane has 16 bytes as often as its row is long, or 4 times in 16 bits.
+        chunks = ceil_div(self.config.n_embd, 4 * 32) if self.dtype == torch.float32 else 4
+        two_stages = 2 * chunks * 16 * 256
+        most = max(x + sizes["QKV"], x + sizes["FC"], sizes["FC2"], x + two_stages)
         partials = 8 + self.max_splits  # of attention: of its warps, and of the keys' splits
         attention = 4 * (self.config.head_dim + 2) * partials
         return most <= self.shared_bytes - STATIC_BYTES and attention <= MAX_STATIC_BYTES

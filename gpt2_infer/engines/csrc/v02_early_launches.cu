@@ -264,17 +264,17 @@ struct Columns {
   using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
 };
 
-// Packed, W is (N / kColumns, K, kColumns). Lanes have 16 bytes of a row, consecutive lanes the rows'
-// next bytes and the next rows; warps, too, have rows of their own.
+// In float32. Packed, W is (N / kColumns, K, kColumns). Lanes have four floats of a row, consecutive
+// lanes the row's next ones and the next rows; warps, too, have rows of their own.
 template <int K, int N, int kColumns, int kWarps>
 struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   using Base = Columns<K, N, kColumns, kWarps>;
   static constexpr int kPadding = 0;
-  static constexpr int kRowLanes = kColumns / kPerChunk;
+  static constexpr int kRowLanes = kColumns / 4;
   static constexpr int kWarpK = 32 / kRowLanes;   // rows of a warp
   static constexpr int kStepK = kWarps * kWarpK;  // and of the block, at once
   static constexpr int kSteps = ceil_div(K, kStepK);
-  static constexpr int kSums = kPerChunk * kBatch;  // of a lane
+  static constexpr int kSums = 4 * kBatch;  // of a lane
   static constexpr int kFolded = max_of(1, kSums / kWarpK);
 
   static __device__ int k_of(int step) { return step * kStepK + threadIdx.x / kRowLanes; }
@@ -296,10 +296,10 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= kSteps || !has(first + i)) continue;
-        float w[kPerChunk];
-        unpack<Element>(weights[(first + i) * Base::kThreads + threadIdx.x], w);
+        float w[4];
+        unpack<float>(weights[(first + i) * Base::kThreads + threadIdx.x], w);
 #pragma unroll
-        for (int e = 0; e < kPerChunk; ++e) {
+        for (int e = 0; e < 4; ++e) {
 #pragma unroll
           for (int r = 0; r < kBatch; ++r) acc[e * kBatch + r] += w[e] * rows[i][r];
         }
@@ -679,46 +679,63 @@ __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
 
 constexpr int kStride = kHeadBlocks * kWarps;  // groups of rows from one of a warp to its next
 
-// The logits of a warp's groups of rows of the embedding: kRows at once. Each thread copies what it
-// multiplies, so that no barrier is needed, kStages times ahead.
-struct PlainLogits {
-  static constexpr int kPadding = 0;
-  static constexpr int kChunks = kEmbd / kPerChunk;      // 16-byte chunks of a row
-  static constexpr int kPasses = ceil_div(kChunks, 32);  // of them for a lane
-  static constexpr size_t kRowBytes = sizeof(uint4) * kPasses * kThreads;  // one row per warp
-  static constexpr int kStageRows = (kSmemBytes - 4096 - sizeof(float) * kEmbd * 8) / kRowBytes;
-  static constexpr int kRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
-  static constexpr int kStages = min_of(4, kStageRows / kRows);
-  static constexpr size_t kBytes = kStages * kRows * kRowBytes;
-  static constexpr int kGroups = ceil_div(kVocab, kRows);
-  static_assert(kStages >= 2, "a block has no room for two rows per warp");
+// A ring of stages for the logits of a warp's groups of rows of the embedding: kRows at once, kStageK
+// columns of them per stage, of which a lane has kChunks times 16 bytes. Each thread copies what it
+// multiplies, so that no barrier is needed, kStages - 1 ahead.
+template <int kRows_, int kStageK, int kChunks, int kMostStages, int kPadding_>
+struct Ring {
+  static constexpr int kRows = kRows_, kGroups = ceil_div(kVocab, kRows);
+  static constexpr int kPadding = kPadding_;  // of x, for which a batch of 8 leaves room
+  static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
+  static constexpr int kStages = min_of(
+      kMostStages, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
+  static constexpr size_t kBytes = kStages * kStageBytes;
 
   const StepParams& p;
-  uint4* const s_rows;  // (kStages, kRows, kPasses, kThreads)
+  uint4* const s_rows;  // (kStages, kChunks, kThreads)
   int lane = threadIdx.x % 32;
   int first = threadIdx.x / 32 * kHeadBlocks + blockIdx.x;
-  int asked = first, asked_stage = 0;
+  int asked = first, asked_k = 0, asked_stage = 0;
 
   static __device__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
-  __device__ bool has(int pass) const { return kChunks % 32 == 0 || pass * 32 + lane < kChunks; }
-  __device__ uint4* slot(int stage, int r, int pass) const {
-    return s_rows + ((stage * kRows + r) * kPasses + pass) * kThreads + threadIdx.x;
+  __device__ uint4* slot(int stage, int chunk) const {
+    return s_rows + (stage * kChunks + chunk) * kThreads + threadIdx.x;
   }
+  // A row of the group that is asked for
+  __device__ const Element* row(int r) const {
+    return p.head + int64_t{min(asked * kRows + r, kVocab - 1)} * kEmbd;
+  }
+  __device__ void copy(int chunk, const Element* from) {
+    __pipeline_memcpy_async(slot(asked_stage, chunk), from, 16);
+  }
+  // copies() copies the lane's chunks of the next stage.
+  template <typename Copies>
+  __device__ void ask(Copies copies) {
+    if (asked < kGroups) copies();
+    __pipeline_commit();
+    asked_stage = next(asked_stage);
+    asked_k += kStageK;
+    if (asked_k == kEmbd) asked_k = 0, asked += kStride;
+  }
+};
+
+constexpr int kPasses = ceil_div(kEmbd, 4 * 32);  // of 4 floats of a row for each lane
+constexpr int kStageRows = (kSmemBytes - 4096 - 32 * kEmbd) / (16 * kPasses * kThreads);
+
+// In float32: whole rows
+constexpr int kPlainRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
+struct PlainLogits : Ring<kPlainRows, kEmbd, kPlainRows * kPasses, 4, 0> {
+  __device__ bool has(int pass) const { return kEmbd % 128 == 0 || (pass * 32 + lane) * 4 < kEmbd; }
+
   __device__ void ask() {
-    if (asked < kGroups) {
+    Ring::ask([&] {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int64_t row = min(asked * kRows + r, kVocab - 1);
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          const Element* const from = p.head + row * kEmbd + (pass * 32 + lane) * kPerChunk;
-          if (has(pass)) __pipeline_memcpy_async(slot(asked_stage, r, pass), from, 16);
-        }
+        for (int pass = 0; pass < kPasses; ++pass)
+          if (has(pass)) copy(r * kPasses + pass, row(r) + (pass * 32 + lane) * 4);
       }
-    }
-    __pipeline_commit();
-    asked += kStride;
-    asked_stage = next(asked_stage);
+    });
   }
 
   __device__ void compute(const float* x, Best (&warp_best)[kBatch]) {
@@ -733,20 +750,15 @@ struct PlainLogits {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         if (!has(pass)) continue;
-        float w[kRows][kPerChunk];
+        float w[kRows][4];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) unpack<Element>(*slot(stage, r, pass), w[r]);
+        for (int r = 0; r < kRows; ++r) unpack<float>(*slot(stage, r * kPasses + pass), w[r]);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
+          const float4 v = *reinterpret_cast<const float4*>(x + b * kEmbd + (pass * 32 + lane) * 4);
 #pragma unroll
-          for (int e = 0; e < kPerChunk; e += 4) {
-            const float4 v = *reinterpret_cast<const float4*>(x + b * kEmbd +
-                                                              (pass * 32 + lane) * kPerChunk + e);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-              acc[r * kBatch + b] +=
-                  w[r][e] * v.x + w[r][e + 1] * v.y + w[r][e + 2] * v.z + w[r][e + 3] * v.w;
-          }
+          for (int r = 0; r < kRows; ++r)
+            acc[r * kBatch + b] += w[r][0] * v.x + w[r][1] * v.y + w[r][2] * v.z + w[r][3] * v.w;
         }
       }
       stage = next(stage);
@@ -764,43 +776,20 @@ struct PlainLogits {
   }
 };
 
-// The same by tensor cores: 16 rows at once, kStageK columns of them per stage. See TensorProduct.
-struct TensorLogits {
-  static constexpr int kPadding = 32;
-  static constexpr int kRows = 16, kStageK = 64;
-  static constexpr int kChunks = kRows * kStageK / 8 / 32;  // of a lane in a stage
-  static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
-  static constexpr int kStages =
-      min_of(8, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
-  static constexpr size_t kBytes = kStages * kStageBytes;
-  static constexpr int kGroups = ceil_div(kVocab, kRows);
-  static_assert(kEmbd % kStageK == 0 && kStages >= 2);
+// By tensor cores: 16 rows, 64 columns of them per stage. See TensorProduct.
+constexpr int kStageK = 64;
+struct TensorLogits : Ring<16, kStageK, 4, 8, 32> {
+  static_assert(kEmbd % kStageK == 0);
 
-  const StepParams& p;
-  uint4* const s_rows;  // (kStages, kChunks, kThreads)
-  int lane = threadIdx.x % 32;
-  int first = threadIdx.x / 32 * kHeadBlocks + blockIdx.x;
-  int asked = first, asked_k = 0, asked_stage = 0;
-
-  static __device__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
-  __device__ uint4* slot(int stage, int chunk) const {
-    return s_rows + (stage * kChunks + chunk) * kThreads + threadIdx.x;
-  }
   __device__ void ask() {
-    if (asked < kGroups) {
+    Ring::ask([&] {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t row = min(asked * kRows + half * 8 + lane / 4, kVocab - 1);
-        const Element* const from = p.head + row * kEmbd + asked_k + lane % 4 * 8;
+        const Element* const from = row(half * 8 + lane / 4) + asked_k + lane % 4 * 8;
 #pragma unroll
-        for (int k = 0; k < kStageK; k += 32)
-          __pipeline_memcpy_async(slot(asked_stage, k / 16 + half), from + k, 16);
+        for (int k = 0; k < kStageK; k += 32) copy(k / 16 + half, from + k);
       }
-    }
-    __pipeline_commit();
-    asked_stage = next(asked_stage);
-    asked_k += kStageK;
-    if (asked_k == kEmbd) asked_k = 0, asked += kStride;
+    });
   }
 
   __device__ void compute(const Element* x, Best (&warp_best)[kBatch]) {
@@ -841,6 +830,7 @@ struct TensorLogits {
 };
 
 using Logits = std::conditional_t<kUsesTensorCores, TensorLogits, PlainLogits>;
+static_assert(Logits::kStages >= 2, "a block has no room for two stages");
 constexpr size_t kHeadBytes = Logits::kBytes + sizeof(Factor) * (kEmbd + Logits::kPadding) * kBatch;
 
 __global__ void __launch_bounds__(kThreads) head(const StepParams p) {

@@ -191,6 +191,13 @@ def test_every_published_size_has_a_geometry(size, dtype, batch):
     assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
 
 
+def test_the_embedding_takes_less_room_in_16_bits():
+    config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
+    shape = Shape(config, torch.bfloat16, 1, 132, 227 * 1024)
+    assert shape.fits
+    assert not dataclasses.replace(shape, dtype=torch.float32).fits
+
+
 # On a GPU
 
 
