@@ -78,6 +78,17 @@ constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 
 namespace attention::emulator {
 
+template <typename T>
+constexpr const T& made(const T& x) {
+  return x;
+}
+
+// g++'s thread sanitizer, which the recorder of accesses goes by, overlooks a struct that a function
+// returns straight into memory. From a reference it is copied.
+#define make_float2(...) attention::emulator::made(make_float2(__VA_ARGS__))
+#define make_float4(...) attention::emulator::made(make_float4(__VA_ARGS__))
+#define make_uint4(...) attention::emulator::made(make_uint4(__VA_ARGS__))
+
 // Words of a message. Not a std::string: to read <string> takes g++ as long as most kernels do.
 struct Words {
   char text[256];

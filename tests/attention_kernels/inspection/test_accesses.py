@@ -45,6 +45,10 @@ inline __device__ float helper(const float* row, int d, int64_t = 1, int64_t = 2
   return row[d];
 }
 
+inline __device__ void store2(float* row, unsigned d, float x, float y) {
+  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
+}
+
 // Its frame is not where a function's with more arguments is.
 inline __device__ float inner(const float* row) { return row == nullptr ? row[0] : 0.0f; }
 inline __device__ float none(const float* row) {
@@ -93,6 +97,7 @@ __global__ void patterns(const float* q, float* o, int head_dim) {
   o[threadIdx.x] = x;         // store in order
   o[8 * threadIdx.x] = x;     // store apart
   x += q[threadIdx.x % 2];    // a pair
+  store2(o, 2 * threadIdx.x, x, x);                               // store of a call
   reinterpret_cast<float4*>(o)[threadIdx.x] = reinterpret_cast<const float4*>(q)[threadIdx.x];
 }
 
@@ -179,6 +184,7 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
         ("store in order", 8, 8),
         ("store apart", 64, 8),
         ("a pair", 2, 2),
+        ("store of a call", 16, 16),
     ):
         (found,) = patterns[comment]
         assert (found.memory, found.requests) == ("global", 2)
