@@ -386,7 +386,7 @@ def _beside_transformers(file: str, results: GenerationTiming) -> Table:
 def _kernel(file: str, results: KernelTiming) -> list[Table]:
     """The kernel alone: a table per shape; times by seqlen, then more about one of them.
 
-    Shapes of one length each are the rows of one table.
+    Shapes that have lengths of their own are the rows of one table.
     """
     groups = group_by(results.series, lambda s: s.cell.shape)
     if has_shapes(results):
@@ -395,10 +395,9 @@ def _kernel(file: str, results: KernelTiming) -> list[Table]:
 
 
 def has_shapes(results: KernelTiming) -> bool:
-    """Return whether shapes are compared: several in one dtype, of one length each."""
-    cells = {*results.cells}
-    shapes, dtypes = {cell.shape for cell in cells}, {cell.dtype for cell in cells}
-    return len(cells) == len(shapes) > len(dtypes) == 1
+    """Return whether shapes are compared, each at lengths of its own."""
+    shapes, lengths = ({getattr(c, name) for c in results.cells} for name in ("shape", "length"))
+    return len(results.cells) < len(shapes) * len(lengths)
 
 
 def _kernel_shapes(file: str, results: KernelTiming) -> Table:

@@ -140,7 +140,7 @@ def kernels(**changes) -> KernelTiming:
 
 
 def shapes() -> KernelTiming:
-    """Two shapes of one length each; a backend takes one of them."""
+    """Two shapes at lengths of their own; a backend takes one of them."""
     narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
     refused = {"status": "refused", "reason": "not in 32", "check": None}
     return kernels(

@@ -55,7 +55,7 @@ def test_a_ratio_is_to_a_baseline_that_is_no_more_precise():
     assert tables.ratio(tf32, [split], "3xfp16") is None
 
 
-def test_shapes_of_one_length_each_share_a_table():
+def test_shapes_at_lengths_of_their_own_share_a_table():
     text = tables.render("FILE", shapes())
     found = rows(text)
     assert [*found] == ["B=1 H=12 head_dim=32, float32, causal, N=64", str(KernelCell(128))]
