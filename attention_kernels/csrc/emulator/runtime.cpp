@@ -4,3 +4,4 @@
 #include "block.cpp"
 #include "faults.cpp"
 #include "grid.cpp"
+#include "tensor_core.cpp"

@@ -1,0 +1,90 @@
+// How ptx.h's mma and mma_tf32 multiply: as Hopper's tensor cores do, bit for bit. Each product is
+// exact. Products and the old sum are cut off, towards zero, two bits below the last place of the
+// largest of them, then added, and the total is cut off to a float. The exponent of a product is the
+// sum of its factors'.
+
+#include "ptx.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::ptx {
+
+constexpr int kExtraBits = 2;
+
+ATTENTION_EMULATOR_INLINE double power_of_two(int exponent) {
+  return emulator::bit_cast<double>(uint64_t(exponent + 1023) << 52);
+}
+
+// A float's exponent; that of 0 is less than any other.
+ATTENTION_EMULATOR_INLINE int exponent_of(float x, int least) {
+  const int biased = emulator::bit_cast<uint32_t>(x) >> 23 & 0xff;
+  return x == 0.0f ? -400 : std::max(biased - 127, least);
+}
+
+ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
+  const auto nearest = static_cast<float>(x);
+  if (std::fabs(nearest) <= std::fabs(x)) return nearest;
+  return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
+}
+
+// least: the exponent of the operands' subnormal numbers.
+template <int kDepth>
+float tensor_core_sum(float sum, const float (&a)[kDepth], const float (&b)[kDepth], int least) {
+  int largest = exponent_of(sum, -126);
+  double exact = sum;
+  for (int k = 0; k < kDepth; ++k) {
+    largest = std::max(largest, exponent_of(a[k], least) + exponent_of(b[k], least));
+    exact += double(a[k]) * b[k];
+  }
+  if (!(std::fabs(exact) <= std::numeric_limits<double>::max())) return static_cast<float>(exact);
+  largest = std::max(largest, -300);  // all are 0
+  const double up = power_of_two(23 + kExtraBits - largest);
+  double total = std::trunc(sum * up);
+  for (int k = 0; k < kDepth; ++k) total += std::trunc(double(a[k]) * b[k] * up);
+  return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
+}
+
+// Multiplies for a whole warp. values() unpacks a register.
+template <int kDepth, typename Values>
+void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
+  constexpr int kInWord = kDepth / 8;
+  float a[16][kDepth], b[8][kDepth];
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    const auto* const words_a = static_cast<const unsigned*>(calls[lane]->fragments[1]);
+    const auto* const words_b = static_cast<const unsigned*>(calls[lane]->fragments[2]);
+    for (unsigned i = 0; i < 4; ++i)
+      values(words_a[i], &a[lane / 4 + i % 2 * 8][(lane % 4 + i / 2 * 4) * kInWord]);
+    for (unsigned i = 0; i < 2; ++i) values(words_b[i], &b[lane / 4][(lane % 4 + i * 4) * kInWord]);
+  }
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    auto* const sums = static_cast<float*>(const_cast<void*>(calls[lane]->fragments[0]));
+    for (unsigned i = 0; i < 4; ++i) {
+      const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      sums[i] = tensor_core_sum(sums[i], a[row], b[column], least);
+    }
+  }
+}
+
+template <typename Format>
+void multiply_halves(const emulator::MatrixCalls& calls, int least) {
+  multiply<16>(calls, least, [](unsigned word, float* values) {
+    values[0] = Format::decode(static_cast<uint16_t>(word));
+    values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
+  });
+}
+
+void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site&) {
+  multiply_halves<emulator::HalfFormat>(calls, -14);
+}
+void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site&) {
+  multiply_halves<emulator::BFloat16Format>(calls, -126);
+}
+void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site&) {
+  multiply<8>(calls, -126, [](unsigned word, float* value) {
+    *value = emulator::bit_cast<float>(word & ~0x1fffu);
+  });
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop
