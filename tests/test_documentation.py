@@ -72,7 +72,7 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     number = header.version_number(last)
     text = first.read_text().replace("// v01 - ", f"// v{number + 1} - ", 1)
     (folder / f"v{number + 1}_what_changed.cu").write_text(text)
-    section = section.replace("VERSION_18", f"VERSION_{number + 1}")
+    section = section.replace("VERSION_NN", f"VERSION_{number + 1}")
     left_out = {"verify", "scripts/compare_backends.py"}
     if not compilers.find_nvcc():
         left_out.add("kernels")
