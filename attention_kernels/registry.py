@@ -93,8 +93,10 @@ class BackendSpec:
     """How many times the budget of its precision class its algorithm needs; see reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
-    chooses: Callable[[torch.dtype, int, str], BackendSpec] | None = field(default=None, repr=False)
-    """For an alias: returns the backend that serves a dtype, a head_dim and a device type."""
+    chooses: Callable[[torch.dtype, int, str, int | None], BackendSpec] | None = field(
+        default=None, repr=False
+    )
+    """For an alias: returns what serves a dtype, a head_dim, a device type and a seqlen."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -250,16 +252,19 @@ class BackendSpec:
             raise UnsupportedError(self.name, [DECODES_ONLY])
         return self._run(kernel, q, k, v, scale, is_causal)
 
-    def chosen(self, dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+    def chosen(
+        self, dtype: torch.dtype, head_dim: int, device_type: str, seqlen: int | None = None
+    ) -> BackendSpec:
         """Return the backend that serves such calls: itself, or what an alias stands for there.
 
-        Raises UnsupportedError or UnavailableBackendError if an alias stands for none.
+        seqlen: the longest; None if that is not known. Raises UnsupportedError or
+        UnavailableBackendError if an alias stands for none.
         """
         if self.chooses is None:
             return self
         if reasons := self.static_reasons(dtype, head_dim, device_type):
             raise UnsupportedError(self.name, reasons)
-        return self.chooses(dtype, head_dim, device_type)
+        return self.chooses(dtype, head_dim, device_type, seqlen)
 
     def has_attention(self) -> bool:
         """Return whether it has an attention kernel, not only one for decoding (loads it)."""

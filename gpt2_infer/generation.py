@@ -179,6 +179,7 @@ def run(
     """Generate what was requested of this model's configuration; see generate()."""
     if request.config != model.config:
         raise RequestError("the request was checked for a model of another configuration")
+    model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
     tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
     if wants_text and tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")

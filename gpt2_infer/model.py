@@ -271,8 +271,7 @@ class GPT2(nn.Module):
     def attention(self) -> BackendSpec:
         """The backend that computes attention over whole sequences: for an alias, its choice."""
         spec = self._attention or default_backend(self.device.type)
-        dtype = _attention_dtype(self.config, self.dtype)
-        return spec.chosen(dtype, self.config.head_dim, self.device.type)
+        return spec.chosen(*self._attention_kind)
 
     @property
     def decode_attention(self) -> BackendSpec:
@@ -281,8 +280,13 @@ class GPT2(nn.Module):
             return self._decode_attention
         if self._attention is not None and self._attention.has_decode(self.device.type):
             return self._attention
+        dtype, head_dim, device_type = self._attention_kind
+        return default_decode_backend(device_type, dtype, head_dim)
+
+    @property
+    def _attention_kind(self) -> tuple[torch.dtype, int, str]:
         dtype = _attention_dtype(self.config, self.dtype)
-        return default_decode_backend(self.device.type, dtype, self.config.head_dim)
+        return dtype, self.config.head_dim, self.device.type
 
     @property
     def decodes_with_named_backend(self) -> bool:
@@ -296,6 +300,13 @@ class GPT2(nn.Module):
         model = copy.copy(self)
         model._attention, model._decode_attention = _spec(attention), _spec(decode_attention)
         return model
+
+    def up_to(self, seqlen: int) -> GPT2:
+        """Return the same model, with what an alias for attention stands for up to that length."""
+        if self._attention is None or self._attention.chooses is None:
+            return self
+        chosen = self._attention.chosen(*self._attention_kind, seqlen)
+        return self.with_attention(chosen, self._decode_attention)
 
     def blocks(self) -> Iterable[Block]:
         """Return the transformer's blocks, first to last."""

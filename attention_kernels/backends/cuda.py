@@ -34,33 +34,47 @@ register_ladder(
 )
 
 
-def choose(dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+# Up to so many keys this rung is faster than the later ones without tensor cores: see kernel-fp32
+# in results/.
+SHORT_SEQLEN = 128
+FASTEST_IF_SHORT = "CUSTOM_CUDA_VERSION_15"
+
+
+def choose(
+    dtype: torch.dtype, head_dim: int, device_type: str, seqlen: int | None = None
+) -> BackendSpec:
     """Return what CUSTOM_CUDA stands for: the last rung of csrc/fp32 that is float32 throughout.
 
-    A rung is passed over where the GPU is too old for it or where it refuses the head_dim, for
-    want of shared memory say. On a CPU it runs emulated, like every rung. Raises UnsupportedError
-    with the reasons of the last one if none is left, and UnavailableBackendError, rather than
-    going on, for a rung that cannot be built.
+    For short sequences that is not the fastest one: FASTEST_IF_SHORT comes before it. A rung is
+    passed over where the GPU is too old for it or where it refuses the head_dim, for want of shared
+    memory say. On a CPU it runs emulated, like every rung. Raises UnsupportedError with the reasons
+    of the first one if none is left, and UnavailableBackendError, rather than going on, for a rung
+    that cannot be built.
     """
-    return get_backend(_chosen_name(dtype, head_dim, device_type))
+    # Not in one expression: torch.compile makes constants of both branches where seqlen varies.
+    if seqlen is not None and seqlen <= SHORT_SEQLEN:
+        return get_backend(_chosen_name(dtype, head_dim, device_type, True))
+    return get_backend(_chosen_name(dtype, head_dim, device_type, False))
 
 
-def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str) -> str:
-    key = dtype, head_dim, device_type
+def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str, is_short: bool) -> str:
+    key = dtype, head_dim, device_type, is_short
     if key not in _chosen_names:  # every layer asks
-        _chosen_names[key] = _last_that_serves(*key).name
+        _chosen_names[key] = _first_that_serves(*key).name
     return _chosen_names[key]
 
 
-_chosen_names: dict[tuple[torch.dtype, int, str], str] = {}
+_chosen_names: dict[tuple[torch.dtype, int, str, bool], str] = {}
 # torch.compile runs it as it is; see BackendSpec._load().
 _chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _last_that_serves(dtype: torch.dtype, head_dim: int, device_type: str) -> BackendSpec:
+def _first_that_serves(
+    dtype: torch.dtype, head_dim: int, device_type: str, is_short: bool
+) -> BackendSpec:
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device_type)
     refused: list[str] = []
-    for spec in map(get_backend, reversed(versions("fp32"))):
+    for spec in map(get_backend, [FASTEST_IF_SHORT] * is_short + [*reversed(versions("fp32"))]):
         if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device_type):
             continue
         reasons = spec.unsupported_reasons(row, row, row)
@@ -73,7 +87,7 @@ def _last_that_serves(dtype: torch.dtype, head_dim: int, device_type: str) -> Ba
 @register(
     name="CUSTOM_CUDA",
     family="alias",
-    summary="The last float32 version that serves the device and the head_dim.",
+    summary="The fastest float32 version that serves the device and the shape.",
     precisions={"float32": "ieee-fp32"},
     head_dims=HEAD_DIMS,
     probe=lambda device_type: get_backend(next(iter(versions("fp32")))).unavailable_reason(
@@ -86,7 +100,7 @@ def load() -> Kernels:
     """Return a kernel that hands each call on."""
 
     def chosen(q: Tensor) -> BackendSpec:
-        return choose(q.dtype, q.shape[3], q.device.type)
+        return choose(q.dtype, q.shape[3], q.device.type, q.shape[1])
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
         return chosen(q).attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)

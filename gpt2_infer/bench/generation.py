@@ -72,7 +72,8 @@ def compare_generation(
     cells = sorted(cells, key=lambda cell: cell.dtype)
     models = _Models(load)
     results = _plan(models, cells, prompt, rounds, name=name, task=task)
-    kinds = [(cell.dtype, models.newest.config.head_dim) for cell in cells]
+    head_dim = models.newest.config.head_dim
+    kinds = [(cell.dtype, head_dim, cell.max_tokens) for cell in cells]
     first, specs = selection.with_baseline(baseline, specs, kinds, results.device)
     results.baseline, results.backends = first.name, [spec.name for spec in specs]
     specs = [first, *(spec for spec in specs if spec.name != first.name), _free_attention()]

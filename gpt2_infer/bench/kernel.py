@@ -42,7 +42,7 @@ def compare_kernels(
     """
     selection.check_rounds(rounds)
     check_precision()
-    kinds = [(cell.dtype, cell.head_dim) for cell in cells]
+    kinds = [(cell.dtype, cell.head_dim, cell.seqlen) for cell in cells]
     first, specs = selection.with_baseline(baseline, specs, kinds, device)
     for cell in cells:
         selection.check_memory(f"inputs and output at {cell}", cell.min_bytes, device)

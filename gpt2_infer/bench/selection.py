@@ -101,13 +101,13 @@ def versions_of(family: str) -> dict[str, VersionHeader]:
 def with_baseline(
     baseline: str | BackendSpec,
     specs: Sequence[BackendSpec],
-    kinds: Sequence[tuple[str, int]],
+    kinds: Sequence[tuple[str, int, int]],
     device: str,
 ) -> tuple[BackendSpec, list[BackendSpec]]:
     """Return the baseline, and the backends with it among them.
 
-    In place of an alias comes what it stands for. kinds: the dtypes and head_dims that are
-    measured. Raises what BackendSpec.chosen() does.
+    In place of an alias comes what it stands for. kinds: the dtypes, head_dims and lengths that
+    are measured. Raises what BackendSpec.chosen() does.
     """
     named = get_backend(baseline) if isinstance(baseline, str) else baseline
     first = next(iter(_chosen([named], kinds, device)), named)
@@ -117,12 +117,12 @@ def with_baseline(
 
 
 def _chosen(
-    specs: Sequence[BackendSpec], kinds: Sequence[tuple[str, int]], device: str
+    specs: Sequence[BackendSpec], kinds: Sequence[tuple[str, int, int]], device: str
 ) -> list[BackendSpec]:
     found = [
-        spec.chosen(getattr(torch, dtype), head_dim, device)
+        spec.chosen(getattr(torch, dtype), head_dim, device, length)
         for spec in specs
-        for dtype, head_dim in kinds
+        for dtype, head_dim, length in kinds
         if spec.chooses is None or dtype in spec.precisions
     ]
     return list({spec.name: spec for spec in found}.values())

@@ -31,8 +31,8 @@ def make_report(
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
             1 if sys.platform == "darwin" else 1024
         )
-    backends = [model.attention] + ([model.decode_attention] if result.decode_attention else [])
-    emulated = [spec.name for spec in backends if model.device.type in spec.emulated_on]
+    specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
+    emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
     report: dict[str, Any] = {
         "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
         "attention": result.attention,

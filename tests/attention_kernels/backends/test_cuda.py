@@ -484,6 +484,16 @@ def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkey
     assert all(get_backend(other).unsupported_reasons(*case.inputs("cpu")) for other in later)
 
 
+def test_the_alias_is_another_version_for_short_sequences(alias):
+    short, long = (alias.chosen(torch.float32, 64, "cpu", n).name for n in (128, 129))
+    assert (short, long) == (cuda.FASTEST_IF_SHORT, IEEE[-1])
+    compiled = torch.compile(alias.attention, fullgraph=True, backend="eager")
+    for seqlen, name in ((33, short), (34, short), (130, long)):  # from the second on it varies
+        q = torch.randn(1, seqlen, 1, 32)
+        assert torch.equal(alias.attention(q, q, q), get_backend(name).attention(q, q, q))
+        assert torch.equal(compiled(q, q, q), alias.attention(q, q, q))
+
+
 def test_the_alias_passes_over_versions_that_the_gpu_is_too_old_for(alias, monkeypatch):
     monkeypatch.setattr(BackendSpec, "is_too_new", lambda spec, _: spec.name in IEEE[-2:])
     assert alias.chosen(torch.float32, 64, "cpu").name == IEEE[-3]
