@@ -422,6 +422,8 @@ def _kernel_shapes(file: str, results: KernelTiming) -> Table:
         f"TFLOP/s, and how many times as fast as `{results.baseline}`; {_how(file, results)}, the "
         f"widest spread of which is {_spread(timed)}"
     )
+    if all(map(_within_budget, timed)):
+        title += "; what was timed was within its budget"
     return _table(title, results.cells, columns, _untimed(results.series))
 
 
