@@ -81,6 +81,7 @@ class Attention(nn.Module):
         self.upcast = config.reorder_and_upcast_attn
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
+        _find_at_once(self)
 
     def forward(
         self, x: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None
@@ -130,6 +131,7 @@ class MLP(nn.Module):
         # One fused kernel, or none, for the formula that transformers spells out.
         self.is_gelu_tanh = config.is_gelu_tanh
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
+        _find_at_once(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden units before c_proj: (rows, n_embd) -> (rows, inner_dim)."""
@@ -150,6 +152,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config)
+        _find_at_once(self)
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
         """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
@@ -390,6 +393,11 @@ class GPT2(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of rows that ln_f normalized."""
         return project(x, (self.wte if self.lm_head is None else self.lm_head).weight)
+
+
+def _find_at_once(module: nn.Module) -> None:
+    """Make a module's parts plain attributes as well: nn.Module's own lookup is slow."""
+    module.__dict__.update(module._modules)
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
