@@ -1,18 +1,18 @@
 // v12 - O in registers, K and P swizzled, register tile 4 x 4
 //
 // Change: a thread keeps its elements of O in registers. K and P are swizzled, not padded: column d
-//         of row n of K is at d ^ swizzle(n). The shared memory that this frees is most of what
-//         64 x 64 tiles take, of which a thread computes 4 x 4.
+//         of row n of K is at d ^ swizzle(n). A thread computes 4 x 4 elements of S and multiplies
+//         four keys into O at a time. A block has 32 rows and 128 threads.
 // Why:    a value that is read from shared memory is used four times, not twice, and O is not read
-//         from there at all.
-// Cost:   registers: a multiprocessor has room for few warps, which wait together while a tile is
-//         loaded. The blocks are as long as in v10. Where one of them sets the time, nobody works
-//         while it waits: with 12 heads this version is slower than v11 up to seqlen 512. head_dim
-//         128 takes 112 KB of shared memory: sm_75, 86, 89 and 120 refuse it.
-// Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
+//         from there at all. The blocks have half of v11's rows, so the longest of them, which sets
+//         the time where blocks are few, has half the work.
+// Cost:   registers: a multiprocessor has room for 16 warps. A block's four wait together while a
+//         tile is loaded, and K and V are loaded once per 32 rows, not once per 64. head_dim 128
+//         takes 88 KB of shared memory: sm_75 refuses it.
+// Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: 64 KB of shared memory at head_dim 64; half of v11's shared-memory loads. The case study
+// Expect: 48 KB of shared memory at head_dim 64; half of v11's shared-memory loads. The case study
 //         swizzles by starting each thread's dot product at another d; XOR keeps four neighbours
 //         together, for vector loads.
 
@@ -23,7 +23,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kThreadsX = 16;
-constexpr int kThreadsY = 16;
+constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
 // row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
@@ -46,17 +46,18 @@ inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16;
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
                                  int valid_rows, bool swizzled) {
-  static_assert(kHeadDim % 4 == 0, "a row is a whole number of float4");
+  constexpr int kRowsAtOnce = 4 * kThreads / kHeadDim;
+  static_assert(kRows % kRowsAtOnce == 0, "every thread copies as much");
   const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
+  const int r = 4 * thread / kHeadDim;
+  const int d = 4 * thread % kHeadDim;
+  const float* from = g_tile + r * g_stride;
 #pragma unroll
-  for (int i = 0; i < kRows * kHeadDim; i += 4 * kThreads) {
-    const int r = (i + 4 * thread) / kHeadDim;
-    const int d = (i + 4 * thread) % kHeadDim;
-    if (r < kRows) {
-      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      store4(s_tile + r * kHeadDim, swizzled ? d ^ swizzle(r) : d,
-             r < valid_rows ? load4(g_tile + r * g_stride, d) : zero);
-    }
+  for (int i = 0; i < kRows; i += kRowsAtOnce) {
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store4(s_tile + (r + i) * kHeadDim, swizzled ? d ^ swizzle(r + i) : d,
+           r + i < valid_rows ? load4(from, d) : zero);
+    from += kRowsAtOnce * g_stride;
   }
 }
 
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
   static_assert(kHeadDim % kThreadsX == 0, "a thread has whole columns of O");
+  static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
   constexpr int kColumns = kHeadDim / kThreadsX;  // of O, per thread
   const int m = kThreadM * threadIdx.y;           // the first of the thread's rows
   float row_max[kThreadM];
@@ -183,17 +185,21 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // O += P V; the thread's last row sees the most keys. Where a row does not see a key P is 0, but
-    // V may be anything: 0 * NaN is not 0.
-    for (int n = 0; n < visible[kThreadM - 1]; ++n) {
-      float rV[kColumns];
-      for (int c = 0; c < kColumns; ++c) {
-        rV[c] = sV[n * kHeadDim + c * kThreadsX + threadIdx.x];
-      }
-      for (int i = 0; i < kThreadM; ++i) {
-        const float p = sS[(m + i) * kBlockN + (n ^ swizzle_p(m))];
+    // O += P V; the thread's last row sees the most keys.
+    for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
+      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
+      // anything: 0 * NaN is not 0.
+      const bool diagonal = is_causal && n_start + n == m_start + m;
+      for (int j = 0; j < 4; ++j) {
+        float rV[kColumns];
         for (int c = 0; c < kColumns; ++c) {
-          if (n < visible[i]) rO[i][c] += p * rV[c];
+          rV[c] = sV[(n + j) * kHeadDim + c * kThreadsX + threadIdx.x];
+        }
+        for (int i = 0; i < kThreadM; ++i) {
+          const float p = sS[(m + i) * kBlockN + ((n + j) ^ swizzle_p(m))];
+          for (int c = 0; c < kColumns; ++c) {
+            if (j <= i || !diagonal) rO[i][c] += p * rV[c];
+          }
         }
       }
     }
@@ -214,7 +220,7 @@ int64_t scratch_floats(const Params&) { return 0; }
 
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  constexpr int kBlockM = 64;
+  constexpr int kBlockM = 32;
   constexpr int kBlockN = 64;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const dim3 block(kThreadsX, kThreadsY);

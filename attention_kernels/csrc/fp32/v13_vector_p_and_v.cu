@@ -5,9 +5,8 @@
 //         K's swizzle follows: neighbouring threads now read every fourth row.
 // Why:    one instruction reads 16 bytes instead of 4. A float4 of four rows of P is as wide as four
 //         keys, so 8 vector loads serve 64 multiplication-additions, as they do for S.
-// Cost:   the keys on the diagonal come in groups of four, too: a row takes part of a group.
-//         head_dim 128 takes 112 KB of shared memory, as in v12.
-// Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
+// Cost:   head_dim 128 takes 88 KB of shared memory, as in v12.
+// Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
 // Expect: a quarter of the loads of P and V. Their wavefronts fall less: for P to a half, for V not
@@ -20,7 +19,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kThreadsX = 16;
-constexpr int kThreadsY = 16;
+constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
 // row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
@@ -65,17 +64,18 @@ inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
                                  int valid_rows, bool swizzled) {
-  static_assert(kHeadDim % 4 == 0, "a row is a whole number of float4");
+  constexpr int kRowsAtOnce = 4 * kThreads / kHeadDim;
+  static_assert(kRows % kRowsAtOnce == 0, "every thread copies as much");
   const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
+  const int r = 4 * thread / kHeadDim;
+  const int d = 4 * thread % kHeadDim;
+  const float* from = g_tile + r * g_stride;
 #pragma unroll
-  for (int i = 0; i < kRows * kHeadDim; i += 4 * kThreads) {
-    const int r = (i + 4 * thread) / kHeadDim;
-    const int d = (i + 4 * thread) % kHeadDim;
-    if (r < kRows) {
-      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      store4(s_tile + r * kHeadDim, swizzled ? d ^ swizzle(r) : d,
-             r < valid_rows ? load4(g_tile + r * g_stride, d) : zero);
-    }
+  for (int i = 0; i < kRows; i += kRowsAtOnce) {
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store4(s_tile + (r + i) * kHeadDim, swizzled ? d ^ swizzle(r + i) : d,
+           r + i < valid_rows ? load4(from, d) : zero);
+    from += kRowsAtOnce * g_stride;
   }
 }
 
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
-  static_assert(kBlockM == kBlockN && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
+  static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
   constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
   constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
   const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
@@ -245,7 +245,7 @@ int64_t scratch_floats(const Params&) { return 0; }
 
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  constexpr int kBlockM = 64;
+  constexpr int kBlockM = 32;
   constexpr int kBlockN = 64;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const dim3 block(kThreadsX, kThreadsY);

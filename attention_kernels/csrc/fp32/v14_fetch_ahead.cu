@@ -2,15 +2,16 @@
 //
 // Change: the tile for the next product, V after K and K after V, is fetched from global memory into
 //         registers while the present one is computed, and stored to shared memory after it.
-// Why:    a multiprocessor has room for few warps. They all waited while a tile was on its way.
-// Cost:   registers for a thread's share of a tile. head_dim 128 takes 112 KB of shared memory, as
-//         in v12, and so many registers that one block fits a multiprocessor, not two.
-// Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
+// Why:    a block's warps all waited while a tile was on its way.
+// Cost:   registers for a thread's share of a tile: three blocks fit a multiprocessor at head_dim 64,
+//         not four. Where there are enough blocks for four, they hid most of the wait: with 12 heads
+//         and 4,096 queries nothing is gained. head_dim 128 takes 88 KB of shared memory, as in v12.
+// Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: the same accesses. Nearly all of the wait for global memory is gone, most of all where one
-//         block sets the time. What is left is the wait for shared memory: its wavefronts take longer
-//         than the arithmetic.
+// Expect: the same accesses. Up to a tenth less time where blocks are few, and most of all at
+//         head_dim 128, where shared memory has room for only two blocks. What is left is the wait for
+//         shared memory: its wavefronts take longer than the arithmetic.
 
 #include "common.cuh"
 
@@ -19,7 +20,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kThreadsX = 16;
-constexpr int kThreadsY = 16;
+constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
 // row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
@@ -60,29 +61,35 @@ inline __device__ void store_columns(float* row, unsigned d, const float (&x)[kW
 // same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
 
-// Copies kRows rows to registers. Those from valid_rows on are past the end: they become zero.
+// Copies kCount rows per thread to registers. Those from valid_rows on are past the end: they become
+// zero.
 template <int kHeadDim, int kCount>
 inline __device__ void fetch_tile(float4 (&r_tile)[kCount], const float* g_tile, int64_t g_stride,
                                   int valid_rows) {
+  constexpr int kRowsAtOnce = 4 * kThreads / kHeadDim;
   const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
+  const int r = 4 * thread / kHeadDim;
+  const int d = 4 * thread % kHeadDim;
+  const float* from = g_tile + r * g_stride;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int r = 4 * (i * kThreads + thread) / kHeadDim;
-    const int d = 4 * (i * kThreads + thread) % kHeadDim;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    r_tile[i] = r < valid_rows ? load4(g_tile + r * g_stride, d) : zero;
+    r_tile[i] = r + i * kRowsAtOnce < valid_rows ? load4(from, d) : zero;
+    from += kRowsAtOnce * g_stride;
   }
 }
 
 // Copies the rows from registers to shared memory.
 template <int kHeadDim, int kCount>
 inline __device__ void store_tile(float* s_tile, const float4 (&r_tile)[kCount], bool swizzled) {
+  constexpr int kRowsAtOnce = 4 * kThreads / kHeadDim;
   const unsigned thread = threadIdx.y * kThreadsX + threadIdx.x;
+  const int r = 4 * thread / kHeadDim;
+  const int d = 4 * thread % kHeadDim;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int r = 4 * (i * kThreads + thread) / kHeadDim;
-    const int d = 4 * (i * kThreads + thread) % kHeadDim;
-    store4(s_tile + r * kHeadDim, swizzled ? d ^ swizzle(r) : d, r_tile[i]);
+    const int row = r + i * kRowsAtOnce;
+    store4(s_tile + row * kHeadDim, swizzled ? d ^ swizzle(row) : d, r_tile[i]);
   }
 }
 
@@ -138,9 +145,10 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
-  static_assert(kBlockM == kBlockN && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
-  constexpr int kCount = kBlockM * kHeadDim / (4 * kThreads);
-  static_assert(kCount * 4 * kThreads == kBlockM * kHeadDim, "every thread loads as much");
+  static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
+  constexpr int kCountM = kBlockM * kHeadDim / (4 * kThreads);
+  constexpr int kCountN = kBlockN * kHeadDim / (4 * kThreads);
+  static_assert(kCountM * 4 * kThreads == kBlockM * kHeadDim, "every thread loads as much");
   constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
   constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
   const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
@@ -160,10 +168,10 @@ __global__ void __launch_bounds__(kThreads)
 
   // No query of this block sees a key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
-  float4 rKV[kCount];  // the next tile of K or V, on its way to shared memory
+  float4 rKV[kCountN];  // the next tile of K or V, on its way to shared memory
   fetch_tile<kHeadDim>(rKV, gK, k_strides.seqlen, n_end);
   {
-    float4 rQ[kCount];
+    float4 rQ[kCountM];
     fetch_tile<kHeadDim>(rQ, gQ, q_strides.seqlen, valid_rows);
     store_tile<kHeadDim>(sQ, rQ, false);
   }
@@ -259,7 +267,7 @@ int64_t scratch_floats(const Params&) { return 0; }
 
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  constexpr int kBlockM = 64;
+  constexpr int kBlockM = 32;
   constexpr int kBlockN = 64;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const dim3 block(kThreadsX, kThreadsY);

@@ -2,17 +2,17 @@
 //
 // Change: the tile for the next product is copied to shared memory by cp.async, not by way of
 //         registers.
-// Why:    a copy on its way needs no registers, and nobody waits for it in order to store it. Two
-//         blocks fit a multiprocessor for head_dim 128 again; and larger tiles of S and O want the
+// Why:    a copy on its way needs no registers, and nobody waits for it in order to store it. Four
+//         blocks fit a multiprocessor at head_dim 64 again; and larger tiles of S and O want the
 //         registers.
 // Cost:   a tile is waited for just before the barrier that shows it to the other threads. Before
 //         sm_80 each copy is a load and a store, and nothing is fetched ahead. head_dim 128 takes
-//         112 KB of shared memory, as in v12, and spills a few bytes.
-// Tile:   kBlockM x kBlockN = 64 x 64, block (16, 16)
+//         88 KB of shared memory, as in v12, and spills a few bytes.
+// Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: fewer instructions. A tenth less time at head_dim 64 where one block sets it, and half of
-//         that where many do: the wavefronts of shared memory stay the limit.
+// Expect: fewer instructions, and about a tenth less time: the wavefronts of shared memory stay the
+//         limit.
 
 #include <cuda_pipeline.h>
 
@@ -23,7 +23,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kThreadM = 4;
 constexpr int kThreadN = 4;
 constexpr int kThreadsX = 16;
-constexpr int kThreadsY = 16;
+constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
 // row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
@@ -115,7 +115,7 @@ inline __device__ float reduce_sum(float x) {
 }
 
 template <int kBlockM, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 4)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
-  static_assert(kBlockM == kBlockN && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
+  static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
   constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
   constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
   const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
@@ -257,7 +257,7 @@ int64_t scratch_floats(const Params&) { return 0; }
 
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  constexpr int kBlockM = 64;
+  constexpr int kBlockM = 32;
   constexpr int kBlockN = 64;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const dim3 block(kThreadsX, kThreadsY);

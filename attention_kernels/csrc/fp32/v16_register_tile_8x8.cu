@@ -1,22 +1,23 @@
 // v16 - register tile 8 x 8, lanes 4 x 8
 //
-// Change: a thread computes 8 x 8 elements of S, then 8 rows of O. The lanes of a warp are 4 x 8, so
-//         a warp has 32 rows of its own, and two warps are a block. P never leaves a warp: it passes
-//         through shared memory 32 keys at a time.
+// Change: a thread computes 8 x 8 elements of S, then 8 rows of O, there and back: from one column
+//         down its rows, from the next one up. The lanes of a warp are 4 x 8, so a warp has 32 rows
+//         of its own, and two warps are a block. P never leaves a warp: it passes through shared
+//         memory 32 keys at a time.
 // Why:    a value that is read from shared memory is used eight times, not four. A load of 16 bytes
 //         per lane takes two wavefronts, not four, where a warp wants few different addresses and
 //         neighbouring lanes want the same one.
 // Cost:   all 255 registers: 8 warps fit a multiprocessor, two per scheduler. A block of 2 warps
 //         cannot keep a multiprocessor busy. Where the longest block sets the time, as with 12 heads
 //         up to seqlen 2,048, this version is slower than v15. head_dim 128 has tiles of 32 keys and
-//         takes 72 KB of shared memory: sm_75 refuses it.
+//         takes 72 KB of shared memory: sm_75 refuses it. Only 6 warps fit there, and v15 is faster.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
 // Expect: half of v15's loads and little more than a third of their wavefronts: shared memory is no
 //         limit any more. In the inner loops 9 of 10 instructions are multiplication-additions, and
 //         the ports of the register file are the limit: three operands in every cycle are more than
-//         they deliver, except where one is used again at once.
+//         they deliver. One operand is used again at once in four of five, thanks to the order.
 
 #include <cuda_pipeline.h>
 
@@ -59,6 +60,12 @@ inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
 
 // The same for P, whose rows are as long as all banks.
 inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
+
+// A thread's rows downwards in even columns, upwards in odd ones: a multiplication-addition then has
+// a factor in common with the one before it, which need not be read again.
+inline __device__ constexpr int there_and_back(int step, int column) {
+  return column % 2 == 0 ? step : kThreadM - 1 - step;
+}
 
 // Begins to copy kRows rows to shared memory. Those from valid_rows on are past the end: they become
 // zero.
@@ -124,7 +131,8 @@ inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], co
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
-        for (int i = 0; i < kThreadM; ++i) {
+        for (int step = 0; step < kThreadM; ++step) {
+          const int i = there_and_back(step, c);
           const bool visible = !kIsDiagonal || n + j <= kThreadM * thread_m + i;
           if (visible) rO[i][c] += rP[i][j] * rV[c];
         }
@@ -204,7 +212,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
       }
       for (int e = 0; e < 4; ++e) {
         for (int j = 0; j < kThreadN; ++j) {
-          for (int i = 0; i < kThreadM; ++i) {
+          for (int step = 0; step < kThreadM; ++step) {
+            const int i = there_and_back(step, j);
             rS[i][j] += rQ[i][e] * rK[j][e];
           }
         }

@@ -3,25 +3,27 @@
 // Change: the tiles of all heads and blocks of queries stand in a row, which is cut into equal
 //         parts, one per block: as many as the device holds at once. Where a cut goes through the
 //         keys of a block of queries, each part leaves O before the division and the statistics in
-//         scratch, and a second kernel joins them, in the order of the keys.
+//         scratch, and a second kernel joins them, in the order of the keys. It is launched early
+//         and waits for the first.
 // Why:    under a causal mask the longest block has twice the work of the average one. At GPT-2's
 //         batch of 1 it alone sets the time, while multiprocessors have nothing left to do; and
 //         short sequences have fewer blocks of queries than there are multiprocessors.
 // Cost:   a second launch, and up to two parts per block in scratch. How a row is rounded depends on
 //         where it is cut: on the device, the batch and seqlen. head_dim 128 takes 72 KB of shared
-//         memory, as in v16: sm_75 refuses it. There some twenty registers spill, but not in the
-//         inner loops.
+//         memory, as in v16: sm_75 refuses it. There a dozen registers spill, but not in the inner
+//         loops.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
 // Expect: at batch 1 and long sequences, nearly the rate that v16 has for many heads. With 12 heads
 //         and 512 keys a part is one tile: its way from memory, the launches and the join take as
-//         long as its arithmetic. Below some 200 keys 2 warps take longer for one tile than the 8 of
-//         v15, which is then the faster one.
+//         long as its arithmetic. Up to 256 keys 2 warps take longer for a tile of 64 rows than the
+//         4 of v15 for one of 32: v15 is then the faster one.
 
 #include <cuda_pipeline.h>
 
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -63,6 +65,12 @@ inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
 // The same for P, whose rows are as long as all banks.
 inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
 
+// A thread's rows downwards in even columns, upwards in odd ones: a multiplication-addition then has
+// a factor in common with the one before it, which need not be read again.
+inline __device__ constexpr int there_and_back(int step, int column) {
+  return column % 2 == 0 ? step : kThreadM - 1 - step;
+}
+
 // Begins to copy kRows rows to shared memory. Those from valid_rows on are past the end: they become
 // zero.
 template <int kRows, int kHeadDim>
@@ -88,14 +96,18 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
 struct Work {
   int m_blocks;
   int per_head;
-  int64_t all;
   int parts;
+  int longer;  // parts, the first ones, have a unit more than per_part
+  int64_t per_part;
   bool is_causal;
 
-  __host__ __device__ Work(int heads, int seqlen, int block_m, bool is_causal_)
-      : m_blocks((seqlen + block_m - 1) / block_m), parts(0), is_causal(is_causal_) {
+  Work(int heads, int seqlen, int block_m, int most_parts, bool is_causal_)
+      : m_blocks(ceil_div(seqlen, block_m)), is_causal(is_causal_) {
     per_head = first_of_rows(m_blocks);
-    all = int64_t{heads} * per_head;
+    const int64_t all = int64_t{heads} * per_head;
+    parts = static_cast<int>(all < most_parts ? all : most_parts);
+    longer = static_cast<int>(all % parts);
+    per_part = all / parts;
   }
   // Within a head.
   __host__ __device__ int first_of_rows(int m_block) const {
@@ -108,10 +120,7 @@ struct Work {
     while (first_of_rows(m_block + 1) <= unit) ++m_block;
     return m_block;
   }
-  __device__ int64_t first_of_part(int part) const { return all * part / parts; }
-  __device__ int part_of(int64_t unit) const {
-    return static_cast<int>(((unit + 1) * parts - 1) / all);
-  }
+  __device__ int64_t first_of_part(int part) const { return part * per_part + min(part, longer); }
 };
 
 // A part of the keys of kBlockM queries, in scratch.
@@ -165,7 +174,8 @@ inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], co
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
-        for (int i = 0; i < kThreadM; ++i) {
+        for (int step = 0; step < kThreadM; ++step) {
+          const int i = there_and_back(step, c);
           const bool visible = !kIsDiagonal || n + j <= kThreadM * thread_m + i;
           if (visible) rO[i][c] += rP[i][j] * rV[c];
         }
@@ -198,6 +208,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
   float* sV = sK + kBlockN * kHeadDim;
   float* sP = sV + kBlockN * kHeadDim;
 
+  ptx::allow_next();
   int64_t unit = work.first_of_part(blockIdx.x);
   int left = static_cast<int>(work.first_of_part(blockIdx.x + 1) - unit);
   while (left > 0) {
@@ -254,7 +265,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
         }
         for (int e = 0; e < 4; ++e) {
           for (int j = 0; j < kThreadN; ++j) {
-            for (int i = 0; i < kThreadM; ++i) {
+            for (int step = 0; step < kThreadM; ++step) {
+              const int i = there_and_back(step, j);
               rS[i][j] += rQ[i][e] * rK[j][e];
             }
           }
@@ -354,20 +366,22 @@ __global__ void __launch_bounds__(kJoinThreads)
   const int in_head = static_cast<int>(cut % work.per_head);
   const int m_block = work.rows_of(in_head);
   const int64_t first = cut - in_head + work.first_of_rows(m_block);
-  const int64_t last = cut - in_head + work.first_of_rows(m_block + 1) - 1;
-  const int first_part = work.part_of(first);
-  const int last_part = work.part_of(last);
+  const int64_t end = cut - in_head + work.first_of_rows(m_block + 1);
   const int thread = blockIdx.y * kJoinThreads + threadIdx.x;
   const int m = thread / (kHeadDim / 4);
   const int d = thread % (kHeadDim / 4) * 4;
   const int row = m_block * kBlockM + m;
-  if (first_part != static_cast<int>(blockIdx.x) || first == cut || row >= seqlen) return;
+  const int first_part = blockIdx.x;
+  ptx::wait_for_previous();
+  if (first < work.first_of_part(first_part) || first == cut || row >= seqlen) return;
+  int end_part = first_part + 2;
+  while (work.first_of_part(end_part) < end) ++end_part;
 
   float row_max = -INFINITY;
   float row_sum = 0.0f;
   float total[4] = {};
 #pragma unroll 4
-  for (int part = first_part; part <= last_part; ++part) {
+  for (int part = first_part; part < end_part; ++part) {
     const auto& partial = partials[2 * part + (part == first_part)];
     float columns[4];
     load_columns(columns, partial.o[m], d);
@@ -391,13 +405,11 @@ __global__ void __launch_bounds__(kJoinThreads)
 // that does not answer here.
 template <int kBlockM>
 inline Work work_of(const Params& params) {
-  Work work(params.batch * params.num_heads, params.seqlen, kBlockM, params.is_causal);
   int device = 0, multiprocessors = 1;
   (void)cudaGetDevice(&device);
   (void)cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t resident = int64_t{multiprocessors} * (params.head_dim == 128 ? 3 : 4);
-  work.parts = static_cast<int>(work.all < resident ? work.all : resident);
-  return work;
+  const int resident = multiprocessors * (params.head_dim == 128 ? 3 : 4);
+  return Work(params.batch * params.num_heads, params.seqlen, kBlockM, resident, params.is_causal);
 }
 
 int64_t scratch_floats(const Params& params) {
@@ -419,10 +431,10 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
       params.q_strides, params.k_strides, params.v_strides, params.seqlen, params.num_heads,
       params.softmax_scale, params.is_causal, work);
   if (error != cudaSuccess || work.m_blocks == 1) return error;  // nothing was cut
-  return launch_kernel(join_kernel<kBlockM, kHeadDim>,
-                       dim3(work.parts - 1, kBlockM * kHeadDim / 4 / kJoinThreads),
-                       dim3(kJoinThreads), 0, stream, partials, static_cast<float*>(params.o),
-                       params.seqlen, params.num_heads, work);
+  return launch_early(join_kernel<kBlockM, kHeadDim>,
+                      dim3(work.parts - 1, kBlockM * kHeadDim / 4 / kJoinThreads), 1,
+                      dim3(kJoinThreads), 0, stream, partials, static_cast<float*>(params.o),
+                      params.seqlen, params.num_heads, work);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
