@@ -16,24 +16,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "names", nargs="*", metavar="WHAT", help="backends, version files, *.cu, or results, *.json"
     )
-    add("--family", help="all versions of a ladder, as well")
+    add(
+        "--family",
+        help="all versions of a ladder, as well; their predictions are those of the results",
+    )
     add("--out", type=Path, default=Path("report.html"), help="default: %(default)s")
     add("--seqlen", type=int, default=128, help="default: %(default)s")
     add("--head-dim", type=int, metavar="D", help="default: 64, or what the first version takes")
     add("--full", action="store_true", help="without the causal mask")
-    add("--gpu", default="h200", help="predict times for it, or for none (default: %(default)s)")
+    add("--gpu", default="h200", help="predicted times are for it, or none (default: %(default)s)")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels.inspection.predict import gpus
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.results import Shape
 
     files = [Path(name) for name in arguments.names if name.endswith(".json")]
     versions = selection.versions_of(arguments.family) if arguments.family else {}
-    versions |= dict(version_of(name) for name in arguments.names if not name.endswith(".json"))
+    own = dict(version_of(name) for name in arguments.names if not name.endswith(".json"))
+    versions |= own
     if not versions and not files:
         raise RequestError(
             "nothing to report: name backends, version files or results, or --family"
@@ -51,10 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         missing = f"{error.name} is missing: pip install 'gpt2-infer[report]'"
         raise RequestError(missing) from error
-    gpu = None if arguments.gpu == "none" else arguments.gpu
-    if gpu not in {None, *gpus()}:
-        raise RequestError(f"no GPU is called {gpu}: there are {', '.join(gpus())}, and none")
-    page = make_page(versions, files, shape, gpu=gpu, timeout_s=arguments.timeout)
+    page = make_page(
+        versions,
+        files,
+        shape,
+        gpu=None if arguments.gpu == "none" else arguments.gpu,
+        predict=own,
+        timeout_s=arguments.timeout,
+    )
     arguments.out.write_text(page, "utf-8")
     show(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1024:.0f} KiB")
     return 0

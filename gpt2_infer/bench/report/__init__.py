@@ -1,17 +1,21 @@
 """A page on kernels and results: one file that works from disk, with no network.
 
 It needs the extra `report`: Jinja2, and Pygments for the colours of the source. Nothing on it
-depends on when or where it is made, so the same input gives the same bytes.
+depends on when or where it is made, so the same input gives the same bytes. Each line of source and
+each map is on it once: the script puts two versions side by side from their line numbers.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
+import gzip
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
@@ -23,14 +27,15 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection.accesses import Access, Turn, record
+from attention_kernels.inspection.accesses import Access, Recording, record
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.ladders import predecessors
+from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.report import source, svg
-from gpt2_infer.bench.report.measured import Chart, File
+from gpt2_infer.bench.report.measured import Bars, Chart, File
 from gpt2_infer.bench.report.predicted import prediction
 from gpt2_infer.bench.report.source import Comparison, Kernel
-from gpt2_infer.bench.results import KernelCell, Shape, read
+from gpt2_infer.bench.results import Shape, read
 from gpt2_infer.bench.tables import TIE, Table, are_numbers, group_by
 
 __all__ = ["make_page"]
@@ -42,17 +47,26 @@ def make_page(
     shape: Shape,
     *,
     gpu: str | None = None,
+    predict: Collection[str] = (),
     timeout_s: float = 600.0,
 ) -> str:
     """Return the page, as HTML, of versions by name and of results files.
 
-    shape: what the versions are run with in the emulator. gpu: a name of predict.gpus(), to predict
-    times for; None for no prediction. A version whose accesses cannot be counted is shown with the
-    reason. Raises ResultsError, or BuildError where a version does not compile.
+    shape: what the versions are run with in the emulator. gpu: a name of predict.gpus(), to show
+    predicted times for; None for no prediction. predict: the versions to predict where the results
+    have no prediction of them. A version whose accesses cannot be counted is shown with the reason.
+    Raises ResultsError, RequestError, or BuildError where a version does not compile.
     """
+    if gpu:
+        find_gpu(gpu)  # or refuse it, before minutes of counting
     measured = [File(path, read(path)) for path in files]
     kernels = _record(versions, shape, timeout_s)
-    predictions = _predict(versions, measured, shape, gpu) if gpu else {}
+    predictions: dict[str, Bars | str] = {}
+    if gpu:
+        results = [file.results for file in measured]
+        for kernel in tqdm(kernels, "predicting", unit="", disable=None):
+            found = prediction(kernel, gpu, shape.full, results, kernel.name in predict)
+            predictions[kernel.name] = found
     by_version = {kernel.name: kernel for kernel in kernels}
     comparisons = [
         Comparison(by_version[before], by_version[name])
@@ -65,7 +79,7 @@ def make_page(
         f"{kind}-src 'sha256-{_digest(text[name])}'"
         for kind, name in (("style", "css"), ("script", "js"))
     )
-    maps = _Maps()
+    drawings = _Names("m")
     environment = Environment(
         loader=PackageLoader(__name__, ""),
         autoescape=True,
@@ -87,33 +101,37 @@ def make_page(
         comparisons=comparisons,
         files=measured,
         counters=source.COUNTERS,
-        maps=maps,
+        map_of=functools.partial(_map, drawings),
+        once=_Names("f"),
         runs=source.runs,
         turns=_turns,
         tie=TIE,
         counts=_download(_counts(kernels, shape)),
         json_of=lambda file: _download(msgspec.json.encode(file.results)),
     )
-    return page.replace("<!-- maps -->", maps.symbols())
+    once = {"lanes": svg.lanes()} | {name: drawing for drawing, name in drawings.items()}
+    groups = "".join(f'<g id="{name}">{drawing}</g>' for name, drawing in once.items())
+    return page.replace("<!-- maps -->", groups)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:
     def run(named: tuple[str, VersionHeader]) -> Kernel:
         name, version = named
         head_dims = version.head_dims
+        head_dim = shape.head_dim if shape.head_dim in head_dims else head_dims[0]
         try:
             recording = record(
                 version,
                 seqlen=shape.seqlen,
-                head_dim=shape.head_dim if shape.head_dim in head_dims else head_dims[0],
+                head_dim=head_dim,
                 batch=shape.batch,
                 num_heads=shape.heads,
                 is_causal=not shape.full,
                 timeout_s=timeout_s,
             )
         except UnsupportedError as error:
-            return Kernel(name, version, None, "; ".join(error.reasons))
-        return Kernel(name, version, recording)
+            return Kernel(name, version, head_dim, None, "; ".join(error.reasons))
+        return Kernel(name, version, head_dim, recording)
 
     # The bar comes first, so that it stands above those of the runs.
     bar = tqdm(desc="counting accesses", total=len(versions), unit="", disable=None)
@@ -125,64 +143,40 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
     return kernels
 
 
-def _predict(
-    versions: Mapping[str, VersionHeader], files: Sequence[File], shape: Shape, gpu: str
-) -> dict[str, Chart | str]:
-    """Predict each version in GPT-2's shape, at the length that stands for a kernel."""
-    found = {}
-    for name, version in tqdm(versions.items(), "predicting", unit="", disable=None):
-        head_dim = shape.head_dim if shape.head_dim in version.head_dims else version.head_dims[0]
-        dtype, is_causal = version.dtypes[0], not shape.full
-        cell = KernelCell(1024, head_dim=head_dim, dtype=dtype, is_causal=is_causal)
-        found[name] = prediction(name, version, gpu, cell, [file.results for file in files])
-    return found
+class _Names(dict[str, str]):
+    """Names of what is on the page once, however often it is shown."""
+
+    def __init__(self, letter: str) -> None:
+        super().__init__()
+        self._letter = letter
+
+    def __call__(self, content: str) -> tuple[str, bool]:
+        """Return the name of a content, and whether it is new."""
+        new = f"{self._letter}{len(self)}"
+        name = self.setdefault(content, new)
+        return name, name == new
 
 
-class _Maps:
-    """The maps of requests: each drawing is on the page once, however often it is shown."""
-
-    def __init__(self) -> None:
-        self._drawn: dict[str, tuple[str, int, int]] = {}
-
-    def __call__(self, access: Access) -> Markup:
-        width, height, drawing = svg.lane_map(access)
-        name, *_ = self._drawn.setdefault(drawing, (f"m{len(self._drawn)}", width, height))
-        what = "bank" if access.memory == "shared" else "sector"
-        label = f"lane by {what}, {access.memory} {'store' if access.is_store else 'load'}"
-        return Markup(
-            f'<svg role="img" width="{width}" height="{height}" aria-label="{escape(label)}">'
-            f'<use href="#{name}"/></svg>'
-        )
-
-    def symbols(self) -> str:
-        return "".join(
-            f'<symbol id="{name}" viewBox="0 0 {width} {height}">{drawing}</symbol>'
-            for drawing, (name, width, height) in self._drawn.items()
-        )
+def _map(drawings: _Names, access: Access) -> Markup:
+    width, drawing = svg.lane_map(access)
+    name, _ = drawings(drawing)
+    return Markup(f'<svg class="map" width="{width}"><use href="#{name}"/></svg>')
 
 
-def _turns(kernel: Kernel) -> Chart | None:
+def _turns(found: Recording) -> Chart:
     """Chart the turns of the busiest block's warps."""
-    found = kernel.recording.turns if kernel.recording else []
-    if not found:
-        return None
-    title = (
-        f"Block {kernel.recording.block}: its warps between barriers" if kernel.recording else ""
-    )
+    title = f"Block {found.block}: its warps between barriers"
     rows = []
-    for barriers, mine in group_by(found, lambda turn: turn.barriers).items():
+    for barriers, mine in group_by(found.turns, lambda turn: turn.barriers).items():
         warps = [turn.warp for turn in mine]
-        by_warp = [sum(turn.accesses for turn in of) for of in group_by(mine, _warp_of).values()]
+        by_warp = Counter[int]()
+        for turn in mine:
+            by_warp[turn.warp] += turn.accesses
         order = f"{warps[0]} \u2026 {warps[-1]}" if len(warps) > 1 else f"{warps[0]}"
-        rows.append(
-            (f"{barriers}", order, f"{len(warps)}", f"{min(by_warp):,}", f"{max(by_warp):,}")
-        )
+        least, most = min(by_warp.values()), max(by_warp.values())
+        rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
-    return Chart(title, svg.turns(found, title), Table(title, head, rows, {}))
-
-
-def _warp_of(turn: Turn) -> int:
-    return turn.warp
+    return Chart(title, svg.turns(found.turns, title), Table(title, head, rows, {}))
 
 
 def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:
@@ -206,7 +200,8 @@ def _count(access: Access) -> dict[str, Any]:
 
 
 def _download(content: bytes) -> str:
-    return f"data:application/json;base64,{base64.b64encode(content).decode()}"
+    packed = gzip.compress(content, mtime=0)
+    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"
 
 
 def _text(name: str) -> str:

@@ -30,6 +30,16 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Bars:
+    """Figures with a bar each."""
+
+    title: str
+    rows: Sequence[tuple[str, str, Markup, str]]
+    """Name, figure, bar, and what else there is to say of it."""
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class File:
     """A results file on the page."""
 
@@ -47,7 +57,7 @@ class File:
         return tables(self.path.name, self.results)
 
     @property
-    def charts(self) -> list[Chart]:
+    def charts(self) -> list[Chart | Bars]:
         """The charts of each shape; none for what is not a timing of kernels."""
         if not isinstance(self.results, KernelTiming):
             return []
@@ -61,15 +71,15 @@ class File:
         return _facts(self.results.provenance)
 
 
-def _charts(group: list[KernelSeries], limits: dict[str, float]) -> list[Chart]:
+def _charts(group: list[KernelSeries], limits: dict[str, float]) -> list[Chart | Bars]:
     timed = [one for one in group if one.samples]
     if not timed:
         return []
     chosen = detail_seqlen({one.cell.seqlen for one in timed})
     at = [one for one in group if one.cell.seqlen == chosen]
     looks = _looks(group)
-    charts = [_ladder(at, looks), _error(at, looks), _lengths(timed, looks)]
-    return [chart for chart in [*charts, _roofline(timed, limits, looks)] if chart]
+    drawn = [_error(at, looks), _lengths(timed, looks), _roofline(timed, limits, looks)]
+    return [_ladder(at, looks), *(chart for chart in drawn if chart)]
 
 
 def _looks(group: Sequence[KernelSeries]) -> dict[str, str]:
@@ -81,24 +91,21 @@ def _looks(group: Sequence[KernelSeries]) -> dict[str, str]:
     return shades | {name: f"o{i % _OTHERS}" for i, name in enumerate(others)}
 
 
-def _ladder(at: Sequence[KernelSeries], looks: dict[str, str]) -> Chart:
-    marks = [
-        svg.Mark(
+def _ladder(at: Sequence[KernelSeries], looks: dict[str, str]) -> Bars:
+    most = max((one.spread[1] for one in at if one.samples), default=1.0)
+    rows = [
+        (
             one.name,
-            looks[one.name],
-            [(one.median, 0)] if one.samples else [],
-            one.change or one.precision,
             f"{one.median:,.1f}" if one.samples else f"\u2715 {one.status}",
-            one.spread if one.samples else None,
+            svg.bar(looks[one.name], one.median, most, one.spread) if one.samples else Markup(),
+            one.change or one.precision,
         )
         for one in at
     ]
-    title = f"Time of the kernel alone, {at[0].cell}"
-    drawing = svg.bars(marks, "microseconds: median, least to most", title)
-    untimed = tuple(
-        f"\u2715 {s.name} {s.status}: {s.reason.rstrip('.')}." for s in at if not s.samples
+    untimed = (f"\u2715 {s.name} {s.status}: {s.reason.rstrip('.')}." for s in at if not s.samples)
+    return Bars(
+        f"Microseconds of the kernel alone, least, median and most, {at[0].cell}", rows, (*untimed,)
     )
-    return Chart(title, drawing, None, untimed)
 
 
 def _error(at: Sequence[KernelSeries], looks: dict[str, str]) -> Chart | None:

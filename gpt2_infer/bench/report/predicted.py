@@ -4,45 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, predict_version, timed_on
 from gpt2_infer.bench.report import svg
-from gpt2_infer.bench.report.measured import Chart
-from gpt2_infer.bench.results import KernelCell, Predicted, Predictions, Results
-from gpt2_infer.bench.tables import Table
+from gpt2_infer.bench.report.measured import Bars
+from gpt2_infer.bench.report.source import Kernel
+from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, Results
 
 
 def prediction(
-    name: str, version: VersionHeader, gpu: str, cell: KernelCell, results: Sequence[Results]
-) -> Chart | str:
-    """Chart the prediction of a version beside its measured times; or say why there is none.
+    kernel: Kernel, gpu: str, is_full: bool, results: Sequence[Results], makes: bool
+) -> Bars | str:
+    """Chart a version's prediction, in GPT-2's shape at the length that stands for a kernel.
 
-    It is taken from the results if they have it for this very file, else made.
+    Return why there is none, if so. makes: whether to make the one that results do not have.
     """
-    card = find_gpu(gpu)
+    card, version = find_gpu(gpu), kernel.version
+    cell = KernelCell(
+        1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=not is_full
+    )
     digest = environment.version_digest(version.path.read_text("utf-8"))
-    known = [
+    found = [
         one
         for file in results
         if isinstance(file, Predictions) and file.gpu == card.name
         for one in file.series
-        if (one.name, one.cell, one.version_digest) == (name, cell, digest)
+        if (one.name, one.cell, one.version_digest) == (kernel.name, cell, digest)
     ]
     timed = timed_on(card, results)
-    found = (known or predict_version(name, version, [cell], gpu=gpu, timed=timed))[-1]
-    if found.refused:
-        return found.refused
-    medians = [
-        (file.task, one.median)
-        for file in timed
-        for one in file.series
-        if one.samples and found.is_of(one)
-    ]
-    return _chart(found, card.name, medians)
+    if not found and not makes:
+        return "no prediction committed"
+    found = found or predict_version(kernel.name, version, [cell], gpu=gpu, timed=timed)
+    return found[-1].refused or _chart(found[-1], card.name, timed)
 
 
-def _chart(found: Predicted, card: str, medians: Sequence[tuple[str, float]]) -> Chart:
+def _chart(found: Predicted, card: str, timed: Sequence[KernelTiming]) -> Bars:
     needs = sorted(found.needs_us.items(), key=lambda need: -need[1])
     rows = [(need, "", us, "o0") for need, us in needs if us >= 0.05]
     rows += [
@@ -52,14 +48,19 @@ def _chart(found: Predicted, card: str, medians: Sequence[tuple[str, float]]) ->
         ("predicted", f"bound by {found.bound}", found.time_us, "r8"),
     ]
     rows += [
-        ("measured", f"{task}; predicted {found.time_us / us:.2f} times as long", us, "r0")
-        for task, us in medians
+        (
+            "measured",
+            f"{file.task}; predicted {found.time_us / one.median:.2f} times",
+            one.median,
+            "r0",
+        )
+        for file in timed
+        for one in file.series
+        if one.samples and found.is_of(one)
     ]
-    marks = [
-        svg.Mark(row, look, [(us, 0)], what, f"{us:,.1f}", (us, us)) for row, what, us, look in rows
-    ]
-    title = f"Predicted for {card}, {found.cell}"
-    cells = [(row, f"{us:,.1f}", what) for row, what, us, _ in rows]
-    words = "Grey is the time that a resource would need if it were always busy."
-    table = Table(title, ["what", "us", ""], cells, {})
-    return Chart(title, svg.bars(marks, "microseconds", title), table, (words,))
+    most = max(us for _, _, us, _ in rows)
+    return Bars(
+        f"Predicted for {card}, microseconds, {found.cell}",
+        [(row, f"{us:,.1f}", svg.bar(look, us, most), what) for row, what, us, look in rows],
+        ("Grey is the time that a resource would need if it were always busy.",),
+    )

@@ -1,4 +1,4 @@
-"""A kernel's source, line by line, beside what each line asks of memory."""
+"""A kernel's source beside what each line asks of memory, and what a step changes in both."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ COUNTERS = {
     "sectors": "of global memory, 32 bytes each",
 }
 _LEVELS = 8  # of heat
-_CONTEXT = 3  # lines around what differs
 # Elements, which are shorter than classes.
 _TAGS = {
     Comment.Preproc: "em",
     Comment: "i",
+    Keyword.Type: "",
     Keyword: "b",
     Literal.String: "samp",
-    Literal: "var",
 }
 
 
@@ -58,6 +57,7 @@ class Kernel:
 
     name: str
     version: VersionHeader
+    head_dim: int
     recording: Recording | None
     refused: str = ""
 
@@ -117,25 +117,29 @@ def _highlight(text: str) -> Iterator[Markup]:
         tag = next((tag for of, tag in _TAGS.items() if kind in of), "")
         for i, part in enumerate(value.split("\n")):
             if i:
-                yield line
+                yield _joined(line)
                 line = Markup()
             marked = Markup("<{0}>{1}</{0}>").format(tag, part)
             line += marked if tag and part.strip() else escape(part)
-    yield line
+    yield _joined(line)
+
+
+def _joined(line: Markup) -> Markup:
+    """Mark neighbours of the same kind once."""
+    return Markup(re.sub(r"</(\w+)>( *)<\1>", r"\2", line))
 
 
 # ---- Two versions --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A line of each of two versions, or of one; None, None between two hunks."""
+class Hunk:
+    """Lines of an older version, and those in their place in a newer one."""
 
-    old: Line | None
-    new: Line | None
-    differs: bool
-    changes: tuple[str, ...] = ()
-    """Of the counters that differ, under the same line: how."""
+    places: tuple[str, str]
+    """"61\u201364", "61", or "after 60" for no line."""
+    changes: list[str]
+    """How the sums of the counters differ."""
 
 
 @dataclass(frozen=True)
@@ -162,41 +166,36 @@ class Comparison:
         head = ["access", "counter", self.old.version.name, self.new.version.name, "difference"]
         return Table("What the whole launch asks of memory", head, rows, {})
 
-    @cached_property
-    def pairs(self) -> list[Pair]:
-        """The lines that differ, in the source or in a counter, with some around them."""
-        found = [*self._aligned()]
-        near = set[int]()
-        for i, pair in enumerate(found):
-            if pair.differs or pair.changes:
-                near |= {*range(i - _CONTEXT, i + _CONTEXT + 1)}
-        shown: list[Pair] = []
-        for i, pair in enumerate(found):
-            if i in near:
-                if i - 1 not in near and shown:
-                    shown.append(Pair(None, None, False))
-                shown.append(pair)
-        return shown
-
-    def _aligned(self) -> Iterator[Pair]:
+    @property
+    def hunks(self) -> Iterator[Hunk]:
+        """The lines that differ, in the source or in a counter."""
         old, new = self.old.body, self.new.body
         matcher = difflib.SequenceMatcher(
             None, [line.text for line in old], [line.text for line in new], autojunk=False
         )
         for tag, a, b, c, d in matcher.get_opcodes():
-            for one, other in itertools.zip_longest(old[a:b], new[c:d]):
-                if tag == "equal" and one and other:
-                    yield Pair(one, other, False, tuple(_changes(one, other)))
-                else:
-                    yield Pair(one, other, True)
+            if tag != "equal":
+                yield _hunk(old, a, b, new, c, d)
+                continue
+            for i, j in zip(range(a, b), range(c, d), strict=True):
+                if old[i].counts != new[j].counts:
+                    yield _hunk(old, i, i + 1, new, j, j + 1)
 
 
-def _changes(old: Line, new: Line) -> Iterator[str]:
-    """Say how the counters of a line changed."""
-    for counter in COUNTERS:
-        before, after = old.counts[counter], new.counts[counter]
-        if before != after:
-            yield f"{counter} {before:,} \u2192 {after:,}"
+def _hunk(old: list[Line], a: int, b: int, new: list[Line], c: int, d: int) -> Hunk:
+    sums = (
+        (counter, *(sum(line.counts[counter] for line in of) for of in (old[a:b], new[c:d])))
+        for counter in COUNTERS
+    )
+    changes = [f"{name} {one:,} \u2192 {other:,}" for name, one, other in sums if one != other]
+    return Hunk((_place(old, a, b), _place(new, c, d)), changes)
+
+
+def _place(lines: list[Line], first: int, end: int) -> str:
+    number = lines[0].number + first
+    if end == first:
+        return f"after {number - 1}"
+    return f"{number}\u2013{number + end - first - 1}" if end - first > 1 else f"{number}"
 
 
 def _difference(before: int, after: int) -> str:

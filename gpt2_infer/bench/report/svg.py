@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,28 +16,30 @@ from gpt2_infer.bench.report.source import busy_banks
 
 _CELL = 9
 _LANES = 32
+_BAR = 440  # the longest
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A name with its class, a point or a line of points, and what a bar says."""
+    """A name with its class, and a point or a line of points."""
 
     name: str
     look: str
     points: list[tuple[float, float]]
-    what: str = ""
-    text: str = ""
-    spread: tuple[float, float] | None = None
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0").replace("-0.", "-.").removeprefix("0") or "0"
 
 
 def _text(x: float, y: float, words: str, look: str = "", anchor: str = "start") -> str:
     at = "" if anchor == "start" else f' text-anchor="{anchor}"'
     of = f' class="{look}"' if look else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{of}{at}>{escape(words)}</text>'
+    return f'<text x="{_n(x)}" y="{_n(y)}"{of}{at}>{escape(words)}</text>'
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
-    return f'<path class="{look}" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>'
+    return f'<path class="{look}" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"/>'
 
 
 def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Markup:
@@ -49,10 +52,10 @@ def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Marku
 # ---- One request and one block -------------------------------------------------------------------
 
 
-def lane_map(access: Access) -> tuple[int, int, Markup]:
-    """Draw which bank or sector each lane goes to; return width, height and the drawing.
+def lane_map(access: Access) -> tuple[int, Markup]:
+    """Draw which bank or sector each lane goes to; return the width and the drawing.
 
-    Banks where lanes want different words are crossed as well as coloured. Of global memory only
+    Banks where lanes want different words are striped as well as coloured. Of global memory only
     the sectors that are touched are columns.
     """
     size, unit = access.bytes, 4 if access.memory == "shared" else 32
@@ -62,45 +65,48 @@ def lane_map(access: Access) -> tuple[int, int, Markup]:
         if offset is not None
         for piece in range(offset // unit, (offset + size - 1) // unit + 1)
     ]
+    names: Sequence[int]
     if access.memory == "shared":
         columns, busy = _LANES, busy_banks(access)
-        cells = sorted({(lane, word % _LANES) for lane, word in touched})
-        names = [(bank, f"{bank}") for bank in range(0, _LANES, 8)]
-        title = "bank"
+        cells = {(lane, word % _LANES) for lane, word in touched}
+        names, title = range(columns), "bank"
     else:
         sectors = sorted({piece for _, piece in touched})
-        place = {sector: i for i, sector in enumerate(sectors)}
         columns, busy = len(sectors), set()
-        cells = [(lane, place[piece]) for lane, piece in touched]
-        names = [(i, f"{sectors[i]}") for i in range(0, columns, 8)]
-        title = "sector"
-    left, top = 30, 27
-    width, height = columns * _CELL, _LANES * _CELL
-    parts = [
-        f'<rect class="field" x="{left}" y="{top}" width="{width}" height="{height}"/>',
-        _text(left - 6, 9, "lane", "note", "end"),
-        _text(left + 1, 9, title, "note"),
-    ]
-    parts += [_text(left + 1 + i * _CELL, 22, name, "note") for i, name in names]
-    parts += [
-        _text(left - 6, top + (lane + 1) * _CELL, f"{lane}", "note", "end")
-        for lane in (0, 8, 16, 24, 31)
-    ]
-    for look, mine in (
-        ("cell", [cell for cell in cells if cell not in busy]),
-        ("cell busy", [cell for cell in cells if cell in busy]),
-    ):
-        path = "".join(
-            f"M{left + x * _CELL} {top + lane * _CELL}h{_CELL - 1}v{_CELL - 1}h{1 - _CELL}z"
-            for lane, x in mine
-        )
-        parts += [f'<path class="{look}" d="{path}"/>'] if mine else []
-    crosses = "".join(
-        f"M{left + x * _CELL + 2} {top + lane * _CELL + 2}l4 4m-4 0l4 -4"
-        for lane, x in sorted(busy)
-    )
-    parts += [f'<path class="cross" d="{crosses}"/>'] if busy else []
-    return left + max(width, 40) + 2, top + height + 2, Markup("".join(parts))
+        cells = {(lane, sectors.index(piece)) for lane, piece in touched}
+        names, title = sectors, "sector"
+    paths = {"cell": _runs(cells - busy), "cell busy": _runs(busy)}
+    parts = ['<use href="#lanes"/>', _text(0, -18, title)]
+    parts += [_text(i * _CELL, -5, f"{names[i]}") for i in range(0, columns, 8)]
+    parts += [f'<path class="{look}" d="{d}"/>' for look, d in paths.items() if d]
+    return columns * _CELL, Markup("".join(parts))
+
+
+def lanes() -> Markup:
+    """Draw the numbers of the lanes, which every map has."""
+    parts = [_text(-6, (lane + 1) * _CELL, f"{lane}") for lane in (0, 8, 16, 24, 31)]
+    return Markup("".join([_text(-6, -18, "lane"), *parts]))
+
+
+def _runs(cells: set[tuple[int, int]]) -> str:
+    """Return lines through neighbouring cells, along rows or columns: whichever is shorter."""
+
+    def along(axis: int) -> str:
+        found, last = list[str](), (-1, -1)
+        length = 0
+        for cell in sorted(cells, key=lambda at: (at[1 - axis], at[axis])):
+            if cell[1 - axis] == last[1 - axis] and cell[axis] == last[axis] + 1:
+                length += _CELL
+                found[-1] = re.sub(r"\d+$", f"{length}", found[-1])
+            else:
+                length = _CELL
+                x, y = cell[1] * _CELL, cell[0] * _CELL
+                middle = f"{x + _CELL // 2} {y}v" if axis == 0 else f"{x} {y + _CELL // 2}h"
+                found.append(f"M{middle}{length}")
+            last = cell
+        return "".join(found)
+
+    return min(along(0), along(1), key=len)
 
 
 def turns(found: Sequence[Turn], label: str) -> Markup:
@@ -115,7 +121,7 @@ def turns(found: Sequence[Turn], label: str) -> Markup:
         _text(left - 8, top + (w + 0.75) * row, f"warp {w}", "note", "end")
         for w in range(0, warps, step)
     ]
-    at, bars = 0, list[str]()
+    at, pen, bars = 0, (0.0, 0), list[str]()
     for barriers, mine in itertools.groupby(found, lambda turn: turn.barriers):
         start = left + width * at / total
         parts.append(_line(start, top - 4, start, bottom, "barrier" if barriers else "axis"))
@@ -123,10 +129,11 @@ def turns(found: Sequence[Turn], label: str) -> Markup:
         if sum(turn.accesses for turn in here) / total > 0.03:
             parts.append(_text(start + 3, top - 8, f"{barriers}", "note"))
         for turn in here:
-            x, wide = left + width * at / total, max(width * turn.accesses / total, 0.4)
-            bars.append(f"M{x:.1f} {top + turn.warp * row + 1}h{wide:.1f}v{row - 2}h{-wide:.1f}z")
-            at += turn.accesses
-    parts.append(f'<path class="cell" d="{"".join(bars)}"/>')
+            x, y = round(left + width * at / total, 1), top + turn.warp * row + row // 2
+            wide = max(round(width * turn.accesses / total, 1), 0.4)
+            bars.append(f"m{_n(x - pen[0])} {y - pen[1]}h{_n(wide)}")
+            at, pen = at + turn.accesses, (x + wide, y)
+    parts.append(f'<path class="turn" stroke-width="{row - 2}" d="{"".join(bars)}"/>')
     parts.append(_line(left, bottom, left + width, bottom, "axis"))
     words = "accesses of the block so far, in the emulator's order: not time"
     parts.append(_text(left, bottom + 18, words, "note"))
@@ -138,37 +145,14 @@ def turns(found: Sequence[Turn], label: str) -> Markup:
 # ---- Measurements --------------------------------------------------------------------------------
 
 
-def bars(marks: Sequence[Mark], unit: str, label: str) -> Markup:
-    """Draw a horizontal bar for each mark, with a whisker from its least to its most."""
-    left, width, row, top = 300.0, 440.0, 34, 8
-    most = max((mark.spread[1] for mark in marks if mark.spread), default=1.0)
-    parts = []
-    for i, mark in enumerate(marks):
-        y = top + i * row
-        parts.append(_text(left - 10, y + 12, mark.name, "name", "end"))
-        parts.append(_text(left - 10, y + 24, _cut(mark.what, 52), "note", "end"))
-        end = left
-        for value, _ in mark.points:
-            wide = width * value / most
-            parts.append(
-                f'<rect class="bar {mark.look}" x="{left:.0f}" y="{y + 4}" width="{wide:.1f}" '
-                f'height="16" rx="1"/>'
-            )
-            end = left + wide
-        if mark.spread:
-            low, high = (left + width * value / most for value in mark.spread)
-            parts.append(_line(low, y + 12, high, y + 12, "whisker"))
-            end = max(end, high)
-        look = "value" if mark.points else "value failed"
-        parts.append(_text(end + 6, y + 16, mark.text, look))
-    bottom = top + len(marks) * row
-    parts.append(_line(left, top, left, bottom, "axis"))
-    parts.append(_text(left, bottom + 14, unit, "note"))
-    return _svg(left + width + 90, bottom + 20, label, parts)
-
-
-def _cut(words: str, most: int) -> str:
-    return words if len(words) <= most else f"{words[: most - 1].rstrip()}\u2026"
+def bar(look: str, value: float, most: float, spread: tuple[float, float] | None = None) -> Markup:
+    """Draw a horizontal bar as long as its part of the most, with a whisker over its spread."""
+    scale = _BAR / most
+    parts = [f'<path class="bar {look}" d="M0 8h{_n(value * scale)}"/>']
+    if spread:
+        parts.append(_line(spread[0] * scale, 8, spread[1] * scale, 8, "whisker"))
+    width = math.ceil(max(value, *(spread or [value])) * scale)
+    return Markup(f'<svg width="{width}" height="16">{"".join(parts)}</svg>')
 
 
 @dataclass(frozen=True)
@@ -212,11 +196,10 @@ class Axes:
         for mark, name_y in zip(marks, places, strict=True):
             at = [(self.x(x), self.y(y)) for x, y in mark.points]
             if len(at) > 1:
-                path = "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+                path = "L".join(f"{_n(x)} {_n(y)}" for x, y in at)
                 parts.append(f'<path class="line {mark.look}" d="M{path}"/>')
-            parts += [
-                f'<circle class="dot {mark.look}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at
-            ]
+            dots = "".join(f"M{_n(x)} {_n(y)}h0" for x, y in at)
+            parts.append(f'<path class="dot {mark.look}" d="{dots}"/>')
             name_x = self.left + self.width + 12
             parts.append(_line(at[-1][0] + 5, at[-1][1], name_x - 3, name_y, "leader"))
             parts.append(_text(name_x, name_y + 4, mark.name, "name"))

@@ -18,6 +18,7 @@ def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
     for words, reason in (
         ([], "nothing to report"),
         (["NAIVE_PYTORCH"], "no version file"),
+        ([str(results), "--gpu", "v100"], "v100"),
         ([str(page.with_suffix(".json"))], "cannot be read"),
         ([str(results), "--out", str(tmp_path / "no" / "page.html")], "No such file"),
     ):

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jinja2")
 
-from gpt2_infer.bench.report.measured import Chart, File
+from gpt2_infer.bench.report.measured import Bars, Chart, File
 from gpt2_infer.bench.results import Check
 from tests.gpt2_infer.bench.common import generation, kernel, kernels
 
 
-def charts(**changes) -> dict[str, Chart]:
+def charts(**changes) -> dict[str, Chart | Bars]:
     found = File(Path("results.json"), kernels(**changes)).charts
     return {chart.title.split(",")[0]: chart for chart in found}
 
@@ -19,16 +20,21 @@ def charts(**changes) -> dict[str, Chart]:
 def test_every_chart_names_every_backend_with_a_time():
     found = charts()
     assert [*found] == [
-        "Time of the kernel alone",
+        "Microseconds of the kernel alone",
         "Error against speed",
         "Time by length",
         "Roofline",
     ]
-    for title, chart in found.items():
+    for chart in found.values():
         for name in kernels().backends:
-            is_drawn = name != "PYTORCH_SDPA_FLASH_ATTENTION" or title.startswith("Time of")
-            assert (f">{name}<" in chart.drawing) == is_drawn
-    (why,) = found["Time of the kernel alone"].words
+            is_bars = isinstance(chart, Bars)
+            drawn = (
+                [row[0] for row in chart.rows]
+                if is_bars
+                else re.findall(r">([A-Z_\d]+)<", chart.drawing)
+            )
+            assert (name in drawn) == (is_bars or name != "PYTORCH_SDPA_FLASH_ATTENTION")
+    (why,) = found["Microseconds of the kernel alone"].words
     assert why == "\u2715 PYTORCH_SDPA_FLASH_ATTENTION refused: not in float32."
     assert File(Path("results.json"), generation()).charts == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import re
 import shutil
@@ -65,8 +66,8 @@ def test_a_second_page_is_the_same_to_the_byte(file):
 
 
 def downloads(page: str) -> dict[str, Any]:
-    found = re.findall(r'download="([^"]+)" href="data:application/json;base64,([^"]+)"', page)
-    return {name: json.loads(base64.b64decode(content)) for name, content in found}
+    found = re.findall(r'download="([^"]+).gz" href="data:application/gzip;base64,([^"]+)"', page)
+    return {name: json.loads(gzip.decompress(base64.b64decode(it))) for name, it in found}
 
 
 def accesses(page: str, name: str) -> list[dict[str, Any]]:
@@ -80,18 +81,18 @@ def test_the_figures_are_those_of_the_json(file):
     for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
         found = accesses(page, name)
         lines = {access["lines"][0] for access in found}
-        heated = re.findall(rf'<details id="{slug}-L(\d+)"><summary class="l">(.*)</summary>', page)
+        heated = re.findall(rf'<details id="{slug}-L(\d+)"><summary>(.*?)</summary>', page)
         assert {int(line) for line, _ in heated} == lines
         for line, row in heated:
-            shown = re.findall(r'<span class="h\d">([\d,]*)</span>', row)
+            shown = re.findall(r"<span(?: class=h\d)?>([\d,]*)</span>", row)
             mine = [access for access in found if access["lines"][0] == int(line)]
             counters = ("requests", "wavefronts", "conflicts", "sectors")
             sums = [sum(access[counter] for access in mine) for counter in counters]
             assert [int(text.replace(",", "") or 0) for text in shown] == sums
     for series in results["series"]:
         if samples := sorted(series.get("samples", [])):
-            rows = re.findall(rf"<code>{series['name']}</code></th>.*</tr>", page)
-            assert any(f">{samples[len(samples) // 2]:.1f}<" in row for row in rows)
+            rows = re.findall(rf"<code>{series['name']}</code>.*", page)
+            assert any(f">{samples[len(samples) // 2]:.1f}" in row for row in rows)
 
 
 def test_what_a_source_says_stays_text(file):

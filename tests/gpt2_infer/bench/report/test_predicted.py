@@ -7,6 +7,7 @@ pytest.importorskip("jinja2")
 from attention_kernels import ladder, list_backends
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.report.predicted import prediction
+from gpt2_infer.bench.report.source import Kernel
 from gpt2_infer.bench.results import Gpu, KernelCell, Predicted, Predictions
 from tests.gpt2_infer.bench.common import kernels, provenance
 
@@ -32,6 +33,8 @@ def test_a_prediction_stands_beside_what_the_same_file_took_on_the_same_kind_of_
         task="predict-test", provenance=provenance(gpu=None), gpu="H200 SXM", series=[one]
     )
 
+    kernel = Kernel(NAME, version, 64, None)
+
     def rows(gpu: str, of: str | None) -> list[tuple[str, str]]:
         card = Gpu(
             name=gpu, compute_capability="9.0", multiprocessors=132, memory_bytes=1, cuda="13.0"
@@ -39,10 +42,9 @@ def test_a_prediction_stands_beside_what_the_same_file_took_on_the_same_kind_of_
         timing = kernels(provenance=provenance(gpu=card))
         for series in timing.series:
             series.version_digest = of
-        chart = prediction(NAME, version, "h200", KernelCell(1024), [predictions, timing])
+        chart = prediction(kernel, "h200", False, [predictions, timing], makes=False)
         assert not isinstance(chart, str)
-        assert chart.table
-        return [(row, us) for row, us, _ in chart.table.rows]
+        return [(row, us) for row, us, _, _ in chart.rows]
 
     own = [
         ("shared memory", "30.0"),
@@ -55,3 +57,6 @@ def test_a_prediction_stands_beside_what_the_same_file_took_on_the_same_kind_of_
     assert rows("NVIDIA H200", digest) == [*own, ("measured", "50.0")]
     assert rows("NVIDIA H200", None) == own
     assert rows("NVIDIA H100 80GB HBM3", digest) == own
+    one.version_digest = "of other code"
+    found = prediction(kernel, "h200", False, [predictions], makes=False)
+    assert found == "no prediction committed"
