@@ -36,6 +36,7 @@ _FIXED = 4  # of arithmetic whose length nvcc knows: the stall counts have it
 _QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to ask for more
 _SCHEDULERS = 4
 _SECTOR = 32
+_WINDOW = 3  # cycles in which an instruction reads its registers
 _MAX_STEPS = 3_000_000  # of a block: seconds of emulation
 _MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at the same pace
 _SAMPLED = 8  # blocks along an axis; the rest lie on a line
@@ -266,7 +267,8 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     }
     busy["tensor"] = gpu.tensor_cycles
     facts = [
-        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base) for one in code
+        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base, one.registers)
+        for one in code
     ]
     streams = [warp for work in works for warp in work.warps]
     owner = [number for number, work in enumerate(works) for _ in work.warps]
@@ -290,6 +292,7 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     free = [0.0] * _SCHEDULERS
     last = [-1] * _SCHEDULERS
     pipes = [dict.fromkeys(busy, 0.0) for _ in range(_SCHEDULERS)]
+    banks = [[0.0, 0.0] for _ in range(_SCHEDULERS)]
     l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
     shared = l2 = end = 0.0
     issued = 0
@@ -314,8 +317,14 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
         order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
         soonest = math.inf
         for warp in order:
-            pipe = facts[streams[warp][at[warp]][0]][0]
+            fact = facts[streams[warp][at[warp]][0]]
+            pipe = fact[0]
+            even, odd = fact[6]
             possible = pipes[s][pipe]
+            if even and banks[s][0] + even > now + _WINDOW:
+                possible = max(possible, banks[s][0] + even - _WINDOW)
+            if odd and banks[s][1] + odd > now + _WINDOW:
+                possible = max(possible, banks[s][1] + odd - _WINDOW)
             if pipe in ("shared", "shuffle", "global"):
                 possible = max(possible, shared - _QUEUE)
             if possible <= now:
@@ -327,7 +336,10 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
         ready[s].remove(warp)
         last[s] = warp
         index, wavefronts, lines, misses = streams[warp][at[warp]]
-        pipe, _, writes, reads, stall, base = facts[index]
+        pipe, _, writes, reads, stall, base, registers = facts[index]
+        for bank in (0, 1):
+            if registers[bank]:
+                banks[s][bank] = max(banks[s][bank], now) + registers[bank]
         issued += 1
         free[s] = now + 1
         pipes[s][pipe] = now + busy[pipe]
@@ -429,9 +441,6 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         code = program.kernels[launch.symbol]
         block = Block(code, constants, launch.block, (x, y, z), _MAX_STEPS)
         block.run()
-        if not block.finished:
-            reason = f"a block executes more than {_MAX_STEPS} instructions"
-            raise UnsupportedError(program.version.path.name, [reason])
         return _work(block)
 
     if length <= _SAMPLED:
@@ -440,9 +449,8 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     work = [samples[length - 1].instructions, samples[length - 2].instructions]
     if abs(work[1] - work[0]) < 0.001 * work[0]:  # all alike: the last may be a partial one
         return _Line(axis, length, {length - 2: samples[length - 2]})
-    if axis == 0:
-        reason = "its blocks differ in work along the first axis of the grid, maybe not on a line"
-        raise UnsupportedError(program.version.path.name, [reason])
+    if axis == 0:  # parts of any length
+        return _Line(axis, length, {p: run(p) for p in range(0, length, -(-length // 4))})
     # The last is the shortest or the longest: from the short end on, work grows on a line.
     ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
     chosen = (ends[0], ends[1], ends[_SAMPLED // 2], ends[-1])

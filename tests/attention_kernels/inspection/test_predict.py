@@ -45,16 +45,15 @@ CODE = """
 """  # fmt: skip  # noqa: E501
 
 
-def block() -> sass.Block:
+def block(code: str = CODE) -> sass.Block:
     constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
-    found = sass.Block(sass.parse(CODE)["kernel"], constants, (64, 1, 1), (0, 0, 0), 1000)
+    found = sass.Block(sass.parse(code)["kernel"], constants, (64, 1, 1), (0, 0, 0), 1000)
     found.run()
     return found
 
 
 def test_machine_code_is_run_as_the_hardware_would() -> None:
     done = block()
-    assert done.finished
     times = Counter(dict.fromkeys(range(len(done.code)), 0))
     for step in done.steps:
         times[step.index] += int(step.warps.sum())
@@ -62,6 +61,15 @@ def test_machine_code_is_run_as_the_hardware_would() -> None:
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
     loads = [step.wavefronts for step in done.steps if step.wavefronts is not None]
     assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
+
+
+def test_a_call_that_leaves_a_loop_is_followed() -> None:
+    """As nvcc compiles some loops for sm_80."""
+    head, end = CODE.split("        /*0090*/")
+    loop = head.replace("@!P1 BRA 0x50", "@P1 CALL.REL.NOINC 0xa0")
+    back = "        /*0090*/" + end.replace("EXIT ;", "BRA 0x50 ;")
+    done = block(f"{loop}{back}        /*00a0*/{end}")
+    assert [step.index for step in done.steps].count(5) == 3
 
 
 def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
