@@ -31,7 +31,8 @@ from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
 # Cycles until a result is there, where no table tells; half or twice as many change little.
-_SHUFFLE, _SPECIAL, _CONSTANT, _BARRIER, _TENSOR = 24, 20, 30, 20, 34
+_SHUFFLE, _SPECIAL, _CONSTANT, _TENSOR = 24, 17, 30, 24
+_BARRIER, _ARRIVAL = 12, 2  # of a barrier, and of each warp at it
 _FIXED = 4  # of arithmetic whose length nvcc knows: the stall counts have it
 _QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to ask for more
 _SCHEDULERS = 4
@@ -253,8 +254,8 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     works: Sequence[_Work],
     miss_latency: float,
     most: float = math.inf,
-) -> tuple[float, int]:
-    """Return the cycles in which one multiprocessor executes some blocks, and the instructions.
+) -> tuple[float, list[int]]:
+    """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
 
     Each scheduler issues one instruction a cycle: the last warp's next, else the oldest warp's.
     """
@@ -274,8 +275,9 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     owner = [number for number, work in enumerate(works) for _ in work.warps]
     running = [sum(1 for warp in work.warps if warp) for work in works]
     arrived: list[list[int]] = [[] for _ in works]
+    opens = [0.0] * len(works)  # each block's barrier
     at = [0] * len(streams)
-    if most < math.inf:  # blocks that run for long are not in step: each begins elsewhere
+    if most < sum(work.instructions for work in works):  # not in step: each begins elsewhere
         for number, work in enumerate(works):
             part = work.parts[4 * number // len(works)]
             for warp, first in zip(
@@ -295,14 +297,15 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     banks = [[0.0, 0.0] for _ in range(_SCHEDULERS)]
     l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
     shared = l2 = end = 0.0
-    issued = 0
+    issued = [0] * len(works)
+    left = most
 
     def wake(warp: int, when: float) -> None:
         for board in facts[streams[warp][at[warp]][0]][1]:
             when = max(when, boards[warp][board])
         heapq.heappush(pending[warp % _SCHEDULERS], (when, warp))
 
-    while issued < most:
+    while left > 0:
         times = [
             (free[s] if ready[s] else max(free[s], pending[s][0][0]), s)
             for s in range(_SCHEDULERS)
@@ -340,7 +343,8 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
         for bank in (0, 1):
             if registers[bank]:
                 banks[s][bank] = max(banks[s][bank], now) + registers[bank]
-        issued += 1
+        issued[owner[warp]] += 1
+        left -= 1
         free[s] = now + 1
         pipes[s][pipe] = now + busy[pipe]
         if pipe == "multiply":
@@ -386,12 +390,13 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
             running[number] -= 1
         elif base == "BAR":
             arrived[number].append(warp)
+            opens[number] = max(opens[number], now) + _ARRIVAL
         else:
             wake(warp, next_at)
             continue
         if arrived[number] and len(arrived[number]) == running[number]:
             for other in arrived[number]:
-                wake(other, now + _BARRIER)
+                wake(other, opens[number] + _BARRIER)
             arrived[number].clear()
     return end, issued
 
@@ -458,63 +463,88 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     return _Line(axis, length, {p: samples.get(p) or run(p) for p in chosen}, first)
 
 
-def _finish(line: _Line, grid: tuple[int, int, int], gpu: Gpu, fits: int, pace: Sequence[float],
+def _finish(line: _Line, grid: tuple[int, int, int], gpu: Gpu, alone: float, paces: Sequence[float],
             extra: float) -> tuple[float, float]:  # fmt: skip
     """Return when the last multiprocessor has finished, and when with equal shares, in cycles.
 
-    pace: cycles per instruction of each of 1, 2, ... blocks on a multiprocessor. extra: a block's
-    cycles beyond that. Blocks start in order, where there is room first.
+    Cycles per instruction: alone, of a block on a multiprocessor of its own; paces, of each, the
+    oldest first, where as many as fit are there. extra: a block's cycles beyond that. Blocks start
+    in order, where there is room first.
     """
     across = math.prod(grid) // line.length
     per_row = grid[0] if line.axis == 1 else 1
-    work = [line.value(p, "issue") + extra / pace[0] for p in range(line.length)]
+    work = [line.value(p, "issue") + extra / alone for p in range(line.length)]
     waiting = [w for w in work for _ in range(per_row)]
     waiting *= across // per_row
     waiting.reverse()
     total = sum(waiting)
+    fits = len(paces)
+    some = [
+        [alone + (pace - alone) * (count - 1) / max(1, fits - 1) for pace in paces[:count]]
+        for count in range(fits + 1)
+    ]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
-    for _ in range(fits):
+    for _ in paces:
         for place in places:
             if waiting:
                 place.append(waiting.pop())
-    events = [(min(p) * pace[len(p) - 1], n, 0.0) for n, p in enumerate(places) if p]
+
+    def event(number: int, now: float) -> tuple[float, int, float, int]:
+        place = places[number]
+        ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
+        first = min(range(len(place)), key=ends.__getitem__)
+        return now + ends[first], number, now, first
+
+    events = [event(number, 0.0) for number, place in enumerate(places) if place]
     heapq.heapify(events)
     end = 0.0
     while events:
-        now, number, since = heapq.heappop(events)
-        end = now
+        end, number, since, first = heapq.heappop(events)
         place = places[number]
-        spent = (now - since) / pace[len(place) - 1]
-        left = [w - spent for w in place]
-        left.remove(min(left))
+        for i, pace in enumerate(some[len(place)]):
+            place[i] -= (end - since) / pace
+        del place[first]
         if waiting:
-            left.append(waiting.pop())
-        places[number] = left
-        if left:
-            heapq.heappush(events, (now + min(left) * pace[len(left) - 1], number, now))
-    return end, total * pace[-1] / fits / gpu.multiprocessors
+            place.append(waiting.pop())
+        if place:
+            heapq.heappush(events, event(number, end))
+    return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors
 
 
-def _pace(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
+def _alone(
+    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], miss: float
 ) -> tuple[float, float]:
-    """Return the cycles per instruction of each of `count` blocks at once, and those beyond.
+    """Return the cycles per instruction of a block on a multiprocessor of its own, and those beyond.
 
     Where there are blocks of several lengths, two lengths are timed: all iterations but those of
     the shorter one make the difference.
     """
-    short, *longer = sorted(works, key=lambda work: work.instructions)
-    longer = [work for work in longer if work.instructions > 1.5 * short.instructions]
+    short, *longer = _by_length(works)
+    first, few = _cycles(gpu, code, [short], miss, _MAX_ISSUED)
     if not longer:
-        most = _MAX_ISSUED if short.instructions * count > 1.5 * _MAX_ISSUED else math.inf
-        cycles, issued = _cycles(gpu, code, [short] * count, miss, most)
-        return cycles * count / issued, 0.0
-    fitting = [work for work in longer if work.instructions * count <= _MAX_ISSUED]
+        return first / sum(few), 0.0
+    fitting = [work for work in longer if work.instructions <= _MAX_ISSUED]
     long = fitting[-1] if fitting else longer[0]
-    first, few = _cycles(gpu, code, [short] * count, miss)
-    cycles, issued = _cycles(gpu, code, [long] * count, miss)
-    per = (cycles - first) * count / (issued - few)
-    return per, max(0.0, first - per * few / count)
+    cycles, issued = _cycles(gpu, code, [long], miss)
+    per = (cycles - first) / (sum(issued) - sum(few))
+    return per, max(0.0, first - per * sum(few))
+
+
+def _together(
+    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
+) -> list[float]:
+    """Return the cycles per instruction of each of some blocks on a multiprocessor, by their age."""
+    work = _by_length(works)[-1]
+    all_of_it = work.instructions * count
+    most = all_of_it if len(works) == 1 and all_of_it < _MAX_ISSUED else min(_MAX_ISSUED, all_of_it // 2)
+    cycles, issued = _cycles(gpu, code, [work] * count, miss, most)
+    return [cycles / one for one in issued]
+
+
+def _by_length(works: Sequence[_Work]) -> list[_Work]:
+    """Return the shortest, and what is half as long again, in the order of length."""
+    short, *longer = sorted(works, key=lambda work: work.instructions)
+    return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
 
 
 def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Prediction:
@@ -529,21 +559,15 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     line = _line(program, launch)
     across = math.prod(launch.grid) // line.length
     total = {name: across * line.total(name) for name in line.samples[min(line.samples)].counts}
+    # Blocks that start together ask for what they share at once, and all wait for memory.
+    cold = min(1.0, fits * gpu.multiprocessors / math.prod(launch.grid))
     fits = min(fits, -(-math.prod(launch.grid) // gpu.multiprocessors))
     l2_bytes = total.get("misses", 0) * _SECTOR
-    cold = min(1.0, min_bytes / l2_bytes) if l2_bytes else 0.0
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
-    pace, extra = [], 0.0
-    for count in range(1, fits + 1):
-        if 1 < count < fits:  # in between
-            pace.append(0.0)
-            continue
-        per, beyond = _pace(gpu, code, list(line.samples.values()), count, miss)
-        pace.append(per)
-        extra = beyond if count == 1 else extra
-    for count in range(1, fits - 1):
-        pace[count] = pace[0] + (pace[-1] - pace[0]) * count / (fits - 1)
-    end, equal = _finish(line, launch.grid, gpu, fits, pace, extra)
+    works = list(line.samples.values())
+    alone, extra = _alone(gpu, code, works, miss)
+    paces = _together(gpu, code, works, fits, miss) if fits > 1 else [alone]
+    end, equal = _finish(line, launch.grid, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
     requests = total.get("lines", 0) + total.get("shuffle", 0)

@@ -58,11 +58,21 @@ int main(int count, char** arguments) {
         0)
       continue;
     attention::VersionParams params{};
+    // Nothing is at these addresses; they tell the tensors apart.
+    const auto tensor = [](uintptr_t number) { return reinterpret_cast<void*>(number << 40); };
+    params.q = tensor(1);
+    params.o = tensor(4);
+    params.scratch = static_cast<float*>(tensor(5));
     params.batch = batch;
     params.num_heads = num_heads;
 #ifdef ATTENTION_DECODE
+    params.k_cache = tensor(2);
+    params.v_cache = tensor(3);
+    params.seqlens = static_cast<int*>(tensor(6));
     params.max_seqlen = seqlen;
 #else
+    params.k = tensor(2);
+    params.v = tensor(3);
     params.seqlen = seqlen;
     params.is_causal = is_causal != 0;
 #endif
