@@ -30,14 +30,17 @@ from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-# Cycles until a result is there, where no table tells; half or twice as many change little.
-_SHUFFLE, _SPECIAL, _CONSTANT, _TENSOR = 24, 17, 30, 24
+# Cycles until a result is there: two estimates, and what scripts/probe.cu measured on an H200.
+_SHUFFLE, _CONSTANT = 24, 30
+_SPECIAL, _TENSOR = 17, 24
 _BARRIER, _ARRIVAL = 12, 2  # of a barrier, and of each warp at it
 _FIXED = 4  # of arithmetic whose length nvcc knows: the stall counts have it
 _QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to ask for more
 _SCHEDULERS = 4
 _SECTOR = 32
-_WINDOW = 3  # cycles in which an instruction reads its registers
+# Cycles in which an instruction reads its registers, one from each of two banks in each of them
+# (Huerta et al., arXiv:2503.20481).
+_WINDOW = 3
 _MAX_STEPS = 3_000_000  # of a block: seconds of emulation
 _MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at the same pace
 _SAMPLED = 8  # blocks along an axis; the rest lie on a line
@@ -208,6 +211,7 @@ _PIPES = {
 }
 _PIPE_OF = {name: pipe for pipe, names in _PIPES.items() for name in names}
 _STORES = ("STG", "ST", "RED", "REDG")
+_WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
 
@@ -219,7 +223,7 @@ def _pipe(one: Instruction) -> str:
 
 def _work(block: Block) -> _Work:
     pipes = [_pipe(one) for one in block.code]
-    stores = [one.base in ("STS", "STSM", "LDGSTS") for one in block.code]
+    kinds = [_WAVEFRONTS.get(one.base, "loads") for one in block.code]
     warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.lanes // WARP)]
     counts: Counter[str] = Counter()
     parts: list[list[int]] = []
@@ -240,7 +244,7 @@ def _work(block: Block) -> _Work:
             [0] * len(warps) if x is None else x.tolist()
             for x in (step.wavefronts, step.lines, step.sectors if written else step.misses)
         )
-        counts["stores" if stores[index] else "loads"] += sum(wavefronts)
+        counts[kinds[index]] += sum(wavefronts)
         counts["lines"] += sum(lines)
         counts["misses"] += sum(misses)
         for warp in on:
@@ -514,7 +518,7 @@ def _finish(line: _Line, grid: tuple[int, int, int], gpu: Gpu, alone: float, pac
 def _alone(
     gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], miss: float
 ) -> tuple[float, float]:
-    """Return the cycles per instruction of a block on a multiprocessor of its own, and those beyond.
+    """Return a block's cycles per instruction on a multiprocessor of its own, and those beyond.
 
     Where there are blocks of several lengths, two lengths are timed: all iterations but those of
     the shorter one make the difference.
@@ -533,10 +537,11 @@ def _alone(
 def _together(
     gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
 ) -> list[float]:
-    """Return the cycles per instruction of each of some blocks on a multiprocessor, by their age."""
+    """Return the cycles per instruction of each block of some on a multiprocessor, by age."""
     work = _by_length(works)[-1]
-    all_of_it = work.instructions * count
-    most = all_of_it if len(works) == 1 and all_of_it < _MAX_ISSUED else min(_MAX_ISSUED, all_of_it // 2)
+    most = work.instructions * count
+    if len(works) > 1 or most > _MAX_ISSUED:
+        most = min(_MAX_ISSUED, most // 2)
     cycles, issued = _cycles(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 
@@ -571,7 +576,7 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
     requests = total.get("lines", 0) + total.get("shuffle", 0)
-    wavefronts = total.get("loads", 0) + total.get("stores", 0)
+    wavefronts = sum(total.get(kind, 0) for kind in ("loads", "stores", "copies"))
     integer = total.get("integer", 0) + total.get("multiply", 0)
     needs = {
         "issue slots": total["issue"] / _SCHEDULERS / rate,

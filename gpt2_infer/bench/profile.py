@@ -27,8 +27,11 @@ from gpt2_infer.errors import RequestError
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "shared_store_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-    "shared_load_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
-    "shared_store_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+    # Of each instruction. The counters of the unit itself, without "sass", add what requests of
+    # different warps cost each other, and count that as bank conflicts, too.
+    "shared_load_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "shared_matrix_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldsm.sum",
+    "shared_store_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
     "sm_efficiency_percent": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
     "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "issue_active_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",

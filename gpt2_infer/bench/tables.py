@@ -59,6 +59,7 @@ TIE = "no difference beyond the spread of the samples"
 # What a profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
 THROUGHPUTS = {
     "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
+    "shared loads by ldmatrix, GB/s at most": ("shared_matrix_wavefronts", 128),
     "shared stores, GB/s at most": ("shared_store_wavefronts", 128),
     "global loads, GB/s": ("global_load_bytes", 1),
     "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
@@ -181,6 +182,8 @@ def wavefronts(task: str, profile: str) -> None:
         def of(one: Predicted) -> str:
             counted = one.load_wavefronts if kind == "load" else one.store_wavefronts
             found = measured[one.name][f"shared_{kind}_wavefronts"]
+            if kind == "load":
+                found += measured[one.name].get("shared_matrix_wavefronts", 0)
             return f"{counted:,} / {found:,.0f}" + (f" = {counted / found:.3f}" if found else "")
 
         return of

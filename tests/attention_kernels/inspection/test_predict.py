@@ -93,10 +93,18 @@ def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], predict.
 def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
     code, work = arithmetic(1000, 8)
     cycles, issued = predict._cycles(H200, code, [work], 0.0)
-    assert issued == 8000
+    assert issued == [8000]
     assert cycles == pytest.approx(2000, rel=0.01)
     half = dataclasses.replace(H200, fp32_lanes=64)
     assert predict._cycles(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
+
+
+def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
+    code, work = arithmetic(1000, 8)
+    even = [dataclasses.replace(code[0], registers=(3, 0))]
+    mixed = [dataclasses.replace(code[0], registers=(1, 1))]
+    assert predict._cycles(H200, even, [work], 0.0)[0] == pytest.approx(6000, rel=0.01)
+    assert predict._cycles(H200, mixed, [work], 0.0)[0] == pytest.approx(2000, rel=0.01)
 
 
 def test_a_bank_conflict_costs_its_wavefronts() -> None:
@@ -113,7 +121,7 @@ def test_a_bank_conflict_costs_its_wavefronts() -> None:
 def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> None:
     _, work = arithmetic(10, 4)
     line = predict._Line(0, blocks, {blocks - 2: work})
-    end, equal = predict._finish(line, (blocks, 1, 1), H200, 1, [2.0], 0.0)
+    end, equal = predict._finish(line, (blocks, 1, 1), H200, 2.0, [2.0], 0.0)
     assert end == pytest.approx(waves * 40 * 2.0)
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
@@ -142,6 +150,10 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     (found,) = predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_2"], H200, [128], num_heads=1)
     assert found.load_wavefronts == metrics["shared_load_wavefronts"]
     assert found.store_wavefronts == metrics["shared_store_wavefronts"]
+    # From L2: Q once, and K and V once by each of three blocks of 48 rows.
+    rows = 128 + 2 * (48 + 96 + 128)
+    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
+    assert l2_bytes == pytest.approx(rows * 64 * 4 + metrics["global_store_bytes"])
     parts = found.waiting_us + found.uneven_us + found.launch_us
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
 
