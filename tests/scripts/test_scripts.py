@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from attention_kernels import ladder
 from gpt2_infer.bench import studies
 from scripts import measure, plot_results
 
@@ -50,6 +51,12 @@ def test_every_study_can_be_listed_and_an_unknown_one_is_refused(capsys, monkeyp
         measure.main()
     assert caught.value.code == 2
     assert "no study is named no-such" in capsys.readouterr().err
+
+
+def test_studies_name_backends_that_exist():
+    for study in studies.load().values():
+        for name in getattr(study, "backends", []):
+            ladder.resolve(name)
 
 
 def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
