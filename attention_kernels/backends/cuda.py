@@ -34,10 +34,10 @@ register_ladder(
 )
 
 
-# Up to so many keys this rung is faster than the later ones without tensor cores: see kernel-fp32
-# in results/.
-SHORT_SEQLEN = 128
-FASTEST_IF_SHORT = "CUSTOM_CUDA_VERSION_15"
+# Up to so many keys, and with head_dim 128, this rung is faster than the later ones without tensor
+# cores: see kernel-fp32 and kernel-shapes in results/.
+SHORT_SEQLEN = 256
+SHORT_OR_WIDE = "CUSTOM_CUDA_VERSION_15"
 
 
 def choose(
@@ -45,20 +45,20 @@ def choose(
 ) -> BackendSpec:
     """Return what CUSTOM_CUDA stands for: the last rung of csrc/fp32 that is float32 throughout.
 
-    For short sequences that is not the fastest one: FASTEST_IF_SHORT comes before it. A rung is
-    passed over where the GPU is too old for it or where it refuses the head_dim, for want of shared
-    memory say. On a CPU it runs emulated, like every rung. Raises UnsupportedError with the reasons
-    of the first one if none is left, and UnavailableBackendError, rather than going on, for a rung
-    that cannot be built.
+    Where that is not the fastest one, SHORT_OR_WIDE comes before it. A rung is passed over where
+    the GPU is too old for it or where it refuses the head_dim, for want of shared memory say. On a
+    CPU it runs emulated, like every rung. Raises UnsupportedError with the reasons of the first one
+    if none is left, and UnavailableBackendError, rather than going on, for a rung that cannot be
+    built.
     """
     # Not in one expression: torch.compile makes constants of both branches where seqlen varies.
-    if seqlen is not None and seqlen <= SHORT_SEQLEN:
+    if head_dim == 128 or (seqlen is not None and seqlen <= SHORT_SEQLEN):
         return get_backend(_chosen_name(dtype, head_dim, device_type, True))
     return get_backend(_chosen_name(dtype, head_dim, device_type, False))
 
 
-def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str, is_short: bool) -> str:
-    key = dtype, head_dim, device_type, is_short
+def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str, is_special: bool) -> str:
+    key = dtype, head_dim, device_type, is_special
     if key not in _chosen_names:  # every layer asks
         _chosen_names[key] = _first_that_serves(*key).name
     return _chosen_names[key]
@@ -70,11 +70,11 @@ _chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _first_that_serves(
-    dtype: torch.dtype, head_dim: int, device_type: str, is_short: bool
+    dtype: torch.dtype, head_dim: int, device_type: str, is_special: bool
 ) -> BackendSpec:
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device_type)
     refused: list[str] = []
-    for spec in map(get_backend, [FASTEST_IF_SHORT] * is_short + [*reversed(versions("fp32"))]):
+    for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
         if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device_type):
             continue
         reasons = spec.unsupported_reasons(row, row, row)

@@ -472,7 +472,7 @@ IEEE = [name for name in FP32 if PRECISIONS[name] == {"ieee-fp32"}]
 
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [("75", 64), ("80", 128), pytest.param("75", 128, marks=pytest.mark.slow)],
+    [("75", 64), ("80", 32), pytest.param("75", 128, marks=pytest.mark.slow)],
 )
 def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
@@ -484,11 +484,12 @@ def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkey
     assert all(get_backend(other).unsupported_reasons(*case.inputs("cpu")) for other in later)
 
 
-def test_the_alias_is_another_version_for_short_sequences(alias):
-    short, long = (alias.chosen(torch.float32, 64, "cpu", n).name for n in (128, 129))
-    assert (short, long) == (cuda.FASTEST_IF_SHORT, IEEE[-1])
+def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
+    short, long = (alias.chosen(torch.float32, 64, "cpu", n).name for n in (256, 257))
+    assert (short, long) == (cuda.SHORT_OR_WIDE, IEEE[-1])
+    assert alias.chosen(torch.float32, 128, "cpu", 257).name == short
     compiled = torch.compile(alias.attention, fullgraph=True, backend="eager")
-    for seqlen, name in ((33, short), (34, short), (130, long)):  # from the second on it varies
+    for seqlen, name in ((33, short), (34, short), (258, long)):  # from the second on it varies
         q = torch.randn(1, seqlen, 1, 32)
         assert torch.equal(alias.attention(q, q, q), get_backend(name).attention(q, q, q))
         assert torch.equal(compiled(q, q, q), alias.attention(q, q, q))
