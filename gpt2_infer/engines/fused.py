@@ -149,11 +149,14 @@ class Shape:
     def products(self) -> Mapping[str, Product]:
         """The four products of a layer."""
         width, inner = self.config.n_embd, self.config.inner_dim
+        # Narrower blocks of q, k and v than of the hidden units, unless enough of them remain.
+        qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
+        warps = 10 if width % 320 == 0 and width % 256 else 8  # that have as many rows each
         return {
-            "QKV": Product(width, 3 * width, self._columns(width, QKV_BYTES), 8),
-            "PROJ": Product(width, width, 8, 8),
-            "FC": Product(width, inner, self._columns(width, FC_BYTES), 8),
-            "FC2": Product(inner, width, 8, 16),
+            "QKV": Product(width, 3 * width, self._columns(width, qkv_bytes), warps),
+            "PROJ": Product(width, width, 8, warps),
+            "FC": Product(width, inner, self._columns(width, FC_BYTES), warps),
+            "FC2": Product(inner, width, 8, 2 * warps),
         }
 
     def _columns(self, rows: int, most_bytes: int) -> int:

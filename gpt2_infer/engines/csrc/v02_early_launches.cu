@@ -64,6 +64,9 @@ struct LayerWeights {
   Element qkv[kEmbd * 3 * kEmbd], proj[kEmbd * kEmbd], fc[kEmbd * kInner], fc2[kInner * kEmbd];
 };
 
+// Whether a layer's weights fit in the shared memory of all multiprocessors.
+constexpr bool kHoldsLayer = sizeof(LayerWeights) <= size_t{kHeadBlocks} * kSmemBytes;
+
 struct Best {
   float value;
   int row;
@@ -231,7 +234,7 @@ struct Norm {
     moment[0] = 0.0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) moment[0] += shared.moments[w][lane % kMoments];
-    moment[0] /= kEmbd;
+    moment[0] *= 1.0 / kEmbd;
     const double mean = __shfl_sync(kWarp, moment[0], lane % kBatch);
     const double square = __shfl_sync(kWarp, moment[0], lane % kBatch + kBatch);
     const auto variance = static_cast<float>(square - mean * mean);
@@ -282,8 +285,9 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
     return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
   }
 
-  template <bool kFromL2>
-  static __device__ void multiply(const uint4* weights, const float* x, typename Base::Sums& sums) {
+  template <bool kFromL2, typename Await>
+  static __device__ void multiply(const uint4* weights, const float* x, typename Base::Sums& sums,
+                                  Await await_weights) {
     constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x on their way
     float acc[kSums] = {};
 #pragma unroll
@@ -293,6 +297,7 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
       for (int i = 0; i < kAtOnce; ++i)
         if (first + i < kSteps && has(first + i))
           load_rows<kFromL2>(x + k_of(first + i) * kBatch, rows[i]);
+      if (first == 0) await_weights();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i >= kSteps || !has(first + i)) continue;
@@ -336,9 +341,10 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
   static_assert(K % kStepK == 0);
 
-  template <bool kFromL2>
+  template <bool kFromL2, typename Await>
   static __device__ void multiply(const uint4* weights, const Element* x,
-                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
+                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums,
+                                  Await await_weights) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = kSharesB ? lane / 4 % 4 : lane / 4;
     const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
@@ -364,6 +370,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
           factors[i][f] = kFromL2 ? __ldcg(from) : *from;
         }
       }
+      if (first == 0) await_weights();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has(first + i)) continue;
@@ -476,8 +483,10 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
   __syncthreads();  // the barrier is initialized
 
+  // With more rows, blocks that start early disturb those that work.
+  if (kBatch == 1) ptx::allow_next();
   ptx::wait_for_previous();
-  ptx::allow_next();  // not earlier: blocks that start disturb those that work
+  if (kBatch > 1) ptx::allow_next();
   Scratch& scratch = *p.scratch;
   const float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
   const auto await_weights = [&] {
@@ -490,11 +499,10 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
       for (int r = 0; r < kBatch; ++r)
         s_x[factor_at<kEmbd, P::kPadding>(k, r)] = from_float<Factor>(rows[r]);
     });
-    await_weights();
-    P::template multiply<false>(s_weights, s_x, sums);
+    P::template multiply<false>(s_weights, s_x, sums, await_weights);
   } else {
-    await_weights();
-    P::template multiply<true>(s_weights, kKind == kProj ? scratch.o : scratch.hidden, sums);
+    const Factor* const x = kKind == kProj ? scratch.o : scratch.hidden;
+    P::template multiply<true>(s_weights, x, sums, await_weights);
   }
   __syncthreads();
   if (!has_output) return;
@@ -580,8 +588,11 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   load(keys, split, k);
   load(values, split, v);
 
+  // Where a layer fits, blocks of the products after the next would start and be in the way.
+  constexpr bool kIsEarly = kBatch == 1 && !kHoldsLayer;
+  if (kIsEarly) ptx::allow_next();
   ptx::wait_for_previous();
-  ptx::allow_next();
+  if (!kIsEarly) ptx::allow_next();
   float q[kPerChunk];
 #pragma unroll
   for (int i = 0; i < kPerChunk; i += 4) {

@@ -147,7 +147,7 @@ def test_packing_puts_the_columns_of_a_block_together():
         ("attend", "ptx::wait_for_previous();"),
         ("head", "ptx::wait_for_previous();"),
         ("choose", "ptx::wait_for_previous();"),
-        ("product", "await_weights();"),
+        ("product", "while (!ptx::barrier_test(&arrived, 0)) {\n    }"),
         ("attend", "if (is_first) ptx::cluster_wait();"),
     ],
 )
