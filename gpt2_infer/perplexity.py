@@ -155,16 +155,19 @@ def compare(
             continue
         nats = token_nats(one, text.ids, window=window, stride=stride, progress=progress)
         baseline = nats if baseline is None else baseline
-        apart = nats - baseline
-        total, count = nats.sum().item(), len(nats)
-        scores.append(
-            Score(
-                backend=one.attention.name,
-                tokens=count,
-                nats=total,
-                bits_per_byte=total / math.log(2) / text.bytes,
-                difference=apart.mean().item(),
-                standard_error=apart.std().item() / count**0.5 if count > 1 else 0.0,
-            )
-        )
+        scores.append(make_score(one.attention.name, nats, baseline, text))
     return scores
+
+
+def make_score(backend: str, nats: torch.Tensor, baseline: torch.Tensor, text: Text) -> Score:
+    """Return the score of a backend from its token_nats() and NAIVE_PYTORCH's."""
+    apart = nats - baseline
+    total, count = nats.sum().item(), len(nats)
+    return Score(
+        backend=backend,
+        tokens=count,
+        nats=total,
+        bits_per_byte=total / math.log(2) / text.bytes,
+        difference=apart.mean().item(),
+        standard_error=apart.std().item() / count**0.5 if count > 1 else 0.0,
+    )

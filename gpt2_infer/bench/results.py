@@ -285,6 +285,43 @@ class DecodeSeries(Sampled, kw_only=True):
         return self.weight_bytes / self.step_us / 1e3
 
 
+class BatchSeries(Sampled, kw_only=True):
+    """Seconds to complete many prompts."""
+
+    unit: Literal["s"] = "s"
+    program: Literal["gpt2-infer", "transformers"]
+    dtype: str
+    batch: int
+    """Rows at a time; 0: what the program chose."""
+    prompts: int
+    tokens: int
+    """All new ones."""
+    same_rows: float | None = None
+    """The part of the rows that are the same, bit for bit, in another order; for transformers,
+    whose tokens are ours."""
+    start_s: float = 0.0
+    """What a job of one row takes, where whole commands are timed."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over the median sample, less what a job takes to start."""
+        return self.tokens / (self.median - self.start_s)
+
+
+class PerplexitySeries(_Record, kw_only=True):
+    """How well a model predicts a text with one backend; see gpt2_infer.perplexity.Score."""
+
+    name: str
+    dtype: str
+    precision: str
+    reason: str = ""
+    """Why there is no score."""
+    bits_per_byte: float = 0.0
+    perplexity: float = 0.0
+    difference: float = 0.0
+    standard_error: float = 0.0
+
+
 class BuildSeries(Sampled, kw_only=True):
     """Seconds to build a ladder from nothing with one compiler."""
 
@@ -357,6 +394,25 @@ class BuildTiming(_File, kw_only=True, tag="build"):
     rounds: AtLeastOne
     jobs: int
     series: list[BuildSeries]
+
+
+class BatchTiming(_File, kw_only=True, tag="batch"):
+    """Many prompts, by batch size or by the devices of a job."""
+
+    rounds: AtLeastOne
+    model: str
+    new_tokens: int
+    series: list[BatchSeries]
+
+
+class Perplexity(_File, kw_only=True, tag="perplexity"):
+    """The score of every backend on the bundled model's held-out books."""
+
+    model: str
+    tokens: int
+    bytes: int
+    window: int
+    series: list[PerplexitySeries]
 
 
 class Shape(_Record, kw_only=True):
@@ -458,7 +514,15 @@ class Published(_File, kw_only=True, tag="published"):
 
 Timing: TypeAlias = KernelTiming | GenerationTiming
 Results: TypeAlias = (
-    Timing | DecodeTiming | BuildTiming | Profile | Inspection | Predictions | Published
+    Timing
+    | DecodeTiming
+    | BatchTiming
+    | Perplexity
+    | BuildTiming
+    | Profile
+    | Inspection
+    | Predictions
+    | Published
 )
 
 _decoder = msgspec.json.Decoder(Results)
@@ -470,7 +534,7 @@ def _lack(results: Results) -> str | None:
         return None
     if isinstance(results, (Profile, Inspection)):
         return None if results.versions else "it has no versions"
-    if isinstance(results, Predictions):
+    if isinstance(results, (Predictions, Perplexity)):
         return None if results.series else "it has no series"
     series, rounds = results.series, results.rounds
     if not series:

@@ -276,6 +276,85 @@ class DecodeStudy(_Study, kw_only=True, tag="decode"):
         )
 
 
+class BatchStudy(_Study, kw_only=True, tag="batch"):
+    """Continuous batching by batch size, and transformers beside it; needs a GPU."""
+
+    model: str = "gpt2"
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(
+        default_factory=lambda: [8, 32, 64, 128, 256, 512]
+    )
+    prompts: AtLeastOne = 4096
+    new_tokens: AtLeastOne = 64
+    peer_batch_sizes: list[AtLeastOne] = []
+    rounds: Rounds = 2
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench.batches import compare_batches
+
+        return compare_batches(
+            self.model,
+            self.dtypes,
+            self.batch_sizes,
+            prompts=self.prompts,
+            new_tokens=self.new_tokens,
+            peer_batch_sizes=self.peer_batch_sizes,
+            rounds=self.rounds,
+            task=task,
+            out=out,
+        )
+
+
+class JobStudy(_Study, kw_only=True, tag="job"):
+    """`gpt2-infer batch` by the clock, for each of some values of its --devices."""
+
+    model: str
+    devices: list[str]
+    prompts: AtLeastOne
+    new_tokens: AtLeastOne
+    batch_size: AtLeastOne | None = None
+    rounds: Rounds = 2
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench.batches import compare_devices
+
+        return compare_devices(
+            self.model,
+            self.devices,
+            prompts=self.prompts,
+            new_tokens=self.new_tokens,
+            batch_size=self.batch_size,
+            rounds=self.rounds,
+            task=task,
+            out=out,
+        )
+
+
+class PerplexityStudy(_Comparison, kw_only=True, tag="perplexity"):
+    """The score of each backend on the bundled model's held-out books."""
+
+    max_tokens: AtLeastOne = 30000
+    window: AtLeastOne = 1024
+
+    def run(self, task: str, out: Path) -> Results:
+        """See _Study."""
+        from gpt2_infer.bench.perplexities import score
+
+        chosen = self._selected()
+        return score(
+            "demo",
+            chosen["specs"],
+            self.dtypes,
+            device=chosen["device"],
+            max_tokens=self.max_tokens,
+            window=self.window,
+            task=task,
+            out=out,
+        )
+
+
 Study: TypeAlias = (
     KernelStudy
     | GenerationStudy
@@ -285,6 +364,9 @@ Study: TypeAlias = (
     | PredictionStudy
     | BuildStudy
     | DecodeStudy
+    | BatchStudy
+    | JobStudy
+    | PerplexityStudy
 )
 
 

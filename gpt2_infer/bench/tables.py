@@ -29,6 +29,8 @@ from tabulate import tabulate
 from gpt2_infer.bench.results import (
     BASELINE,
     FREE_ATTENTION,
+    BatchSeries,
+    BatchTiming,
     BuildSeries,
     BuildTiming,
     DecodeSeries,
@@ -40,6 +42,8 @@ from gpt2_infer.bench.results import (
     KernelCell,
     KernelSeries,
     KernelTiming,
+    Perplexity,
+    PerplexitySeries,
     Predicted,
     Predictions,
     Profile,
@@ -660,6 +664,43 @@ def _decode(file: str, results: DecodeTiming) -> list[Table]:
     return [_table(title, results.series, columns, notes)]
 
 
+def _batch(file: str, results: BatchTiming) -> list[Table]:
+    """Many prompts: a row per batch size, program or value of --devices."""
+    columns: Columns[BatchSeries] = {
+        "dtype": lambda one: one.dtype,
+        "contender": lambda one: one.name,
+        "prompts": lambda one: f"{one.prompts:,}",
+        "start, s": lambda one: f"{one.start_s:.1f}" if one.start_s else "",
+        "seconds": lambda one: with_spread(one, "{:.2f}"),
+        "tokens/s": lambda one: f"{one.tokens_per_second:,.0f}" if one.samples else "",
+        "same rows": lambda one: _figure(one.same_rows, "{:.1%}"),
+    }
+    title = f"{results.model}, {results.new_tokens} new tokens each, {_how(file, results)}"
+    return [_table(title, results.series, columns)]
+
+
+def _perplexity(file: str, results: Perplexity) -> list[Table]:
+    """The score of every backend: a row each, with its difference from NAIVE_PYTORCH."""
+    columns: Columns[PerplexitySeries] = {
+        "dtype": lambda one: one.dtype,
+        "backend": lambda one: f"`{one.name}`",
+        "precision": lambda one: one.precision,
+        "bits per byte": lambda one: "" if one.reason else f"{one.bits_per_byte:.7f}",
+        "perplexity": lambda one: "" if one.reason else f"{one.perplexity:.5f}",
+        "nats per token": lambda one: "" if one.reason else f"{one.difference:+.1e}",
+        "standard errors": lambda one: (
+            f"{one.difference / one.standard_error:+.1f}" if one.standard_error else ""
+        ),
+    }
+    title = (
+        f"{results.model}, the first {results.tokens:,} tokens of the held-out books, windows of "
+        f"{results.window}; {where(results.provenance)} ({file}). The last two columns: apart from "
+        f"`{BASELINE}` in the same dtype"
+    )
+    notes = {one.name: one.reason for one in results.series if one.reason}
+    return [_table(title, results.series, columns, notes)]
+
+
 def _published(file: str, results: Published) -> list[Table]:
     """Somebody else's published seconds: a row per implementation, a column per card."""
     cards = dict.fromkeys(card for row in results.seconds.values() for card in row)
@@ -682,6 +723,8 @@ _RENDERERS: dict[type, Callable[[str, Any], list[Table]]] = {
     Predictions: _predictions,
     BuildTiming: _build,
     DecodeTiming: _decode,
+    BatchTiming: _batch,
+    Perplexity: _perplexity,
     Published: _published,
 }
 
@@ -720,7 +763,7 @@ def _table(
     return Table(title, [*cells], [*zip(*cells.values(), strict=True)], notes)
 
 
-def _how(file: str, results: Timing | DecodeTiming, *packages: str) -> str:
+def _how(file: str, results: Timing | DecodeTiming | BatchTiming, *packages: str) -> str:
     """Say where, with which versions and how often something was timed."""
     versions = (f", {name} {results.provenance.packages[name]}" for name in packages)
     place = where(results.provenance) + "".join(versions)

@@ -141,14 +141,16 @@ class Continuous:
                 running |= joining
             else:
                 seen = slots.step(running)
+            left = []
             for slot, token, logprob in seen:
                 row = running[slot]
                 if token >= 0:
                     row.see(token, logprob)
                 if token < 0 or row.watcher.finish:
-                    slots.leave(slot)
-                    free.append(slot)
+                    left.append(slot)
                     yield running.pop(slot).key, NOT_FINITE if token < 0 else row.completion()
+            slots.leave(left)
+            free += left
 
     def _row(self, key: int, request: Request) -> _Row:
         eos = () if request.ignore_eos else self.model.config.eos_token_id
@@ -214,12 +216,12 @@ class _Slots:
         self.uniforms[slots] = uniforms[:count]
         return list(zip(requests, chosen.tolist(), logprobs.tolist(), strict=False))
 
-    def leave(self, slot: int) -> None:
-        """Free a slot."""
-        self.active[slot] = 0
-        self.lengths[slot] = 0
-        self.newest[slot] = 0
-        self.steps[slot] = 0
+    def leave(self, left: list[int]) -> None:
+        """Free slots."""
+        if left:
+            slots = torch.tensor(left, device=self.model.device)
+            for state in (self.active, self.lengths, self.newest, self.steps):
+                state[slots] = 0
 
     def step(self, slots: Iterable[int]) -> list[tuple[int, int, float]]:
         """Decode a token of every row; return slot, token and its logprob."""

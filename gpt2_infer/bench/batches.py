@@ -1,0 +1,294 @@
+"""Many prompts: continuous batching beside transformers with padding, and whole jobs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.results import BatchSeries, BatchTiming
+from gpt2_infer.bench.timing import RejectedError, interleave
+from gpt2_infer.bench.transformers import reference_of
+from gpt2_infer.checkpoint import resolve_device
+from gpt2_infer.engines.continuous import Completion, Continuous
+from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import Request
+from gpt2_infer.model import GPT2
+
+PROMPT_TOKENS = (4, 60)
+FULL_BATCHES = 16  # a contender has so many, or all prompts
+TRANSFORMERS = "transformers, padded"
+
+Rows = dict[int, Completion | str]
+
+
+def compare_batches(
+    name: str,
+    dtypes: Sequence[str],
+    batch_sizes: Sequence[int],
+    *,
+    prompts: int,
+    new_tokens: int,
+    peer_batch_sizes: Sequence[int],
+    rounds: int,
+    task: str,
+    out: Path | None = None,
+) -> BatchTiming:
+    """Time greedy texts of random prompts and random weights, by batch size.
+
+    A small batch takes a fair part of the prompts. Before they are timed, rows are completed in
+    another order: they must be the same, bit for bit. peer_batch_sizes: of transformers, whose
+    batches are sorted by length and padded on the left. Raises UnavailableDeviceError.
+    """
+    provenance = environment.provenance()
+    rng = random.Random(0)
+    lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(prompts))
+    series = []
+    for dtype in dtypes:
+        model = GPT2.from_pretrained(
+            name, random_weights=True, device=resolve_device("cuda"), dtype=getattr(torch, dtype)
+        )
+        rows = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
+        expected: dict[int, list[int]] = {}
+        contenders: dict[str, tuple[BatchSeries, Callable[[], float]]] = {}
+        for batch in batch_sizes:
+            one = _series(f"batch {batch}", "gpt2-infer", dtype, batch, rows, new_tokens)
+            part = _requests(model, rows, one.prompts, new_tokens)
+            engine = Continuous(model, batch=batch)
+            contenders[one.name] = (one, functools.partial(_ours, engine, part, one, expected))
+        for batch in peer_batch_sizes:
+            one = _series(
+                f"{TRANSFORMERS}, {batch}", "transformers", dtype, batch, rows, new_tokens
+            )
+            part = _requests(model, rows, one.prompts, new_tokens)
+            run = functools.partial(_transformers, reference_of(model), part, one, expected)
+            contenders[one.name] = (one, run)
+        series += _time(contenders, rounds)
+        del model, contenders
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    results = BatchTiming(
+        task=task,
+        provenance=provenance,
+        rounds=rounds,
+        model=name,
+        new_tokens=new_tokens,
+        series=series,
+    )
+    if out:
+        results.write(out)
+    return results
+
+
+def _time(
+    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]], rounds: int
+) -> list[BatchSeries]:
+    runs = {name: run for name, (_, run) in contenders.items()}
+    for name, samples in interleave(runs, rounds=rounds, warm_up=0).items():
+        one, _ = contenders[name]
+        if isinstance(samples, RejectedError):
+            one.status, one.reason = "failed", str(samples)
+        else:
+            one.samples = [float(f"{seconds:.6g}") for seconds in samples]
+    return [one for one, _ in contenders.values()]
+
+
+def _series(
+    name: str, program: Any, dtype: str, batch: int, rows: Sequence[object], new_tokens: int
+) -> BatchSeries:
+    count = min(len(rows), FULL_BATCHES * batch)
+    return BatchSeries(
+        name=name,
+        program=program,
+        dtype=dtype,
+        batch=batch,
+        prompts=count,
+        tokens=count * new_tokens,
+    )
+
+
+def _requests(
+    model: GPT2, rows: Sequence[list[int]], count: int, new_tokens: int
+) -> list[tuple[int, Request]]:
+    """Return evenly spaced ones of sorted rows."""
+    return [
+        (
+            index,
+            Request(
+                config=model.config,
+                tokenizer=None,
+                prompts=[rows[index]],
+                max_new_tokens=new_tokens,
+                mode="kv-cache",
+                ignore_eos=True,
+            ),
+        )
+        for index in range(0, len(rows), len(rows) // count)
+    ][:count]
+
+
+def _ours(
+    engine: Continuous,
+    requests: list[tuple[int, Request]],
+    one: BatchSeries,
+    expected: dict[int, list[int]],
+) -> float:
+    first = None
+    if one.same_rows is None:
+        some = requests[:: max(2, len(requests) // engine.batch)]
+        random.Random(1).shuffle(some)
+        first = dict(engine.run(some))
+    done, seconds = _timed(engine.model.device, lambda: dict(engine.run(requests)))
+    if first is not None:
+        one.same_rows = sum(done[index] == row for index, row in first.items()) / len(first)
+        if one.same_rows < 1:
+            raise RejectedError(f"{1 - one.same_rows:.1%} of the rows differ in another order")
+    for index, row in done.items():
+        if isinstance(row, str):
+            raise RejectedError(row)
+        expected.setdefault(index, row.tokens)
+    return seconds
+
+
+def _transformers(
+    reference: Any,
+    requests: list[tuple[int, Request]],
+    one: BatchSeries,
+    expected: dict[int, list[int]],
+) -> float:
+    done: dict[int, list[int]] = {}
+    new_tokens = requests[0][1].max_new_tokens
+
+    def run(part: Sequence[tuple[int, Request]]) -> None:
+        rows = [request.rows[0] for _, request in part]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        tokens = reference.generate(
+            ids.to(reference.device),
+            attention_mask=mask.to(reference.device),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        for (index, _), row in zip(part, tokens[:, longest:].tolist(), strict=True):
+            done[index] = row
+
+    def run_all() -> None:
+        for begin in range(0, len(requests), one.batch):
+            run(requests[begin : begin + one.batch])
+
+    if one.same_rows is None:
+        run(requests[: one.batch])
+    _, seconds = _timed(reference.device, run_all)
+    if ours := [expected[index] == row for index, row in done.items() if index in expected]:
+        one.same_rows = sum(ours) / len(ours)
+    return seconds
+
+
+def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
+    """Return what run() does, and the seconds until the device has done it."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    started = time.perf_counter()
+    done = run()
+    wait()
+    return done, time.perf_counter() - started
+
+
+def compare_devices(
+    name: str,
+    devices: Sequence[str],
+    *,
+    prompts: int,
+    new_tokens: int,
+    batch_size: int | None,
+    rounds: int,
+    task: str,
+    out: Path | None = None,
+) -> BatchTiming:
+    """Time `gpt2-infer batch` of random prompts and weights by the clock, per value of --devices.
+
+    A job of one row tells what it takes to start. What the jobs write must be equal.
+    """
+    provenance = environment.provenance()
+    rng = random.Random(0)
+    rows = [
+        {"id": f"{i}", "prompt": [rng.randrange(1000) for _ in range(rng.randint(1, 24))]}
+        for i in range(prompts)
+    ]
+    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]] = {}
+    written: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = functools.partial(_job, name, new_tokens, batch_size, Path(folder))
+
+        def run(which: str) -> float:
+            seconds, written[which] = job(which, rows)
+            if written[which] != written[devices[0]]:
+                raise RejectedError("its rows are others than those of the first")
+            return seconds
+
+        for which in devices:
+            one = BatchSeries(
+                name=f"--devices {which}",
+                program="gpt2-infer",
+                dtype="float32",
+                batch=batch_size or 0,
+                prompts=prompts,
+                tokens=prompts * new_tokens,
+                start_s=round(job(which, rows[:1])[0], 3),
+            )
+            contenders[which] = (one, functools.partial(run, which))
+        series = _time(contenders, rounds)
+    results = BatchTiming(
+        task=task,
+        provenance=provenance,
+        rounds=rounds,
+        model=name,
+        new_tokens=new_tokens,
+        series=series,
+    )
+    if out:
+        results.write(out)
+    return results
+
+
+def _job(
+    model: str,
+    new_tokens: int,
+    batch_size: int | None,
+    folder: Path,
+    devices: str,
+    rows: Sequence[dict[str, Any]],
+) -> tuple[float, bytes]:
+    """Return the seconds that a command takes, and all rows in the order of its files."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        command = [sys.executable, "-m", "gpt2_infer", "batch", str(prompts), "--out", out]
+        command += ["--model", model, "--devices", devices, "--ignore-eos"]
+        command += ["--max-new-tokens", str(new_tokens)]
+        command += [] if model == "demo" else ["--random-weights"]
+        command += [] if batch_size is None else ["--batch-size", str(batch_size)]
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - started
+        if done.returncode:
+            raise RequestError(f"gpt2-infer batch failed: {done.stderr[-1000:]}")
+        files = sorted(Path(out).glob("part-*.jsonl"))
+        return seconds, b"".join(file.read_bytes() for file in files)
