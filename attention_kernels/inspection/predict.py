@@ -462,7 +462,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         return _Line(axis, length, {p: run(p) for p in range(0, length, -(-length // 4))})
     # The last is the shortest or the longest: from the short end on, work grows on a line.
     ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
-    chosen = (ends[0], ends[1], ends[_SAMPLED // 2], ends[-1])
+    chosen = (ends[0], ends[1], ends[_SAMPLED // 2 - 1], ends[-1])
     first = run(0) if length <= _MAX_WHOLE else None
     return _Line(axis, length, {p: samples.get(p) or run(p) for p in chosen}, first)
 
@@ -538,10 +538,13 @@ def _together(
     gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
 ) -> list[float]:
     """Return the cycles per instruction of each block of some on a multiprocessor, by age."""
-    work = _by_length(works)[-1]
-    most = work.instructions * count
-    if len(works) > 1 or most > _MAX_ISSUED:
-        most = min(_MAX_ISSUED, most // 2)
+    short, *longer = _by_length(works)
+    if longer:  # half of their iterations, whole ones
+        fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_ISSUED]
+        work = fitting[-1] if fitting else longer[0]
+        most = work.instructions * count // 2
+    else:
+        work, most = short, min(_MAX_ISSUED, short.instructions * count)
     cycles, issued = _cycles(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 
