@@ -5,7 +5,8 @@
 //         four keys into O at a time. A block has 32 rows and 128 threads.
 // Why:    a value that is read from shared memory is used four times, not twice, and O is not read
 //         from there at all. The blocks have half of v11's rows, so the longest of them, which sets
-//         the time where blocks are few, has half the work.
+//         the time where blocks are few, has half the work. Every thread copies as much of a tile: a
+//         guard, as v11 has it, would make nvcc wait for each load before the next.
 // Cost:   registers: a multiprocessor has room for 16 warps. A block's four wait together while a
 //         tile is loaded, and K and V are loaded once per 32 rows, not once per 64. head_dim 128
 //         takes 88 KB of shared memory: sm_75 refuses it.
