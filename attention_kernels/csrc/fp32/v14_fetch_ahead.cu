@@ -5,7 +5,8 @@
 // Why:    a block's warps all waited while a tile was on its way.
 // Cost:   registers for a thread's share of a tile: three blocks fit a multiprocessor at head_dim 64,
 //         not four. Where there are enough blocks for four, they hid most of the wait: with 12 heads
-//         and 4,096 queries nothing is gained. head_dim 128 takes 88 KB of shared memory, as in v12.
+//         and 4,096 queries, or more, this version is no faster than v13. head_dim 128 takes 88 KB of
+//         shared memory, as in v12.
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math

@@ -287,6 +287,11 @@ def test_swizzling_ends_the_conflicts_and_a_4_x_4_tile_halves_the_loads() -> Non
 
 
 @pytest.mark.slow
+def test_a_version_is_counted_whose_second_kernel_starts_early() -> None:
+    assert total("CUSTOM_CUDA_VERSION_17")[1:] == (0, 1)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> None:
     list_backends()
     versions = ladder.versions()
@@ -298,6 +303,9 @@ def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> 
     file.write_text(PATTERNS)
     with pytest.raises(UnsupportedError, match=r"v01_patterns\.cu.*cudaErrorInvalidValue"):
         count_accesses(parse_header(file), head_dim=128)
+    file.write_text(PATTERNS + "// launch_early() launch_early()")
+    with pytest.raises(UnsupportedError, match="start early"):
+        count_accesses(parse_header(file))
     file.write_text(PATTERNS.replace("float x = 0.0f;", "float x = ;"))
     with pytest.raises(BuildError, match=r"v01_patterns\.cu:\d+:\d+: error"):
         count_accesses(parse_header(file))
