@@ -27,40 +27,58 @@ ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
 }
 
-// least: the exponent of the operands' subnormal numbers.
+ATTENTION_EMULATOR_INLINE double trunc(double x) {  // of less than 2^31; std::trunc() is a call
+  return std::copysign(static_cast<double>(static_cast<int>(x)), x);
+}
+
+// A row of A or a column of B.
 template <int kDepth>
-float tensor_core_sum(float sum, const float (&a)[kDepth], const float (&b)[kDepth], int least) {
+struct Operands {
+  float values[kDepth];
+  int exponents[kDepth];
+};
+
+template <int kDepth>
+float tensor_core_sum(float sum, const Operands<kDepth>& a, const Operands<kDepth>& b) {
   int largest = exponent_of(sum, -126);
-  double exact = sum;
+  double products[kDepth], exact = sum;
   for (int k = 0; k < kDepth; ++k) {
-    largest = std::max(largest, exponent_of(a[k], least) + exponent_of(b[k], least));
-    exact += double(a[k]) * b[k];
+    const int exponent = a.exponents[k] + b.exponents[k];
+    if (exponent > largest) largest = exponent;
+    products[k] = double(a.values[k]) * b.values[k];
+    exact += products[k];
   }
   if (!(std::fabs(exact) <= std::numeric_limits<double>::max())) return static_cast<float>(exact);
-  largest = std::max(largest, -300);  // all are 0
+  if (largest < -300) largest = -300;  // all are 0
   const double up = power_of_two(23 + kExtraBits - largest);
-  double total = std::trunc(sum * up);
-  for (int k = 0; k < kDepth; ++k) total += std::trunc(double(a[k]) * b[k] * up);
+  double total = trunc(sum * up);
+  for (int k = 0; k < kDepth; ++k) total += trunc(products[k] * up);
   return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
 }
 
-// Multiplies for a whole warp. values() unpacks a register.
+// Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values()
+// unpacks a register.
 template <int kDepth, typename Values>
 void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
   constexpr int kInWord = kDepth / 8;
-  float a[16][kDepth], b[8][kDepth];
+  Operands<kDepth> a[16], b[8];
+  const auto unpack = [&](unsigned word, Operands<kDepth>& to, unsigned k) {
+    values(word, &to.values[k * kInWord]);
+    for (int i = 0; i < kInWord; ++i)
+      to.exponents[k * kInWord + i] = exponent_of(to.values[k * kInWord + i], least);
+  };
   for (unsigned lane = 0; lane < 32; ++lane) {
     const auto* const words_a = static_cast<const unsigned*>(calls[lane]->fragments[1]);
     const auto* const words_b = static_cast<const unsigned*>(calls[lane]->fragments[2]);
     for (unsigned i = 0; i < 4; ++i)
-      values(words_a[i], &a[lane / 4 + i % 2 * 8][(lane % 4 + i / 2 * 4) * kInWord]);
-    for (unsigned i = 0; i < 2; ++i) values(words_b[i], &b[lane / 4][(lane % 4 + i * 4) * kInWord]);
+      unpack(words_a[i], a[lane / 4 + i % 2 * 8], lane % 4 + i / 2 * 4);
+    for (unsigned i = 0; i < 2; ++i) unpack(words_b[i], b[lane / 4], lane % 4 + i * 4);
   }
   for (unsigned lane = 0; lane < 32; ++lane) {
     auto* const sums = static_cast<float*>(const_cast<void*>(calls[lane]->fragments[0]));
     for (unsigned i = 0; i < 4; ++i) {
       const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      sums[i] = tensor_core_sum(sums[i], a[row], b[column], least);
+      sums[i] = tensor_core_sum(sums[i], a[row], b[column]);
     }
   }
 }
