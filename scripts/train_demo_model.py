@@ -14,6 +14,7 @@ float16 weights.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import lzma
@@ -48,6 +49,11 @@ STRAIGHT = str.maketrans(
 )
 HOLD_OUT_EVERY = 40  # one book in so many, whole
 CHAPTER = re.compile(r"^(chapter|part|book|letter|canto)\b.{0,40}$", re.IGNORECASE)
+OPENING = r"(?:^|(?<=[\s(])|(?<=--))"
+SPEECH_MARK = re.compile(
+    rf"(?P<phrase>{OPENING}'\w[\w -]{{0,40}}\w'(?!\w))|(?P<opens>{OPENING}'(?=\w))"
+    r"|(?P<closes>(?<=[.,!?;:-])'(?=[\s)]|$|--))"
+)
 
 
 def read_documents(path: Path) -> list[str]:
@@ -64,6 +70,37 @@ def is_story(document: str) -> bool:
     paragraphs = re.split(r"\n\s*\n", sample)
     verse = sum(len(text) for text in paragraphs if text.strip().count("\n") >= 2)
     return sum(map(len, words)) < 4.42 * len(words) and verse < 0.3 * len(sample)
+
+
+def american(chapter: str) -> str:
+    """Turn a chapter's quotation marks round if its speech stands in single ones.
+
+    An apostrophe may look like an opening mark ('tis, 'em). One before a capital letter opens
+    speech; before a small letter it resumes speech that was closed earlier in the paragraph.
+    """
+    if len(re.findall(rf"{OPENING}'(?=[A-Z])", chapter, re.MULTILINE)) < len(
+        re.findall(rf'{OPENING}"(?=[A-Z])', chapter, re.MULTILINE)
+    ):
+        return chapter
+    paragraphs = []
+    for paragraph in chapter.replace('"', "\0").split("\n\n"):
+        is_open = was_open = False
+
+        def turn(match: re.Match[str]) -> str:
+            nonlocal is_open, was_open
+            if match["phrase"]:
+                return match[0] if is_open else f'"{match[0][1:-1]}"'
+            starts = match.string[match.end() : match.end() + 1].isupper()
+            if match["opens"] and (starts or (was_open and not is_open)):
+                is_open = was_open = True
+            elif match["closes"] and is_open:
+                is_open = False
+            else:
+                return "'"
+            return '"'
+
+        paragraphs.append(SPEECH_MARK.sub(turn, paragraph))
+    return "\n\n".join(paragraphs).replace("\0", "'")
 
 
 def clean(document: str) -> list[str]:
@@ -84,11 +121,8 @@ def clean(document: str) -> list[str]:
             continue
         is_heading = not re.search(r"[a-z]", paragraph) or lines[-1][-1].isalnum()
         if not is_heading and len(lines) < 3:
-            line = re.sub(r"\s+", " ", " ".join(lines))
-            line = re.sub(r"(^|[\s(]|--)'(?=[A-Z])", r'\1"', line)  # British speech opens with one
-            line = re.sub(r"(?<=[.,!?;-])'(?=\s|$|--)", '"', line)
-            chapters[-1].append(line)
-    return ["\n\n".join(chapter) for chapter in chapters if sum(map(len, chapter)) > 400]
+            chapters[-1].append(re.sub(r"\s+", " ", " ".join(lines)))
+    return [american("\n\n".join(chapter)) for chapter in chapters if sum(map(len, chapter)) > 400]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, out: Path) -> ByteLevelBPETokenizer:
@@ -166,7 +200,10 @@ class Batches:
 def train(
     model: GPT2LMHeadModel, batches: Batches, held_out: torch.Tensor, args: argparse.Namespace
 ) -> list[Any]:
-    """Train in place; returns [[step, held-out loss in nats per token], ...]."""
+    """Train in place and keep the best of the weights evaluated.
+
+    Returns [[step, held-out loss in nats per token], ...].
+    """
     device = held_out.device
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
     tables = [model.transformer.wte.weight, model.transformer.wpe.weight]
@@ -196,11 +233,13 @@ def train(
 
     step_loss = torch.compile(loss_of) if args.compile else loss_of
     history: list[Any] = []
+    best, weights = math.inf, model.state_dict()
     started = time.perf_counter()
     bar = tqdm(range(args.steps), desc="train", unit="step", mininterval=5)
     for step in bar:
-        # Warm up, hold, then decay linearly to zero over the last 40 %.
-        factor = min(1.0, (step + 1) / args.warmup, (args.steps - step) / (0.4 * args.steps))
+        # Warm up, then decay along a cosine to zero.
+        factor = min(1.0, (step + 1) / args.warmup)
+        factor *= (1 + math.cos(math.pi * step / args.steps)) / 2
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
@@ -216,11 +255,14 @@ def train(
                 nats = held_out_nats(model, held_out, args.context, 32) / (held_out.numel() - 1)
             model.train()
             history.append([step + 1, round(nats, 4)])
+            if nats < best:
+                best, weights = nats, copy.deepcopy(model.state_dict())
             rate = (step + 1) * args.batch * args.context / (time.perf_counter() - started)
             bar.write(
                 f"step {step + 1}: train {loss.item():.4f}, held out {nats:.4f}, "
                 f"{rate / 1e6:.2f} M tokens/s"
             )
+    model.load_state_dict(weights)
     return history
 
 
@@ -273,19 +315,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
     )
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--batch", type=int, default=96, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=48, help="sequences per step")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--lr-matrices", type=float, default=6e-3)
+    parser.add_argument("--lr-matrices", type=float, default=5e-3)
     parser.add_argument("--lr-tables", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--weight-decay", type=float, default=0.2)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--warmup", type=int, default=100, help="steps")
-    parser.add_argument("--eval-every", type=int, default=1000, help="steps")
+    parser.add_argument("--warmup", type=int, default=200, help="steps")
+    parser.add_argument("--eval-every", type=int, default=500, help="steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--max-documents", type=int, help="use only so many documents (a trial run)"

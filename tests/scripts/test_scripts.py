@@ -73,6 +73,22 @@ def test_every_table_in_the_documents_has_a_study_behind_it():
     assert tasks - studies.load().keys() == {"case-study"}
 
 
+@pytest.mark.parametrize(
+    ("book", "expected"),
+    [
+        ("'Come,' said she, 'and see the \"boat\".'", '"Come," said she, "and see the \'boat\'."'),
+        ("'Let 'em go,' he said.", '"Let \'em go," he said.'),
+        ("The 'old salt' laughed. 'No!'", 'The "old salt" laughed. "No!"'),
+        ('"He said \'Go.\'" "Did he?"', '"He said \'Go.\'" "Did he?"'),
+    ],
+)
+def test_the_demo_model_reads_one_kind_of_quotation_mark(book, expected):
+    from scripts.train_demo_model import clean
+
+    story = "It rained. " * 40
+    assert clean(f"{book}\n\n{story}") == [f"{expected}\n\n{story.strip()}"]
+
+
 @pytest.mark.slow
 def test_the_committed_pictures_are_current():
     drawn = plot_results.draw_documents(ROOT)
