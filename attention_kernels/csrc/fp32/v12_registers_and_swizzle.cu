@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(kThreads)
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
-                                 seqlen - n_start, true);
+                                 n_end - n_start, true);
     load_tile<kBlockN, kHeadDim>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
-                                 seqlen - n_start, false);
+                                 n_end - n_start, false);
     __syncthreads();
 
     // S = softmax_scale * Q K^T
