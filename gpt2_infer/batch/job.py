@@ -95,6 +95,7 @@ def plan(
     device: torch.device,
     resume: bool = False,
     strict: bool = False,
+    on_ray: bool = False,
 ) -> Job:
     """Read the inputs once, write or compare _job.json, and find the parts that are missing.
 
@@ -130,6 +131,7 @@ def plan(
         "parts": parts,
         "batch_size": batch,
         "device": device.type,
+        "on_ray": on_ray,
         "versions": {"gpt2-infer": __version__, "torch": torch.__version__},
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -260,7 +262,7 @@ def work(
     model = load(job.settings, device)
     engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
     for part in sorted(mine):
-        written = _complete(job, engine, rows.pop(part, []), on_rows)
+        written = complete(job, engine, rows.pop(part, []), on_rows)
         data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
         _write(part_file(job, part), data)
         entry = {
@@ -272,8 +274,11 @@ def work(
         _write(_entry_file(job, part), json.dumps(entry).encode())
 
 
-def _complete(
-    job: Job, engine: Continuous, rows: Sequence[InputRow], on_rows: Callable[[int], object]
+def complete(
+    job: Job,
+    engine: Continuous,
+    rows: Sequence[InputRow],
+    on_rows: Callable[[int], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Return a part's rows as they are written, in the input's order."""
     results: dict[int, Completion | str] = {}
@@ -338,24 +343,32 @@ def _output(
     }
 
 
-def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
-
-
-def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Return a file whose column `input` is JSON: rows need not have the same fields."""
+def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
+    """Return a pyarrow table: of the columns id and line, or those of a Parquet file."""
     import pyarrow as pa
 
+    if kind == "jsonl":
+        lines = [_as_jsonl([row]).decode() for row in rows]
+        return pa.table({"id": [row["id"] for row in rows], "line": lines})
     text = ("id", "input", "text", "finish_reason", "backend", "decode_backend", "engine", "error")
     types = {name: pa.string() for name in text}
     types |= {"tokens": pa.list_(pa.int32()), "logprob": pa.float64(), "seed": pa.int64()}
     columns = {
         name: pa.array(
             [json.dumps(row[name], default=str) if name == "input" else row[name] for row in rows],
-            kind,
+            column,
         )
-        for name, kind in types.items()
+        for name, column in types.items()
     }
+    return pa.table(columns)
+
+
+def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
+
+
+def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Return a file whose column `input` is JSON: rows need not have the same fields."""
     file = io.BytesIO()
-    pyarrow_parquet().write_table(pa.table(columns), file)
+    pyarrow_parquet().write_table(as_table(rows, "parquet"), file)
     return file.getvalue()

@@ -16,6 +16,7 @@ from gpt2_infer.cli.options import (
     add_text_options,
     make_sampling,
 )
+from gpt2_infer.errors import RequestError
 
 INPUT = (
     "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, if you like, "
@@ -26,6 +27,10 @@ ENGINE = "eager, graph or auto, the faster one that supports the case (default)"
 DEVICES = (
     "one process each: all, 0,1 or the like (CUDA devices), cpu, or cpu:N for N processes (default:"
     " a CUDA device if there is one, else cpu; under torchrun that of LOCAL_RANK)"
+)
+RAY = (
+    "run on the Ray cluster at ADDRESS, or on one of its own: an actor for each GPU, or those of "
+    "--devices cpu:N"
 )
 BATCH_SIZE = "rows at a time on a device (default: 32 on cpu, by free memory and up to 256 on cuda)"
 
@@ -47,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
     add("--devices", metavar="NAMES", help=DEVICES)
+    add("--ray", nargs="?", const="local", metavar="ADDRESS", help=RAY)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--batch-size", type=int, metavar="N", help=BATCH_SIZE)
     add("--part-rows", type=int, default=1000, metavar="N", help="of a file (default: %(default)s)")
@@ -75,6 +81,23 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
     )
     started = time.perf_counter()
+    if arguments.ray:
+        try:
+            from gpt2_infer.batch import cluster
+        except ImportError:
+            raise RequestError("--ray needs Ray: install gpt2-infer[ray]") from None
+        rows, errors = cluster.run_on_ray(
+            arguments.input,
+            arguments.out,
+            settings,
+            address=arguments.ray,
+            devices=arguments.devices,
+            resume=arguments.resume,
+            strict=arguments.strict,
+        )
+        show(f"{rows} rows, {errors} of them errors: {arguments.out}")
+        print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
+        return 0
     with tqdm(unit="row", disable=None) as bar:
         job = batch.run(
             arguments.input,

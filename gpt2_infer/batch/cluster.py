@@ -1,0 +1,125 @@
+"""A job on a Ray cluster: Ray deals the rows, keeps the checkpoint by id and writes the files.
+
+The actors complete rows exactly as the processes of workers.py do. Every node needs gpt2-infer, and
+sees the folders of the inputs and of the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+from pyarrow import NativeFile
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask
+from ray.data.block import BlockAccessor, BlockMetadata
+from ray.data.checkpoint import CheckpointConfig
+from ray.data.datasource import BlockBasedFileDatasink
+
+from gpt2_infer.batch.job import BatchError, Job, Settings, as_table, complete, load, plan
+from gpt2_infer.batch.rows import read_rows
+from gpt2_infer.engines.continuous import Continuous
+from gpt2_infer.errors import RequestError
+
+
+def run_on_ray(
+    inputs: Sequence[Path],
+    out: Path,
+    settings: Settings,
+    *,
+    address: str,
+    devices: str | None,
+    resume: bool = False,
+    strict: bool = False,
+) -> tuple[int, int]:
+    """Complete the inputs' prompts into `out`; return how many rows there are, and errors.
+
+    address: of a cluster, or "local" for one of its own. devices: "cpu:N" for N actors; else one
+    for each GPU of the cluster. Raises RequestError for what plan() refuses or a cluster without
+    GPUs, and BatchError for a job that has stopped.
+    """
+    cpus = int(devices.removeprefix("cpu:")) if devices and devices.startswith("cpu:") else 0
+    # Rows are read and written beside the actors.
+    local = {"num_cpus": cpus + 2, "include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, **local)
+    try:
+        actors = cpus or int(ray.cluster_resources().get("GPU", 0))
+        device = torch.device("cpu" if cpus else "cuda")
+        if not actors:
+            raise RequestError("the cluster has no GPU: --devices cpu:N asks for N processes")
+        if settings.batch_size is None and not cpus:
+            raise RequestError("on the GPUs of a cluster --batch-size must be given")
+        inputs, out = [path.absolute() for path in inputs], out.absolute()
+        job = plan(inputs, out, settings, device=device, resume=resume, strict=strict, on_ray=True)
+        context = DataContext.get_current()
+        context.checkpoint_config = CheckpointConfig(
+            "id", str(out / "_checkpoint"), delete_checkpoint_on_success=False
+        )
+        dataset = ray.data.read_datasource(_Rows(job)).map_batches(
+            _Actor,
+            fn_constructor_args=(job, device),
+            compute=ActorPoolStrategy(size=actors),
+            batch_format="pyarrow",
+            batch_size=settings.part_rows,
+            num_cpus=1,
+            num_gpus=0 if cpus else 1,
+        )
+        try:
+            if settings.format == "parquet":
+                dataset.write_parquet(str(out))
+            else:
+                dataset.write_datasink(_Lines(str(out), file_format="jsonl"))
+        except ray.exceptions.RayError as error:
+            raise BatchError(f"{error}; --resume completes the job") from error
+    finally:
+        ray.shutdown()
+    done = [row.fields or {} for row in read_rows(sorted(out.glob(f"*.{settings.format}")))]
+    return len(done), sum(fields["error"] is not None for fields in done)
+
+
+class _Rows(Datasource):  # type: ignore[misc]
+    """The rows of a job, a block per part."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Return the size of the files."""
+        return sum(path.stat().st_size for path in self.job.inputs)
+
+    def get_read_tasks(self, *_: Any, **__: Any) -> list[ReadTask]:
+        """Return one: a row's seed follows from how many rows are before it."""
+        return [ReadTask(self._read, BlockMetadata(None, None, None, None))]
+
+    def _read(self) -> Iterator[pa.Table]:
+        rows = read_rows(self.job.inputs)
+        while some := list(itertools.islice(rows, self.job.settings.part_rows)):
+            yield pa.table({"id": [row.id for row in some], "row": [*map(pickle.dumps, some)]})
+
+
+class _Actor:
+    """A model on a device, which lasts as long as the job."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job = job
+        self.engine = Continuous(
+            load(job.settings, device), batch=job.batch, engine=job.settings.engine
+        )
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        rows = [pickle.loads(row) for row in batch["row"].to_pylist()]
+        return as_table(complete(self.job, self.engine, rows), self.job.settings.format)
+
+
+class _Lines(BlockBasedFileDatasink):  # type: ignore[misc]
+    """JSON Lines as they are: Ray's own sink goes through pandas, which rounds."""
+
+    def write_block_to_file(self, block: BlockAccessor, file: NativeFile) -> None:
+        """Write a block's lines."""
+        file.write("".join(block.to_arrow()["line"].to_pylist()).encode())
