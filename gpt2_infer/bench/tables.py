@@ -130,11 +130,11 @@ def repeated(task: str, again: str) -> None:
     (path, first), (path_again, second) = _newest(task), _newest(again)
     if not isinstance(first, KernelTiming) or not isinstance(second, KernelTiming):
         raise ResultsError(f"{task} and {again} are not timings of kernels")
-    medians = {(one.name, one.cell): one.median for one in second.series if one.samples}
-    timed = [one for one in first.series if (one.name, one.cell) in medians and one.samples]
+    medians = {_same_code(one): one.median for one in second.series if one.samples}
+    timed = [one for one in first.series if one.samples and _same_code(one) in medians]
     apart, inside = [], 0
     for mine in group_by(timed, lambda one: one.name).values():
-        percent = [100 * abs(medians[one.name, one.cell] / one.median - 1) for one in mine]
+        percent = [100 * abs(medians[_same_code(one)] / one.median - 1) for one in mine]
         inside += max(percent) <= max(spread_percent(one.samples) for one in mine)
         apart += percent
     _print(
@@ -142,6 +142,10 @@ def repeated(task: str, again: str) -> None:
         f"{len({one.name for one in timed})} backends stay within the spread of the first run, and "
         f"no median is more than {max(apart):.1f} % apart.\n"
     )
+
+
+def _same_code(one: KernelSeries) -> tuple[str, KernelCell, str | None]:
+    return one.name, one.cell, one.version_digest
 
 
 def row_errors(task: str, *names: str) -> None:
