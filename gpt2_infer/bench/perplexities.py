@@ -30,7 +30,8 @@ def score(
 ) -> Perplexity:
     """Score the beginning of the bundled model's held-out books; half of a window is context.
 
-    A backend that refuses, or whose logits are not finite, has its reason.
+    A backend that refuses, or whose logits are not finite, has its reason. The file is written
+    after each dtype.
     """
     provenance = environment.provenance()
     ladder.build_all(device, specs)
@@ -58,15 +59,15 @@ def score(
             one.bits_per_byte = scored.bits_per_byte
             one.perplexity = scored.perplexity
             one.difference, one.standard_error = scored.difference, scored.standard_error
-    results = Perplexity(
-        task=task,
-        provenance=provenance,
-        model=name,
-        tokens=len(text.ids) - 1,
-        bytes=text.bytes,
-        window=window,
-        series=series,
-    )
-    if out:
-        results.write(out)
+        results = Perplexity(
+            task=task,
+            provenance=provenance,
+            model=name,
+            tokens=len(text.ids) - 1,
+            bytes=text.bytes,
+            window=window,
+            series=series,
+        )
+        if out:
+            results.write(out)
     return results
