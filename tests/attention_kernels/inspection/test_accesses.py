@@ -261,7 +261,7 @@ def test_the_readme_shows_what_is_counted() -> None:
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers() -> None:
     """Of versions whose loads, or whose stores, nvcc leaves as they are, measured on an H200."""
-    file = Path(__file__).parents[3] / "results" / "2026-11-20_h200_profile-fp32-128.json"
+    file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
     profile = {v["name"]: v["metrics"] for v in json.loads(file.read_text("utf-8"))["versions"]}
     for number, kind, wavefronts in ((14, "load", 15_552), (11, "store", 3_840)):
         name = f"CUSTOM_CUDA_VERSION_{number}"

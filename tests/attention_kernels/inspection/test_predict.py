@@ -144,7 +144,7 @@ def test_every_number_of_a_gpu_has_its_source() -> None:
 def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     """As compiled: nvcc keeps some of what the source loads in a register."""
     list_backends()
-    file = ROOT / "results" / "2026-11-20_h200_profile-fp32-128.json"
+    file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     profiled = {v["name"]: v["metrics"] for v in json.loads(file.read_text("utf-8"))["versions"]}
     metrics = profiled["CUSTOM_CUDA_VERSION_2"]
     (found,) = predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_2"], H200, [128], num_heads=1)
