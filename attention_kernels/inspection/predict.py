@@ -419,14 +419,20 @@ class _Line:
     """The block at 0 where it is not on the line: it may have fewer queries."""
 
     def value(self, position: int, of: str) -> float:
-        """Return a count at a position, on the line through the two nearest samples."""
+        """Return a count at a position, on the line through the two nearest samples.
+
+        Where a tile of keys is as long as two blocks have queries, two blocks are alike: odd
+        positions are on one line, even ones on another.
+        """
         if position == 0 and self.first:
             return self.first.counts[of]
         if position in self.samples:
             return self.samples[position].counts[of]
         if len(self.samples) == 1:
             return next(iter(self.samples.values())).counts[of]
-        a, b = sorted(sorted(self.samples), key=lambda at: abs(at - position))[:2]
+        alike = [at for at in sorted(self.samples) if (at - position) % 2 == 0]
+        near = alike if len(alike) > 1 else sorted(self.samples)
+        a, b = sorted(near, key=lambda at: abs(at - position))[:2]
         first, second = self.samples[a].counts[of], self.samples[b].counts[of]
         return max(0.0, first + (second - first) * (position - a) / (b - a))
 
@@ -462,7 +468,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         return _Line(axis, length, {p: run(p) for p in range(0, length, -(-length // 4))})
     # The last is the shortest or the longest: from the short end on, work grows on a line.
     ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
-    chosen = (ends[0], ends[1], ends[_SAMPLED // 2 - 1], ends[-1])
+    chosen = (ends[0], ends[1], ends[-2], ends[-1])
     first = run(0) if length <= _MAX_WHOLE else None
     return _Line(axis, length, {p: samples.get(p) or run(p) for p in chosen}, first)
 

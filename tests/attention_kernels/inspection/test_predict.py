@@ -126,6 +126,14 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> Non
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
+def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
+    """So are those of 32 queries where a tile is 64 keys."""
+    issued = [100 * (1 + at // 2) for at in range(32)]
+    samples = {at: predict._Work([], [], Counter(issue=issued[at])) for at in (0, 1, 6, 7)}
+    line = predict._Line(1, 32, samples)
+    assert [line.value(at, "issue") for at in range(32)] == issued
+
+
 def test_every_number_of_a_gpu_has_its_source() -> None:
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(predict.Gpu)}
