@@ -263,13 +263,3 @@ def test_the_smallest_scale_of_normal_inputs_that_breaks_it(no_maximum, device):
     assert LARGEST - 10 < scores.tril().max() < LARGEST + 1
     assert 3 < found < 6
     assert run_case(usable("ABLATION_STEP_8", device), case(found), device).passed
-
-
-@pytest.mark.slow
-def test_the_bundled_model_needs_the_maximum(no_maximum, demo):
-    """Its first layer has scores of several thousands, at position 0."""
-    tokens = torch.tensor([demo.tokenizer.encode("Once upon a time, there was a little girl")])
-    expected = demo.with_attention("NAIVE_PYTORCH")(tokens)
-    logits = demo.with_attention(usable("ABLATION_STEP_8", "cpu"))(tokens)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
-    assert demo.with_attention(no_maximum)(tokens).isnan().any()

@@ -10,7 +10,8 @@
 //         only the sum with the last tile overflows, zero, which nobody notices. Downwards, a row
 //         whose largest score is below ln(FLT_MIN) = -87.34 loses its digits, leaves its budget at
 //         about -90 and is 0 / 0 below -103.97. Step 8 has all of these rows right: softmax depends
-//         on differences of scores alone. So yes: the bundled model has scores above 3,000.
+//         on differences of scores alone. So yes: the first weights of the bundled model had scores
+//         above 3,000.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
