@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attention_kernels import KernelError
 from gpt2_infer.engines.base import EngineName, capture
@@ -246,7 +247,11 @@ class _Slots:
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token per row, and its log-probability in the model's own distribution."""
-        tokens = self.sampling.choose(logits, uniforms)
         logits = logits.float()
+        if odd := logits.shape[1] % 4:
+            # torch adds up a row from its first multiple of 16 bytes on: let all rows begin there,
+            # or the rounding depends on the slot.
+            logits = functional.pad(logits, (0, 4 - odd), value=-torch.inf)
+        tokens = self.sampling.choose(logits, uniforms)
         chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         return tokens, chosen - logits.logsumexp(1)

@@ -63,15 +63,24 @@ def test_rows_are_what_they_are_alone(device, sampling, fields):
         assert {one.finish_reason for one in done.values()} == {"length", "stop"}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
-    model = make_model(device)
+def same_in_any_batch(model):
     requests = make_requests(model, 16)
     done = dict(Continuous(model, batch=8).run(requests))
     random.Random(1).shuffle(requests)
     for some in (requests[:1], requests[:7], requests):
         again = dict(Continuous(model, batch=8).run(some))
         assert again == {i: done[i] for i, _ in some}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
+    same_in_any_batch(make_model(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_is_a_row_of_gpt2_whose_logits_are_not_aligned(dtype):
+    same_in_any_batch(GPT2.from_pretrained("gpt2", random_weights=True, device="cuda", dtype=dtype))
 
 
 def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
