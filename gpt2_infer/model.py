@@ -181,8 +181,11 @@ class GPT2(nn.Module):
         self.config = config
         self._attention, self._decode_attention = _spec(attention), _spec(decode_attention)
         self.tokenizer: Tokenizer | None = None
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte, self.wpe = (
+            # To draw its own weights nn.Embedding would import torch's compiler: a second.
+            nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
+            for rows in (config.vocab_size, config.n_positions)
+        )
         self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.lm_head: nn.Linear | None = None

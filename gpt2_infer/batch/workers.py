@@ -57,12 +57,14 @@ def run(
     if world > 1 and len(devices) > 1:
         raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
     try:
+        if len(devices) > 1:
+            with _processes(devices) as workers:
+                job = prepare()
+                _work_in_processes(job, workers, on_rows)
+                return job
         with _together(prepare) if world > 1 else contextlib.nullcontext(prepare()) as job:
-            if len(devices) == 1:
-                work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
-            else:
-                _work_in_processes(job, devices, on_rows)
-        return job
+            work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
+            return job
     finally:
         lock.release()
 
@@ -90,60 +92,65 @@ def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
         dist.destroy_process_group()
 
 
-def _work_in_processes(
-    job: Job, devices: Sequence[torch.device], on_rows: Callable[[int], object]
-) -> None:
-    """Run a process per device; raise BatchError where one of them failed."""
+Workers = dict["Connection[Any, Any]", SpawnProcess]
+
+
+@contextlib.contextmanager
+def _processes(devices: Sequence[torch.device]) -> Iterator[Workers]:
+    """Start a process per device: they import what they need while the job is planned."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // len(devices))
-    workers: dict[Connection[Any, Any], SpawnProcess] = {}
-    dead = []
+    workers: Workers = {}
     try:
         for rank, device in enumerate(devices):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (job, device, rank, len(devices), threads, sender)
+            ours, theirs = context.Pipe()
+            arguments = (device, rank, len(devices), threads, theirs)
             process = context.Process(target=_worker, args=arguments, name=f"worker {rank + 1}")
             process.start()
-            sender.close()  # the worker's end alone is open: its death ends the pipe
-            workers[receiver] = process
-        while workers:
-            for ready in multiprocessing.connection.wait([*workers]):
-                receiver = cast("Connection[Any, Any]", ready)
-                try:
-                    message = receiver.recv()
-                except EOFError:
-                    process = workers.pop(receiver)
-                    process.join()
-                    if process.exitcode:
-                        dead.append(f"{process.name} ended with status {process.exitcode}")
-                    continue
-                if isinstance(message, str):
-                    raise BatchError(message)
-                on_rows(message)
+            theirs.close()  # the worker's end alone is open: its death ends the pipe
+            workers[ours] = process
+        yield workers
     finally:
         for process in workers.values():
             process.terminate()
             process.join()
+
+
+def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], object]) -> None:
+    """Have workers do the job; raise BatchError where one of them failed."""
+    dead = []
+    for pipe in workers:
+        with contextlib.suppress(BrokenPipeError):  # it has died, as recv() will tell
+            pipe.send(job)
+    while workers:
+        for ready in multiprocessing.connection.wait([*workers]):
+            pipe = cast("Connection[Any, Any]", ready)
+            try:
+                message = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                process = workers.pop(pipe)
+                process.join()
+                if process.exitcode:
+                    dead.append(f"{process.name} ended with status {process.exitcode}")
+                continue
+            if isinstance(message, str):
+                raise BatchError(message)
+            on_rows(message)
     if dead:
         raise BatchError(f"{', '.join(dead)}; --resume completes the job")
 
 
 def _worker(
-    job: Job,
-    device: torch.device,
-    rank: int,
-    world: int,
-    threads: int,
-    sender: Connection[Any, Any],
+    device: torch.device, rank: int, world: int, threads: int, pipe: Connection[Any, Any]
 ) -> None:
     """Be one of several processes: report rows, and an error that is to be expected."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        work(job, device, rank=rank, world=world, on_rows=sender.send)
+        work(pipe.recv(), device, rank=rank, world=world, on_rows=pipe.send)
     except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
-        sender.send(str(error))
+        pipe.send(str(error))
 
 
 def _end_with_parent() -> None:
