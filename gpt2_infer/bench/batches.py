@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 
+from gpt2_infer.batch import Settings
+from gpt2_infer.batch.job import load
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import BatchSeries, BatchTiming, Provenance
 from gpt2_infer.bench.timing import RejectedError, interleave
 from gpt2_infer.bench.transformers import reference_of
-from gpt2_infer.checkpoint import resolve_device
+from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Completion, Continuous
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Request
+from gpt2_infer.generation import Request, generate
 from gpt2_infer.model import GPT2
 
 PROMPT_TOKENS = (4, 60)
@@ -39,6 +41,7 @@ def compare_batches(
     dtypes: Sequence[str],
     batch_sizes: Sequence[int],
     *,
+    device: str,
     prompts: int,
     new_tokens: int,
     peer_batch_sizes: Sequence[int],
@@ -46,29 +49,32 @@ def compare_batches(
     task: str,
     out: Path | None = None,
 ) -> BatchTiming:
-    """Time greedy texts of random prompts and random weights, by batch size.
+    """Time greedy texts of random prompts by batch size; weights are random but the demo model's.
 
-    A small batch takes a fair part of the prompts. Some rows are completed in another order, too:
-    how many are the same, bit for bit? peer_batch_sizes: of transformers, whose batches are sorted
-    by length and padded on the left. The file is written after each dtype. Raises
-    UnavailableDeviceError.
+    A small batch takes a fair part of the prompts; a batch of 1 is one prompt after another, by
+    generate(). Some rows are completed in another order, too: how many are the same, bit for bit?
+    peer_batch_sizes: of transformers, whose batches are sorted by length and padded on the left.
+    The file is written after each dtype. Raises UnavailableDeviceError.
     """
     provenance = environment.provenance()
     rng = random.Random(0)
     lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(prompts))
     series = []
     for dtype in dtypes:
-        model = GPT2.from_pretrained(
-            name, random_weights=True, device=resolve_device("cuda"), dtype=getattr(torch, dtype)
-        )
+        settings = Settings(model=name, dtype=dtype, random_weights=name != DEMO_MODEL)
+        model = load(settings, resolve_device(device))
         rows = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
         expected: dict[int, list[int]] = {}
         contenders: dict[str, tuple[BatchSeries, Callable[[], float]]] = {}
         for batch in batch_sizes:
             one = _series(f"batch {batch}", "gpt2-infer", dtype, batch, rows, new_tokens)
             part = _requests(model, rows, one.prompts, new_tokens)
-            engine = Continuous(model, batch=batch)
-            contenders[one.name] = (one, functools.partial(_ours, engine, part, one, expected))
+            if batch == 1:
+                run = functools.partial(_one_by_one, settings, model.device, part)
+            else:
+                engine = Continuous(model, batch=batch)
+                run = functools.partial(_ours, engine, part, one, expected)
+            contenders[one.name] = (one, run)
         for batch in peer_batch_sizes:
             one = _series(
                 f"{TRANSFORMERS}, {batch}", "transformers", dtype, batch, rows, new_tokens
@@ -180,6 +186,30 @@ def _ours(
     return seconds
 
 
+def _one_by_one(
+    settings: Settings, device: torch.device, requests: Sequence[tuple[int, Request]]
+) -> float:
+    model = GPT2.from_pretrained(
+        settings.model,
+        random_weights=settings.random_weights,
+        device=device,
+        dtype=getattr(torch, settings.dtype),
+    )
+
+    def run() -> None:
+        for _, one in requests:
+            generate(
+                model,
+                one.rows,
+                max_new_tokens=one.max_new_tokens,
+                mode=one.mode,
+                ignore_eos=one.ignore_eos,
+            )
+
+    _, seconds = _timed(device, run)
+    return seconds
+
+
 def _transformers(
     reference: Any,
     requests: list[tuple[int, Request]],
@@ -231,9 +261,9 @@ def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
     return done, time.perf_counter() - started
 
 
-def compare_devices(
+def compare_jobs(
     name: str,
-    devices: Sequence[str],
+    options: Sequence[str],
     *,
     prompts: int,
     new_tokens: int,
@@ -242,9 +272,10 @@ def compare_devices(
     task: str,
     out: Path | None = None,
 ) -> BatchTiming:
-    """Time `gpt2-infer batch` of random prompts and weights by the clock, per value of --devices.
+    """Time `gpt2-infer batch` of random prompts with each of some options, by the clock.
 
-    A job of one row tells what it takes to start. What the jobs write must be equal.
+    Weights are random but the demo model's. A job of one row tells what it takes to start. What the
+    jobs write must be equal, sorted.
     """
     provenance = environment.provenance()
     rng = random.Random(0)
@@ -259,13 +290,13 @@ def compare_devices(
 
         def run(which: str) -> float:
             seconds, written[which] = job(which, rows)
-            if written[which] != written[devices[0]]:
+            if written[which] != written[options[0]]:
                 raise RejectedError("its rows are others than those of the first")
             return seconds
 
-        for which in devices:
+        for which in options:
             one = BatchSeries(
-                name=f"--devices {which}",
+                name=which,
                 program="gpt2-infer",
                 dtype="float32",
                 batch=batch_size or 0,
@@ -284,22 +315,22 @@ def _job(
     new_tokens: int,
     batch_size: int | None,
     folder: Path,
-    devices: str,
+    options: str,
     rows: Sequence[dict[str, Any]],
 ) -> tuple[float, bytes]:
-    """Return the seconds that a command takes, and all rows in the order of its files."""
+    """Return the seconds that a command takes, and its rows, sorted."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     with tempfile.TemporaryDirectory(dir=folder) as out:
         command = [sys.executable, "-m", "gpt2_infer", "batch", str(prompts), "--out", out]
-        command += ["--model", model, "--devices", devices, "--ignore-eos"]
+        command += [*options.split(), "--model", model, "--ignore-eos"]
         command += ["--max-new-tokens", str(new_tokens)]
-        command += [] if model == "demo" else ["--random-weights"]
+        command += [] if model == DEMO_MODEL else ["--random-weights"]
         command += [] if batch_size is None else ["--batch-size", str(batch_size)]
         started = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - started
         if done.returncode:
             raise RequestError(f"gpt2-infer batch failed: {done.stderr[-1000:]}")
-        files = sorted(Path(out).glob("part-*.jsonl"))
-        return seconds, b"".join(file.read_bytes() for file in files)
+        lines = [line for file in Path(out).glob("*.jsonl") for line in file.open("rb")]
+        return seconds, b"".join(sorted(lines))

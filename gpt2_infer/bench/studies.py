@@ -277,9 +277,10 @@ class DecodeStudy(_Study, kw_only=True, tag="decode"):
 
 
 class BatchStudy(_Study, kw_only=True, tag="batch"):
-    """Continuous batching by batch size, and transformers beside it; needs a GPU."""
+    """Continuous batching by batch size, and transformers beside it."""
 
     model: str = "gpt2"
+    device: str = "cuda"
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     batch_sizes: list[AtLeastOne] = msgspec.field(
         default_factory=lambda: [8, 32, 64, 128, 256, 512]
@@ -297,6 +298,7 @@ class BatchStudy(_Study, kw_only=True, tag="batch"):
             self.model,
             self.dtypes,
             self.batch_sizes,
+            device=self.device,
             prompts=self.prompts,
             new_tokens=self.new_tokens,
             peer_batch_sizes=self.peer_batch_sizes,
@@ -307,10 +309,10 @@ class BatchStudy(_Study, kw_only=True, tag="batch"):
 
 
 class JobStudy(_Study, kw_only=True, tag="job"):
-    """`gpt2-infer batch` by the clock, for each of some values of its --devices."""
+    """`gpt2-infer batch` by the clock, with each of some options."""
 
     model: str
-    devices: list[str]
+    options: list[str]
     prompts: AtLeastOne
     new_tokens: AtLeastOne
     batch_size: AtLeastOne | None = None
@@ -318,11 +320,11 @@ class JobStudy(_Study, kw_only=True, tag="job"):
 
     def run(self, task: str, out: Path) -> Results:
         """See _Study."""
-        from gpt2_infer.bench.batches import compare_devices
+        from gpt2_infer.bench.batches import compare_jobs
 
-        return compare_devices(
+        return compare_jobs(
             self.model,
-            self.devices,
+            self.options,
             prompts=self.prompts,
             new_tokens=self.new_tokens,
             batch_size=self.batch_size,

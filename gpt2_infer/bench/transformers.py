@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 from transformers import GPT2Config as TransformersConfig
 
 from attention_kernels import BackendSpec, list_backends
 from gpt2_infer.bench.generation import compare_with_transformers
 from gpt2_infer.bench.results import GenerationCell, GenerationTiming
-from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.generation import MODES, Mode
 from gpt2_infer.model import GPT2
 
@@ -30,14 +28,14 @@ def compare(
     """
     if device == "cpu":
         name, prompt = "demo", DEMO_PROMPT
-        model, reference = _demo()
+        model = GPT2.from_pretrained("demo", device="cpu")
         specs: dict[Mode, Sequence[BackendSpec]] = {
             "recompute": [model.attention],
             "kv-cache": [model.decode_attention],
         }
     else:
         name, prompt = "gpt2, random weights, seed 0", PROMPT
-        model, reference = _random_weights()
+        model = GPT2.from_pretrained("gpt2", random_weights=True, device="cuda")
         of_torch = [
             spec
             for spec in list_backends()
@@ -51,29 +49,30 @@ def compare(
         }
     cells = [GenerationCell(len(prompt) + new_tokens, mode=mode) for mode in MODES]
     return compare_with_transformers(
-        model, reference, specs, cells, prompt, name=name, rounds=rounds, task=task, out=out
+        model,
+        reference_of(model),
+        specs,
+        cells,
+        prompt,
+        name=name,
+        rounds=rounds,
+        task=task,
+        out=out,
     )
-
-
-def _demo() -> tuple[GPT2, Any]:
-    model = GPT2.from_pretrained("demo", device="cpu")
-    folder = str(open_checkpoint("demo").folder)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, reference.eval()
-
-
-def _random_weights() -> tuple[GPT2, Any]:
-    model = GPT2.from_pretrained("gpt2", random_weights=True, device="cuda")
-    return model, reference_of(model)
 
 
 def reference_of(model: GPT2) -> Any:
-    """Return transformers' model of a published size with a copy of our weights."""
+    """Return transformers' model with a copy of our weights."""
     config = model.config
-    reference = AutoModelForCausalLM.from_config(
-        TransformersConfig(n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head),
-        dtype=model.dtype,
+    sizes = TransformersConfig(
+        n_embd=config.n_embd,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        vocab_size=config.vocab_size,
+        bos_token_id=None,
+        eos_token_id=None,
     )
+    reference = AutoModelForCausalLM.from_config(sizes, dtype=model.dtype)
     reference.load_state_dict(
         {f"transformer.{name}": value for name, value in model.state_dict().items()}
         | {"lm_head.weight": model.wte.weight}

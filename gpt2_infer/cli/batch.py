@@ -32,7 +32,9 @@ RAY = (
     "run on the Ray cluster at ADDRESS, or on one of its own: an actor for each GPU, or those of "
     "--devices cpu:N"
 )
-BATCH_SIZE = "rows at a time on a device (default: 32 on cpu, by free memory and up to 256 on cuda)"
+BATCH_SIZE = (
+    "rows at a time on a device, or auto (default): 32 on cpu, by free memory and up to 256 on cuda"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", metavar="NAMES", help=DEVICES)
     add("--ray", nargs="?", const="local", metavar="ADDRESS", help=RAY)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
-    add("--batch-size", type=int, metavar="N", help=BATCH_SIZE)
+    add("--batch-size", type=batch_size, metavar="N", help=BATCH_SIZE)
     add("--part-rows", type=int, default=1000, metavar="N", help="of a file (default: %(default)s)")
+
+
+def batch_size(text: str) -> int | None:
+    """Return what --batch-size says; None is "auto"."""
+    return None if text == "auto" else int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
