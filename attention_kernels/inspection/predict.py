@@ -8,9 +8,11 @@ become free. docs/prediction.md says what is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import importlib.util
+import itertools
 import math
 import os
 import shutil
@@ -22,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import resources, sass
-from attention_kernels.inspection.sass import WARP, Block, Instruction
+from attention_kernels.inspection.sass import STORES, WARP, Blocks, Instruction
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
@@ -44,6 +47,8 @@ _WINDOW = 3
 _MAX_STEPS = 3_000_000  # of a block: seconds of emulation
 _MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at the same pace
 _SAMPLED = 8  # blocks along an axis; the rest lie on a line
+_SPREAD = 128  # blocks, where they do not
+_MAX_LANE_STEPS = 500_000_000  # of them together
 _MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
 # Where bank 0 holds the parameters, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
@@ -210,7 +215,6 @@ _PIPES = {
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
 }
 _PIPE_OF = {name: pipe for pipe, names in _PIPES.items() for name in names}
-_STORES = ("STG", "ST", "RED", "REDG")
 _WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
@@ -221,34 +225,49 @@ def _pipe(one: Instruction) -> str:
     return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
 
 
-def _work(block: Block) -> _Work:
-    pipes = [_pipe(one) for one in block.code]
-    kinds = [_WAVEFRONTS.get(one.base, "loads") for one in block.code]
-    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(block.lanes // WARP)]
-    counts: Counter[str] = Counter()
-    parts: list[list[int]] = []
-    for number, step in enumerate(block.steps):
-        if number >= len(block.steps) * len(parts) / 8:
-            parts.append([len(warp) for warp in warps])
+def _counts(blocks: Blocks) -> list[Counter[str]]:
+    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
+    code = blocks.code
+    shape = len(code), len(blocks.indices), blocks.warps
+    executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
+    for step in blocks.steps:
         index = step.index
-        on = step.warps.nonzero()[0].tolist()
-        counts["issue"] += len(on)
-        counts[pipes[index]] += len(on)
-        if step.wavefronts is None and step.sectors is None:
-            one = (index, 0, 0, 0)
-            for warp in on:
-                warps[warp].append(one)
-            continue
-        written = block.code[index].base in _STORES
+        executed[index] += step.warps.reshape(shape[1:])
+        if step.wavefronts is not None:
+            wavefronts[index] += step.wavefronts.reshape(shape[1:])
+        if step.lines is not None and step.misses is not None:
+            lines[index] += step.lines.reshape(shape[1:])
+            misses[index] += step.misses.reshape(shape[1:])
+    found: list[Counter[str]] = [Counter() for _ in blocks.indices]
+    for index in np.flatnonzero(executed.any((1, 2))).tolist():
+        one = code[index]
+        for name, array in (
+            ("issue", executed),
+            (_pipe(one), executed),
+            (_WAVEFRONTS.get(one.base, "loads"), wavefronts),
+            ("lines", lines),
+            ("misses", misses),
+        ):
+            for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
+                counts[name] += count
+    return found
+
+
+def _work(blocks: Blocks, number: int, counts: Counter[str]) -> _Work:
+    """Return what the warps of one of some blocks execute."""
+    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
+    steps = [step for step in blocks.steps if step.warps[of_block].any()]
+    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
+    parts: list[list[int]] = []
+    for at, step in enumerate(steps):
+        if at >= len(steps) * len(parts) / 8:
+            parts.append([len(warp) for warp in warps])
         wavefronts, lines, misses = (
-            [0] * len(warps) if x is None else x.tolist()
-            for x in (step.wavefronts, step.lines, step.sectors if written else step.misses)
+            [0] * blocks.warps if x is None else x[of_block].tolist()
+            for x in (step.wavefronts, step.lines, step.misses)
         )
-        counts[kinds[index]] += sum(wavefronts)
-        counts["lines"] += sum(lines)
-        counts["misses"] += sum(misses)
-        for warp in on:
-            warps[warp].append((index, wavefronts[warp], lines[warp], misses[warp]))
+        for warp in np.flatnonzero(step.warps[of_block]).tolist():
+            warps[warp].append((step.index, wavefronts[warp], lines[warp], misses[warp]))
     return _Work(warps, parts, counts)
 
 
@@ -363,7 +382,7 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
                 done = begin + _SHUFFLE - 2
             elif pipe == "shared":
                 done = begin + cost - 3 + gpu.shared_latency
-            elif base in _STORES:
+            elif base in STORES:
                 l2 = max(l2, begin) + misses * _SECTOR / l2_rate
                 done = begin + cost
             elif misses:
@@ -410,13 +429,18 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
 
 @dataclass(frozen=True)
 class _Line:
-    """Work and counts of the blocks along the axis in which they differ."""
+    """Work and counts of the blocks of a grid that differ, in the order in which they start."""
 
-    axis: int
     length: int
-    samples: dict[int, _Work]
-    first: _Work | None = None
-    """The block at 0 where it is not on the line: it may have fewer queries."""
+    samples: dict[int, Counter[str]]
+    works: list[_Work]
+    """Of some of the samples, to be timed."""
+    inputs: float = 1.0
+    """The share of what they load that is of the call's inputs, and of no earlier launch."""
+    alike: int = 1
+    """How many blocks of the grid each of them stands for."""
+    first: Counter[str] | None = None
+    """The one at 0 where it is not on the line: it may have fewer queries."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -425,68 +449,94 @@ class _Line:
         positions are on one line, even ones on another.
         """
         if position == 0 and self.first:
-            return self.first.counts[of]
+            return self.first[of]
         if position in self.samples:
-            return self.samples[position].counts[of]
+            return self.samples[position][of]
         if len(self.samples) == 1:
-            return next(iter(self.samples.values())).counts[of]
-        alike = [at for at in sorted(self.samples) if (at - position) % 2 == 0]
-        near = alike if len(alike) > 1 else sorted(self.samples)
-        a, b = sorted(near, key=lambda at: abs(at - position))[:2]
-        first, second = self.samples[a].counts[of], self.samples[b].counts[of]
+            return next(iter(self.samples.values()))[of]
+        alike = [at for at in self.samples if (at - position) % 2 == 0]
+        near = alike if len(alike) > 1 else self.samples
+        a, b = heapq.nsmallest(2, near, key=lambda at: abs(at - position))
+        first, second = self.samples[a][of], self.samples[b][of]
         return max(0.0, first + (second - first) * (position - a) / (b - a))
 
     def total(self, of: str) -> float:
-        """Return the sum over the axis."""
-        return sum(self.value(position, of) for position in range(self.length))
+        """Return the sum over the grid."""
+        return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
 def _line(program: _Program, launch: _Launch) -> _Line:
-    """Run some blocks of a launch; along the other axes all do the same."""
-    axis = 1 if launch.grid[1] > 1 else 0
-    length = launch.grid[axis]
+    """Run some blocks of a launch. Where there is a second axis, all along the first are alike."""
+    x, y, z = launch.grid
+    places = [(0, j, k) for k in range(z) for j in range(y)]
+    if y == z == 1:
+        places = [(i, 0, 0) for i in range(x)]
+    length = len(places)
+    alike = math.prod(launch.grid) // length
+    base = _PARAMETERS[program.gpu.arch]
+    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+    constants = dimensions.ljust(base, b"\0") + launch.parameters
 
-    def run(position: int) -> _Work:
-        index = [0, 0, 0]
-        index[axis] = position
-        base = _PARAMETERS[program.gpu.arch]
-        dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-        constants = dimensions.ljust(base, b"\0") + launch.parameters
-        x, y, z = index
+    def run(positions: Iterable[int]) -> tuple[Blocks, dict[int, Counter[str]]]:
+        chosen = sorted(positions)
+        indices = [places[position] for position in chosen]
         code = program.kernels[launch.symbol]
-        block = Block(code, constants, launch.block, (x, y, z), _MAX_STEPS)
-        block.run()
-        return _work(block)
+        blocks = Blocks(code, constants, launch.block, indices, _MAX_STEPS)
+        blocks.run()
+        return blocks, dict(zip(chosen, _counts(blocks), strict=True))
 
+    first = None
     if length <= _SAMPLED:
-        return _Line(axis, length, {position: run(position) for position in range(length)})
-    samples = {length - 1: run(length - 1), length - 2: run(length - 2)}
-    work = [samples[length - 1].instructions, samples[length - 2].instructions]
-    if abs(work[1] - work[0]) < 0.001 * work[0]:  # all alike: the last may be a partial one
-        return _Line(axis, length, {length - 2: samples[length - 2]})
-    if axis == 0:  # parts of any length
-        return _Line(axis, length, {p: run(p) for p in range(0, length, -(-length // 4))})
-    # The last is the shortest or the longest: from the short end on, work grows on a line.
-    ends = range(length - 1, length - _SAMPLED - 1, -1) if work[1] > work[0] else range(_SAMPLED)
-    chosen = (ends[0], ends[1], ends[-2], ends[-1])
-    first = run(0) if length <= _MAX_WHOLE else None
-    return _Line(axis, length, {p: samples.get(p) or run(p) for p in chosen}, first)
+        blocks, ran = run(range(length))
+        samples = ran
+    elif y > 1 and z == 1:
+        blocks, ran = run([length - 2, length - 1])
+        last = [counts["issue"] for counts in ran.values()]
+        if abs(last[0] - last[1]) < 0.001 * last[1]:  # all alike: the last may be a partial one
+            del ran[length - 1]
+        else:
+            # The last is the shortest or the longest: from there on, work grows on a line.
+            is_shortest = last[0] > last[1]
+            ends = range(length - 1, length - _SAMPLED - 1, -1) if is_shortest else range(_SAMPLED)
+            blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
+            first = run([0])[1][0] if length <= _MAX_WHOLE else None
+        samples = ran
+    else:  # parts of any length: as many as can be run in a few seconds stand for their neighbours
+        blocks, ran = run(_spread(_SAMPLED, length))
+        issued = [counts["issue"] for counts in ran.values()]
+        if max(issued) - min(issued) > 0.001 * max(issued):
+            limit = _MAX_LANE_STEPS * _SAMPLED // (len(blocks.steps) * blocks.lanes)
+            blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
+        samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
+    # A block that asks nothing of memory has nothing to do. A few of the others are timed.
+    numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
+    busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
+    timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
+    works = [_work(blocks, number, numbers[number]) for number in sorted(timed)]
+    # The recorder of launches puts q, k and v at 1, 2 and 3 terabytes.
+    inputs = sum(blocks.fetched[tensor] for tensor in (1, 2, 3)) / max(1, blocks.fetched.total())
+    return _Line(length, samples, works, inputs, alike, first)
 
 
-def _finish(line: _Line, grid: tuple[int, int, int], gpu: Gpu, alone: float, paces: Sequence[float],
-            extra: float) -> tuple[float, float]:  # fmt: skip
+def _spread(count: int, length: int) -> list[int]:
+    """Return the middles of equal parts of a length."""
+    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
+
+
+def _finish(
+    line: _Line, gpu: Gpu, alone: float, paces: Sequence[float], extra: float
+) -> tuple[float, float]:
     """Return when the last multiprocessor has finished, and when with equal shares, in cycles.
 
     Cycles per instruction: alone, of a block on a multiprocessor of its own; paces, of each, the
     oldest first, where as many as fit are there. extra: a block's cycles beyond that. Blocks start
     in order, where there is room first.
     """
-    across = math.prod(grid) // line.length
-    per_row = grid[0] if line.axis == 1 else 1
-    work = [line.value(p, "issue") + extra / alone for p in range(line.length)]
-    waiting = [w for w in work for _ in range(per_row)]
-    waiting *= across // per_row
-    waiting.reverse()
+    waiting = [
+        line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
+        for p in reversed(range(line.length))
+        for _ in range(line.alike)
+    ]
     total = sum(waiting)
     fits = len(paces)
     some = [
@@ -571,17 +621,17 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.version.path.name, [reason])
     line = _line(program, launch)
-    across = math.prod(launch.grid) // line.length
-    total = {name: across * line.total(name) for name in line.samples[min(line.samples)].counts}
-    # Blocks that start together ask for what they share at once, and all wait for memory.
-    cold = min(1.0, fits * gpu.multiprocessors / math.prod(launch.grid))
-    fits = min(fits, -(-math.prod(launch.grid) // gpu.multiprocessors))
+    total = {name: line.total(name) for name in {*itertools.chain(*line.samples.values())}}
+    busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
+    # Blocks that start together ask for what they share at once, and all wait for memory. What an
+    # earlier launch has written is in L2.
+    cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
+    fits = min(fits, -(-busy // gpu.multiprocessors))
     l2_bytes = total.get("misses", 0) * _SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
-    works = list(line.samples.values())
-    alone, extra = _alone(gpu, code, works, miss)
-    paces = _together(gpu, code, works, fits, miss) if fits > 1 else [alone]
-    end, equal = _finish(line, launch.grid, gpu, alone, paces, extra)
+    alone, extra = _alone(gpu, code, line.works, miss)
+    paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
+    end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
     requests = total.get("lines", 0) + total.get("shuffle", 0)
@@ -662,23 +712,12 @@ def predict(
 
 def _sum(each: Sequence[tuple[int, Prediction]], seqlen: int) -> Prediction:
     first = each[0][1]
-
-    def total(name: str) -> float:
-        return float(sum(count * getattr(one, name) for count, one in each))
-
-    return Prediction(
-        version=first.version,
-        gpu=first.gpu,
-        seqlen=seqlen,
-        time_us=total("time_us"),
-        needs_us={
-            name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
-        },
-        waiting_us=total("waiting_us"),
-        uneven_us=total("uneven_us"),
-        launch_us=total("launch_us"),
-        launches=round(total("launches")),
-        instructions=round(total("instructions")),
-        load_wavefronts=round(total("load_wavefronts")),
-        store_wavefronts=round(total("store_wavefronts")),
-    )
+    needs = {
+        name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
+    }
+    added: dict[str, Any] = {
+        field.name: sum(count * getattr(one, field.name) for count, one in each)
+        for field in dataclasses.fields(Prediction)
+        if field.name not in ("version", "gpu", "seqlen", "needs_us")
+    }
+    return dataclasses.replace(first, seqlen=seqlen, needs_us=needs, **added)

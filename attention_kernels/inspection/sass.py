@@ -1,6 +1,6 @@
 """Run a kernel's machine code (SASS) without a GPU, to see which instructions its warps execute.
 
-All threads of a block run side by side, lowest address first, so that lanes which leave a loop
+All threads of some blocks run side by side, lowest address first, so that lanes which leave a loop
 wait behind it. Integers, predicates and addresses are computed; all that is loaded, and all that is
 floating-point, is zero: control flow that depends on data is not followed. Instructions are read as
 cuobjdump prints them. NVIDIA publishes their names but not their exact meaning (CUDA Binary
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from attention_kernels.errors import AttentionError
 
 WARP = 32
+STORES = ("STG", "ST", "RED", "REDG")  # to global memory
 # A register of every lane. It holds 32 bits; sums and products have room for their carries.
 Values: TypeAlias = npt.NDArray[np.int64]
 Word: TypeAlias = Any  # such a register, or an int that all lanes have
@@ -142,7 +144,7 @@ def _instruction(found: re.Match[str], registers: tuple[int, int]) -> Instructio
 
 @dataclass
 class Step:
-    """One instruction as some warps of a block execute it at once."""
+    """One instruction as some warps execute it at once."""
 
     index: int
     """Of the instruction."""
@@ -151,42 +153,46 @@ class Step:
     """Of shared memory, by warp."""
     lines: Values | None = None
     """Of the L1 cache, 128 bytes each, that a request of global memory touches, by warp."""
-    sectors: Values | None = None
-    """Of global memory, 32 bytes each, by warp."""
     misses: Values | None = None
-    """Those of them that no thread of the block has touched before."""
+    """Of global memory, the sectors of 32 bytes that go to L2, by warp: of a store all, else those
+    that no thread of the block has touched before."""
 
 
 @dataclass
-class Block:
-    """The threads of one block, and what they have done."""
+class Blocks:
+    """The threads of some blocks of a grid, and what they have done."""
 
     code: Sequence[Instruction]
     constants: bytes
     """Bank 0: block and grid dimensions, then the kernel's parameters."""
     block: tuple[int, int, int]
-    index: tuple[int, int, int]
+    """Its dimensions."""
+    indices: Sequence[tuple[int, int, int]]
+    """Of the blocks, in the grid."""
     max_steps: int
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         x, y, z = self.block
         threads = x * y * z
-        self.lanes = -(-threads // WARP) * WARP
+        self.warps = -(-threads // WARP)  # of a block
+        self.lanes = len(self.indices) * self.warps * WARP
         self.values = np.zeros((512, self.lanes), np.int64)
         self.predicates = np.zeros((16, self.lanes), np.bool_)
         self.predicates[[7, 15]] = True
-        at = np.arange(self.lanes)
+        at = np.arange(self.lanes) % (self.warps * WARP)
+        index = np.repeat(np.array(self.indices), self.warps * WARP, 0)
         self.special = {
             "SR_TID.X": at % x,
             "SR_TID.Y": at // x % y,
             "SR_TID.Z": at // (x * y),
             "SR_LANEID": at % WARP,
-            **{f"SR_CTAID.{axis}": i for axis, i in zip("XYZ", self.index, strict=True)},
+            **{f"SR_CTAID.{axis}": index[:, i] for i, axis in enumerate("XYZ")},
         }
         self.exists: Mask = at < threads
-        self.seen: set[int] = set()
-        self.patterns: dict[tuple[int, bool, bytes], Values] = {}
+        self.seen: list[set[int]] = [set() for _ in self.indices]
+        self.fetched: Counter[int] = Counter()  # sectors new to a block, by terabyte
+        self.patterns: dict[tuple[int, bool, bytes], int] = {}
 
     def run(self) -> None:
         """Run until every thread has ended; raises SassError after max_steps instructions."""
@@ -197,7 +203,7 @@ class Block:
         while not done.all():
             live = ~(done | waiting)
             if not live.any():
-                waiting[:] = False  # the barrier is complete
+                waiting[:] = False  # the barrier of each block is complete
                 continue
             pc = int(where[live].min())
             here = live & (where == pc)
@@ -275,22 +281,28 @@ class Block:
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
         relative = np.where(active, by_warp - (first & ~127), _LOW)
-        key = (size, merges, relative.tobytes())
-        if key not in self.patterns:
-            self.patterns[key] = np.array([_wavefronts(row, size, merges) for row in relative])
-        return self.patterns[key]
+        found = np.zeros(len(relative), np.int64)
+        for warp in np.flatnonzero(active.any(1)).tolist():
+            key = (size, merges, relative[warp].tobytes())
+            if key not in self.patterns:
+                self.patterns[key] = _wavefronts(relative[warp], size, merges)
+            found[warp] = self.patterns[key]
+        return found
 
-    def touch(self, addresses: Values, size: int, mask: Mask, step: Step) -> None:
-        """Count the sectors of a request of global memory, and those that are new to the block."""
-        step.lines, step.sectors, step.misses = np.zeros((3, self.lanes // WARP), np.int64)
-        ends = np.stack([addresses, addresses + size - 1]) >> 5
-        for warp in np.flatnonzero(step.warps):
+    def touch(self, addresses: Values, one: Instruction, mask: Mask, step: Step) -> None:
+        """Count the lines of a request of global memory, and the sectors that go to L2."""
+        step.lines, step.misses = np.zeros((2, self.lanes // WARP), np.int64)
+        ends = np.stack([addresses, addresses + one.size - 1]) >> 5
+        for warp in np.flatnonzero(step.warps).tolist():
             lanes = slice(warp * WARP, (warp + 1) * WARP)
             sectors = {*ends[:, lanes][:, mask[lanes]].ravel().tolist()}
-            step.sectors[warp] = len(sectors)
+            seen = self.seen[warp // self.warps]
             step.lines[warp] = len({sector >> 2 for sector in sectors})
-            step.misses[warp] = len(sectors - self.seen)
-            self.seen |= sectors
+            new = sectors if one.base in STORES else sectors - seen
+            step.misses[warp] = len(new)
+            if new and one.base not in STORES:
+                self.fetched[min(new) >> 35] += len(new)
+            seen |= sectors
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:
@@ -342,7 +354,7 @@ def _row(operand: str) -> int:
 
 
 @functools.cache
-def _reader(operand: str, high: bool) -> Callable[[Block], Word]:  # noqa: PLR0911 - one per kind
+def _reader(operand: str, high: bool) -> Callable[[Blocks], Word]:  # noqa: PLR0911 - one per kind
     """Return how to read an operand of 32 bits; high: the upper half of one of 64."""
     if operand[0] in "-~" and not re.match(r"-(0x|\d|INF|QNAN)", operand):
         inner, one = _reader(operand[1:], high), int(operand[0] == "-")
@@ -384,7 +396,7 @@ def _terms(operand: str, wide: bool) -> list[tuple[str, bool, int]]:
     return found
 
 
-def _address(block: Block, operand: str, *, wide: bool) -> Values:
+def _address(block: Blocks, operand: str, *, wide: bool) -> Values:
     total = np.zeros(block.lanes, np.int64)
     for name, pair, factor in _terms(operand, wide):
         total += (block.read64(name) if pair else block.read(name)) * factor
@@ -401,7 +413,7 @@ def _float(values: Word) -> npt.NDArray[np.float32]:
 
 # ---- Instructions --------------------------------------------------------------------------------
 
-Action: TypeAlias = Callable[[Block, Instruction, Mask, Step], None]
+Action: TypeAlias = Callable[[Blocks, Instruction, Mask, Step], None]
 _NOTHING = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "BRA", "EXIT", "BAR", "STL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP",
@@ -434,24 +446,24 @@ def _action(one: Instruction) -> Action | None:
     return action
 
 
-def _value(of: Callable[[Block, Instruction], Word]) -> Action:
+def _value(of: Callable[[Blocks, Instruction], Word]) -> Action:
     """Return what writes a value to the first operand."""
     return lambda block, one, mask, _: block.write(_row(one.operands[0]), of(block, one), mask)
 
 
-def _zero(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _zero(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     found = next((x for x in one.operands[:2] if re.fullmatch(r"U?R(\d+|Z)(\.\w+)?", x)), "RZ")
     block.write(_row(found), 0, mask)
     if one.base == "CS2R" and "32" not in one.parts:
         block.write(_row(found) + 1, 0, mask)
 
 
-def _two_halves(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _two_halves(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     high, low = (np.float16(x.replace("QNAN", "nan")).view(np.uint16) for x in one.operands[3:])
     block.write(_row(one.operands[0]), int(high) << 16 | int(low), mask)
 
 
-def _shared_access(block: Block, one: Instruction, mask: Mask, step: Step) -> None:
+def _shared_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> None:
     matrices = one.base in ("LDSM", "STSM")
     if matrices:  # a row of 16 bytes from each of the first lanes, 8 per matrix
         count = int(one.parts[-1]) if one.parts[-1].isdigit() else 1
@@ -463,9 +475,9 @@ def _shared_access(block: Block, one: Instruction, mask: Mask, step: Step) -> No
         block.write(row, 0, mask)
 
 
-def _global_access(block: Block, one: Instruction, mask: Mask, step: Step) -> None:
+def _global_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> None:
     places = [x for x in one.operands if "[" in x]
-    block.touch(_address(block, places[-1], wide=True), one.size, mask, step)
+    block.touch(_address(block, places[-1], wide=True), one, mask, step)
     if one.base == "LDGSTS":
         at = _address(block, places[0], wide=False) & _LOW
         step.wavefronts = block.shared(at, one.size, mask)
@@ -473,7 +485,7 @@ def _global_access(block: Block, one: Instruction, mask: Mask, step: Step) -> No
         block.write(row, 0, mask)
 
 
-def _add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     """IADD3 and VIADD: up to three terms, carries out, and with .X carries in."""
     carried, sources, carries = one.split
     total = np.zeros(block.lanes, np.int64)
@@ -487,7 +499,7 @@ def _add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
         block.write_predicate(name, total >> 32 >= limit, mask)
 
 
-def _multiply_add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _multiply_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     carried, (x, y, z), carries = one.split
     a, b = np.asarray(block.read(x)), np.asarray(block.read(y))
     row = _row(one.operands[0])
@@ -507,7 +519,7 @@ def _multiply_add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
         block.write_predicate(name, np.broadcast_to(carry, mask.shape), mask)
 
 
-def _shift_add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _shift_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     """LEA: (a << s) + b; .HI: the upper word of (c:a) << s, plus b."""
     carried, sources, carries = one.split
     a, shift = block.read(sources[0]), int(sources[-1], 16) & 31
@@ -526,7 +538,7 @@ def _shift_add(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
         block.write_predicate(name, np.broadcast_to(total > _LOW, mask.shape), mask)
 
 
-def _shift(block: Block, one: Instruction) -> Word:
+def _shift(block: Blocks, one: Instruction) -> Word:
     low, amount, high = (np.asarray(block.read(x)) for x in one.operands[1:4])
     parts = one.parts
     both = any(part.endswith("64") for part in parts)
@@ -554,7 +566,7 @@ def _table(lut: int, a: Word, b: Word, c: Word) -> Word:
     return found
 
 
-def _logic(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _logic(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     operands = [x for x in one.operands if x != "PT"]
     predicate = operands.pop(0) if _IS_PREDICATE.fullmatch(operands[0]) else None
     inputs = (block.read(x) for x in operands[1:4])
@@ -564,7 +576,7 @@ def _logic(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
         block.write_predicate(predicate, found != 0, mask)
 
 
-def _predicate_logic(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _predicate_logic(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     first, second, a, b, c, lut, lut2 = one.operands[-7:]
     bits = [block.predicate(x).astype(np.int64) for x in (a, b, c)]
     for name, table in ((first, lut), (second, lut2)):
@@ -572,7 +584,7 @@ def _predicate_logic(block: Block, one: Instruction, mask: Mask, _: Step) -> Non
         block.write_predicate(name, found, mask)
 
 
-def _compare(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _compare(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     parts = one.parts
     first, second, a, b, *rest = one.operands
     as_number: Callable[[Word], Word] = _float if one.base == "FSETP" else _signed
@@ -587,12 +599,12 @@ def _compare(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
     block.write_predicate(second, joined[1], mask)
 
 
-def _select(block: Block, one: Instruction) -> Word:
+def _select(block: Blocks, one: Instruction) -> Word:
     a, b = (block.read(x) for x in one.operands[1:3])
     return np.where(block.predicate(one.operands[3]), a, b)
 
 
-def _minimum(block: Block, one: Instruction) -> Word:
+def _minimum(block: Blocks, one: Instruction) -> Word:
     """IMNMX, VIMNMX and VIADDMNMX, whose first two operands are added."""
     _, sources, trailing = one.split
     *terms, y = (block.read(x) for x in sources)
@@ -602,28 +614,28 @@ def _minimum(block: Block, one: Instruction) -> Word:
     return np.where(block.predicate(trailing[0]), np.minimum(x, y), np.maximum(x, y))
 
 
-def _permute(block: Block, one: Instruction) -> Word:
+def _permute(block: Blocks, one: Instruction) -> Word:
     a, select, b = (block.read(x) for x in one.operands[1:4])
     pair = a | np.int64(b) << 32
     picked = (pair >> (select >> 4 * i & 7) * 8 & 255 for i in range(4))
     return sum(byte << 8 * i for i, byte in enumerate(picked))
 
 
-def _load_constant(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _load_constant(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     row, source = _row(one.operands[0]), one.operands[1]
     block.write(row, block.read(source) & (1 << 8 * min(4, one.size)) - 1, mask)
     if one.size == 8:
         block.write(row + 1, block.read(source, high=True), mask)
 
 
-def _to_uniform(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _to_uniform(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     values = np.broadcast_to(block.read(one.operands[-1]), mask.shape).reshape(-1, WARP)
     first = mask.reshape(-1, WARP).argmax(1)[:, None]
     of_first = np.take_along_axis(values, first, 1).ravel()
     block.write(_row(one.operands[0]), np.repeat(of_first, WARP), mask)
 
 
-def _to_float(block: Block, one: Instruction) -> Word:
+def _to_float(block: Blocks, one: Instruction) -> Word:
     source = np.asarray(block.read(one.operands[-1]))
     exact = (source if "U32" in one.parts else _signed(source)).astype(np.float64)
     rounded = exact.astype(np.float32)
@@ -632,17 +644,17 @@ def _to_float(block: Block, one: Instruction) -> Word:
     return rounded.view(np.uint32).astype(np.int64)
 
 
-def _to_integer(block: Block, one: Instruction) -> Word:
+def _to_integer(block: Blocks, one: Instruction) -> Word:
     source = np.nan_to_num(_float(block.read(one.operands[-1])).astype(np.float64))
     return np.clip(source, -(2.0**31), 2.0**32 - 1).astype(np.int64)
 
 
-def _reciprocal(block: Block, one: Instruction) -> Word:
+def _reciprocal(block: Blocks, one: Instruction) -> Word:
     with np.errstate(all="ignore"):
         return (1 / _float(block.read(one.operands[1]))).view(np.uint32).astype(np.int64)
 
 
-def _predicates_to_register(block: Block, one: Instruction) -> Word:
+def _predicates_to_register(block: Blocks, one: Instruction) -> Word:
     which = int(one.operands[-1], 16)
     found = block.read(one.operands[-2]) & (_LOW ^ which)
     for i in range(7):
@@ -651,14 +663,14 @@ def _predicates_to_register(block: Block, one: Instruction) -> Word:
     return found
 
 
-def _register_to_predicates(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _register_to_predicates(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     values = np.broadcast_to(block.read(one.operands[1]), mask.shape)
     for i in range(7):
         if int(one.operands[-1], 16) >> i & 1:
             block.write_predicate(f"P{i}", values >> i & 1 != 0, mask)
 
 
-def _vote(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _vote(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     predicates = [x for x in one.operands if _IS_PREDICATE.fullmatch(x)]
     asked = block.predicate(predicates[-1])
     lanes = (asked & mask).reshape(-1, WARP)
@@ -670,7 +682,7 @@ def _vote(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
             block.write(_row(x), np.repeat((lanes << np.arange(WARP)).sum(1), WARP), mask)
 
 
-def _false(block: Block, one: Instruction, mask: Mask, _: Step) -> None:
+def _false(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
     block.write_predicate(one.operands[0], np.zeros(block.lanes, np.bool_), mask)
 
 

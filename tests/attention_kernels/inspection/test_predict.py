@@ -45,9 +45,9 @@ CODE = """
 """  # fmt: skip  # noqa: E501
 
 
-def block(code: str = CODE) -> sass.Block:
+def block(code: str = CODE) -> sass.Blocks:
     constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
-    found = sass.Block(sass.parse(code)["kernel"], constants, (64, 1, 1), (0, 0, 0), 1000)
+    found = sass.Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)], 1000)
     found.run()
     return found
 
@@ -81,7 +81,7 @@ def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
 def test_an_unknown_instruction_is_named() -> None:
     code = CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ")
     with pytest.raises(sass.SassError, match="TELEPORT"):
-        sass.Block(sass.parse(code)["kernel"], b"", (32, 1, 1), (0, 0, 0), 9).run()
+        sass.Blocks(sass.parse(code)["kernel"], b"", (32, 1, 1), [(0, 0, 0)], 9).run()
 
 
 def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], predict._Work]:
@@ -120,8 +120,8 @@ def test_a_bank_conflict_costs_its_wavefronts() -> None:
 @pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (264, 2), (265, 3)])
 def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> None:
     _, work = arithmetic(10, 4)
-    line = predict._Line(0, blocks, {blocks - 2: work})
-    end, equal = predict._finish(line, (blocks, 1, 1), H200, 2.0, [2.0], 0.0)
+    line = predict._Line(1, {0: work.counts}, [work], alike=blocks)
+    end, equal = predict._finish(line, H200, 2.0, [2.0], 0.0)
     assert end == pytest.approx(waves * 40 * 2.0)
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
@@ -129,9 +129,26 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> Non
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
     """So are those of 32 queries where a tile is 64 keys."""
     issued = [100 * (1 + at // 2) for at in range(32)]
-    samples = {at: predict._Work([], [], Counter(issue=issued[at])) for at in (0, 1, 6, 7)}
-    line = predict._Line(1, 32, samples)
+    samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
+    line = predict._Line(32, samples, [])
     assert [line.value(at, "issue") for at in range(32)] == issued
+
+
+@pytest.mark.parametrize(("address", "inputs"), [("0x100", 1.0), ("0x500", 0.0)])
+def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> None:
+    """Those of z > 0 end at once. The others load something, of q or of scratch, three times."""
+    code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
+    code = code.replace("MOV R2, RZ", f"MOV R3, {address}")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
+    code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
+    program = predict._Program(version, H200, ROOT, sass.parse(code), {})
+    launch = predict._Launch("kernel", (2, 3, 4), (64, 1, 1), 0, b"")
+    line = predict._line(program, launch)
+    warps = 2 * 3 * 2
+    assert line.total("global") == 3 * warps
+    assert line.total("issue") == (6 + 3 * 4) * warps + 3 * 3 * warps
+    assert line.inputs == inputs
 
 
 def test_every_number_of_a_gpu_has_its_source() -> None:
