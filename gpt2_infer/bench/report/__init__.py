@@ -73,6 +73,9 @@ def make_page(
         for name, before in predecessors(versions).items()
         if before
     ]
+    for step in comparisons:
+        if kernels.index(step.old) < kernels.index(step.new):
+            step.new.old = step.old
     short = [kernel.version.name for kernel in kernels]
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     policy = "; ".join(

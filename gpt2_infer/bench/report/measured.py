@@ -142,7 +142,7 @@ def _error(at: Sequence[KernelSeries], looks: dict[str, str]) -> Chart | None:
     failed = tuple(
         f"\u2715 {s.name} failed: {s.reason.rstrip('.')}." for s in at if s.status == "failed"
     )
-    drawing = axes.draw(marks, title, [axes.rule(1, "budget: above it a kernel fails")])
+    drawing = axes.draw(marks, title, axes.rules({"budget: above it a kernel fails": 1}))
     return Chart(title, drawing, Table(title, head, cells, {}), failed)
 
 
@@ -194,7 +194,7 @@ def _roofline(
         f'<path class="limit" d="M{axes.x(start):.1f} {axes.y(start * copy / 1e3):.1f}'
         f'L{axes.x(1e3 * highest / copy):.1f} {axes.y(highest):.1f}"/>'
     )
-    rules = [axes.rule(roof, f"{words}: {roof:.0f} TFLOP/s") for words, roof in roofs.items()]
+    rules = axes.rules({f"{words}: {roof:.0f} TFLOP/s": roof for words, roof in roofs.items()})
     title = f"Roofline, {timed[0].cell.shape}; a copy reached {copy:,.0f} GB/s in this run"
     flagged = []
     for one in timed:

@@ -7,9 +7,26 @@
   let shown;
 
   const lines = (view) => [...view.querySelectorAll(".source details")];
-  const number = (line) => line.id.slice(line.id.lastIndexOf("-L") + 2);
+  const number = (line) => `${line.parentElement.value}`;
 
   // What is the same in several places is on the page once.
+  const code = (source, number) => {
+    const row = source.children[number - source.start];
+    return row && (row.querySelector("summary code") ?? row).cloneNode(true).childNodes;
+  };
+  for (const same of document.querySelectorAll("li.same")) {
+    const source = document.querySelector(`${same.querySelector("a").hash} .source`);
+    const [first, last] = same.textContent.match(/\d+/g).map(Number);
+    for (let n = first; n <= last; n++) {
+      const row = document.createElement("li");
+      row.append(...code(source, n));
+      same.before(row);
+    }
+    same.remove();
+  }
+  for (const source of document.querySelectorAll(".source")) {
+    [...source.children].forEach((row, i) => (row.value = source.start + i));
+  }
   for (const link of document.querySelectorAll(".same > a")) {
     const same = document.querySelector(link.hash).cloneNode(true);
     same.querySelector(":scope > p")?.remove(); // a figure's own way to its line
@@ -28,21 +45,17 @@
     const sources = [table.dataset.old, table.dataset.new].map((slug) =>
       document.querySelector(`#${slug} .source`),
     );
-    const line = (side, number) => {
-      const row = sources[side].children[number - sources[side].start];
-      return row && (row.querySelector("summary code") ?? row).cloneNode(true);
-    };
     const body = element("tbody");
     // Each side: its line's number, or null.
     const add = (...numbers) => {
-      const codes = numbers.map((number, side) => number && line(side, number));
-      const differs = codes[0]?.textContent.trim() !== codes[1]?.textContent.trim();
+      const codes = numbers.map((n, side) => (n ? [...code(sources[side], n)] : null));
+      const [one, other] = codes.map((all) => all?.map((part) => part.textContent).join("").trim());
+      const differs = one !== other;
       const row = body.insertRow();
       if (differs) row.className = "differs";
-      codes.forEach((code, side) => {
-        const content = code ? [...code.childNodes] : [];
+      codes.forEach((content, side) => {
         const name = side ? "ins" : "del";
-        const marked = code && differs ? [element(name, ...content)] : content;
+        const marked = content && differs ? [element(name, ...content)] : (content ?? []);
         row.append(element("td", numbers[side] ?? ""), element("td", ...marked));
       });
     };
@@ -78,7 +91,7 @@
       end = now[1];
       if (row.nextElementSibling) continue;
       for (const n of range(end + 1, end + CONTEXT)) {
-        if (line(1, n)) add(n + old[1] - now[1], n);
+        if (code(sources[1], n)) add(n + old[1] - now[1], n);
       }
     }
     const [one, other, counters] = table.tHead.rows[0].cells;

@@ -24,6 +24,7 @@ COUNTERS = {
     "sectors": "of global memory, 32 bytes each",
 }
 _LEVELS = 8  # of heat
+_SHORTEST = 4  # lines that are worth a link instead
 # Elements, which are shorter than classes.
 _TAGS = {
     Comment.Preproc: "em",
@@ -51,6 +52,14 @@ class Line:
         return {c: sum(getattr(a, c) for a in self.accesses) for c in COUNTERS}
 
 
+@dataclass(frozen=True)
+class Same:
+    """Lines without accesses that the older version has, too, by their numbers there."""
+
+    first: int
+    last: int
+
+
 @dataclass
 class Kernel:
     """A version: its source and what was counted of it, or why nothing was."""
@@ -60,6 +69,8 @@ class Kernel:
     head_dim: int
     recording: Recording | None
     refused: str = ""
+    old: Kernel | None = None
+    """The version it grew from, if that is before it on the page."""
 
     @property
     def slug(self) -> str:
@@ -86,6 +97,21 @@ class Kernel:
     def body(self) -> list[Line]:
         """The source after the comment that opens it, which differs in every version."""
         return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
+
+    @property
+    def rows(self) -> Iterator[Line | Same]:
+        """The body, with a link instead of lines that the older version has, too."""
+        old, new, done = self.old.body if self.old else [], self.body, 0
+        for a, b, size in _matcher(old, new).get_matching_blocks():
+            yield from new[done:b]
+            done = b + size
+            counted = [bool(line.accesses) for line in new[b:done]]
+            for has_figures, group in itertools.groupby(range(size), counted.__getitem__):
+                run = list(group)
+                if has_figures or len(run) < _SHORTEST:
+                    yield from (new[b + i] for i in run)
+                else:
+                    yield Same(old[a + run[0]].number, old[a + run[-1]].number)
 
     @cached_property
     def totals(self) -> dict[tuple[str, str], int]:
@@ -170,16 +196,19 @@ class Comparison:
     def hunks(self) -> Iterator[Hunk]:
         """The lines that differ, in the source or in a counter."""
         old, new = self.old.body, self.new.body
-        matcher = difflib.SequenceMatcher(
-            None, [line.text for line in old], [line.text for line in new], autojunk=False
-        )
-        for tag, a, b, c, d in matcher.get_opcodes():
+        for tag, a, b, c, d in _matcher(old, new).get_opcodes():
             if tag != "equal":
                 yield _hunk(old, a, b, new, c, d)
                 continue
             for i, j in zip(range(a, b), range(c, d), strict=True):
                 if old[i].counts != new[j].counts:
                     yield _hunk(old, i, i + 1, new, j, j + 1)
+
+
+def _matcher(old: list[Line], new: list[Line]) -> difflib.SequenceMatcher[str]:
+    return difflib.SequenceMatcher(
+        None, [line.text for line in old], [line.text for line in new], autojunk=False
+    )
 
 
 def _hunk(old: list[Line], a: int, b: int, new: list[Line], c: int, d: int) -> Hunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -148,11 +148,8 @@ def turns(found: Sequence[Turn], label: str) -> Markup:
 def bar(look: str, value: float, most: float, spread: tuple[float, float] | None = None) -> Markup:
     """Draw a horizontal bar as long as its part of the most, with a whisker over its spread."""
     scale = _BAR / most
-    parts = [f'<path class="bar {look}" d="M0 8h{_n(value * scale)}"/>']
-    if spread:
-        parts.append(_line(spread[0] * scale, 8, spread[1] * scale, 8, "whisker"))
-    width = math.ceil(max(value, *(spread or [value])) * scale)
-    return Markup(f'<svg width="{width}" height="16">{"".join(parts)}</svg>')
+    whisker = _line(spread[0] * scale, 8, spread[1] * scale, 8, "whisker") if spread else ""
+    return Markup(f'<svg class="bar {look}" width={_n(value * scale)}>{whisker}</svg>')
 
 
 @dataclass(frozen=True)
@@ -195,6 +192,7 @@ class Axes:
         places = _apart([self.y(mark.points[-1][1]) for mark in marks], 13, self.top, bottom)
         for mark, name_y in zip(marks, places, strict=True):
             at = [(self.x(x), self.y(y)) for x, y in mark.points]
+            parts.append('<g class="mark">')
             if len(at) > 1:
                 path = "L".join(f"{_n(x)} {_n(y)}" for x, y in at)
                 parts.append(f'<path class="line {mark.look}" d="M{path}"/>')
@@ -202,15 +200,19 @@ class Axes:
             parts.append(f'<path class="dot {mark.look}" d="{dots}"/>')
             name_x = self.left + self.width + 12
             parts.append(_line(at[-1][0] + 5, at[-1][1], name_x - 3, name_y, "leader"))
-            parts.append(_text(name_x, name_y + 4, mark.name, "name"))
+            parts.append(_text(name_x, name_y + 4, mark.name, "name") + "</g>")
         room = 7.5 * max(len(mark.name) for mark in marks) + 20
         return _svg(self.left + self.width + room, bottom + 44, label, parts)
 
-    def rule(self, value: float, words: str) -> str:
-        """Draw a horizontal line with its name."""
-        y = self.y(value)
-        text = _text(self.left + 6, y - 5, words, "note strong")
-        return _line(self.left, y, self.left + self.width, y, "limit") + text
+    def rules(self, named: Mapping[str, float]) -> list[str]:
+        """Draw horizontal lines with their names, which keep apart."""
+        ys = [self.y(value) for value in named.values()]
+        places = _apart([y - 5 for y in ys], 13, self.top, self.top + self.height)
+        end = self.left + self.width
+        return [_line(self.left, y, end, y, "limit") for y in ys] + [
+            _text(self.left + 6, y, words, "note strong")
+            for words, y in zip(named, places, strict=True)
+        ]
 
 
 def _part(value: float, low: float, high: float) -> float:

@@ -81,7 +81,8 @@ def test_the_figures_are_those_of_the_json(file):
     for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
         found = accesses(page, name)
         lines = {access["lines"][0] for access in found}
-        heated = re.findall(rf'<details id="{slug}-L(\d+)"><summary>(.*?)</summary>', page)
+        view = page.partition(f'<section class="view" id="{slug}">')[2].partition("</section>")[0]
+        heated = re.findall(r"<li value=(\d+)><details><summary>(.*?)</summary>", view)
         assert {int(line) for line, _ in heated} == lines
         for line, row in heated:
             shown = re.findall(r"<span(?: class=h\d)?>([\d,]*)</span>", row)
@@ -141,19 +142,34 @@ def test_a_click_on_a_heated_line_opens_its_map_and_the_address_keeps_it(open_pa
     line = conflict["lines"][0]
     page = open_page()
     assert page.locator(".view:visible").count() == 1
-    heated = page.locator(f"#{V1}-L{line}")
+    heated = page.locator(f"#{V1} li[value='{line}'] details")
     assert not heated.locator("svg").first.is_visible()
     heated.locator("summary").click()
     assert heated.locator("svg").first.is_visible()
     assert "(32-way)" in heated.inner_text()
     page.wait_for_url(f"**/page.html#{V1}:{line}")
     again = open_page(page.url.partition("page.html")[2])
-    assert again.locator(f"#{V1}-L{line} svg").first.is_visible()
+    assert again.locator(f"#{V1} li[value='{line}'] svg").first.is_visible()
     page.get_by_role("link", name="v01", exact=True).focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     page.locator(f"#{V2}").wait_for(state="visible")
     assert not heated.is_visible()
+
+
+def test_a_source_is_that_of_its_file_though_the_page_has_equal_lines_once(open_page, file):
+    assert "as lines" in file.read_text("utf-8")
+    page = open_page()
+    for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
+        lines = page.locator(f"#{slug} .source > li").evaluate_all(
+            "all => all.map(li => (li.querySelector('summary code') ?? li).textContent.trimEnd())"
+        )
+        text = ladder.versions()[name].path.read_text("utf-8").rstrip()
+        assert lines == text.split("\n")[-len(lines) :]
+        numbers = page.locator(f"#{slug} .source > li").evaluate_all(
+            "all => all.map(li => li.value)"
+        )
+        assert numbers == [*range(text.count("\n") + 2 - len(lines), text.count("\n") + 2)]
 
 
 def test_two_versions_show_how_the_conflicts_go(open_page, file):
