@@ -21,7 +21,7 @@ from ray.data.block import BlockAccessor, BlockMetadata
 from ray.data.checkpoint import CheckpointConfig
 from ray.data.datasource import BlockBasedFileDatasink
 
-from gpt2_infer.batch.job import BatchError, Job, Settings, as_table, complete, load, plan
+from gpt2_infer.batch.job import BatchError, Job, Settings, as_table, complete, load, locked, plan
 from gpt2_infer.batch.rows import read_rows
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
@@ -55,31 +55,37 @@ def run_on_ray(
         if settings.batch_size is None and not cpus:
             raise RequestError("on the GPUs of a cluster --batch-size must be given")
         inputs, out = [path.absolute() for path in inputs], out.absolute()
-        job = plan(inputs, out, settings, device=device, resume=resume, strict=strict, on_ray=True)
-        context = DataContext.get_current()
-        context.checkpoint_config = CheckpointConfig(
-            "id", str(out / "_checkpoint"), delete_checkpoint_on_success=False
-        )
-        dataset = ray.data.read_datasource(_Rows(job)).map_batches(
-            _Actor,
-            fn_constructor_args=(job, device),
-            compute=ActorPoolStrategy(size=actors),
-            batch_format="pyarrow",
-            batch_size=settings.part_rows,
-            num_cpus=1,
-            num_gpus=0 if cpus else 1,
-        )
-        try:
-            if settings.format == "parquet":
-                dataset.write_parquet(str(out))
-            else:
-                dataset.write_datasink(_Lines(str(out), file_format="jsonl"))
-        except ray.exceptions.RayError as error:
-            raise BatchError(f"{error}; --resume completes the job") from error
+        with locked(out):
+            job = plan(
+                inputs, out, settings, device=device, resume=resume, strict=strict, on_ray=True
+            )
+            context = DataContext.get_current()
+            context.checkpoint_config = CheckpointConfig(
+                "id", str(out / "_checkpoint"), delete_checkpoint_on_success=False
+            )
+            dataset = ray.data.read_datasource(_Rows(job)).map_batches(
+                _Actor,
+                fn_constructor_args=(job, device),
+                compute=ActorPoolStrategy(size=actors),
+                batch_format="pyarrow",
+                batch_size=settings.part_rows,
+                num_cpus=1,
+                num_gpus=0 if cpus else 1,
+            )
+            try:
+                if settings.format == "parquet":
+                    dataset.write_parquet(str(out))
+                else:
+                    dataset.write_datasink(_Lines(str(out), file_format="jsonl"))
+            except ray.exceptions.RayError as error:
+                raise BatchError(f"{error}; --resume completes the job") from error
     finally:
         ray.shutdown()
-    done = [row.fields or {} for row in read_rows(sorted(out.glob(f"*.{settings.format}")))]
-    return len(done), sum(fields["error"] is not None for fields in done)
+    rows = errors = 0
+    for row in read_rows(sorted(out.glob(f"*.{settings.format}"))):
+        rows += 1
+        errors += row.fields is None or row.fields["error"] is not None
+    return rows, errors
 
 
 class _Rows(Datasource):  # type: ignore[misc]

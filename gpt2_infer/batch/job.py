@@ -11,17 +11,19 @@ on with the parts that the manifest lacks. The folder of a job:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock, Timeout
 
 from attention_kernels import ladder
 from gpt2_infer import __version__
@@ -127,6 +129,12 @@ def plan(
         **asdict(settings),
         "stop": list(settings.stop),
         "inputs": [[path.name, _digest(path)] for path in inputs],
+        "weights": _weights(checkpoint),
+        "kernels": [
+            _digest(Path(name))
+            for name in (settings.backend, settings.decode_backend)
+            if name and name.endswith(".cu")
+        ],
         "rows": rows,
         "parts": parts,
         "batch_size": batch,
@@ -134,7 +142,6 @@ def plan(
         "on_ray": on_ray,
         "versions": {"gpt2-infer": __version__, "torch": torch.__version__},
     }
-    out.mkdir(parents=True, exist_ok=True)
     file = out / "_job.json"
     if file.exists():
         if not resume:
@@ -153,6 +160,15 @@ def plan(
     return replace(job, missing=tuple(p for p in range(parts) if not _is_done(job, p)))
 
 
+def _weights(checkpoint: Checkpoint) -> list[str]:
+    """Return what tells weights from others: digests, or the commit on the hub."""
+    if checkpoint.random_weights:
+        return []
+    if checkpoint.hub_id is not None:
+        return [checkpoint.folder.name]
+    return [_digest(path) for path in sorted(checkpoint.folder.glob("*.safetensors"))]
+
+
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
     """Return the batch for a device: the longest rows' caches and logits take half its memory."""
     if device.type != "cuda":
@@ -160,6 +176,21 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
     numel = 2 * config.n_layer * config.n_embd * config.n_positions + 8 * config.vocab_size
     fits = torch.cuda.mem_get_info(device)[0] // 2 // (4 * numel)
     return max(1, min(MAX_BATCH, rows, fits))
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Be the only one who works in the folder `out`; raises RequestError if somebody else does."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RequestError(f"another process is completing the job in {out}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def part_file(job: Job, part: int) -> Path:
@@ -289,9 +320,21 @@ def complete(
         except RequestError as error:
             _settle(job, results, row, str(error), on_rows)
     by_index = {row.index: row for row in rows}
-    for index, result in engine.run(requests):
-        _settle(job, results, by_index[index], result, on_rows)
+    with _one_thread():
+        for index, result in engine.run(requests):
+            _settle(job, results, by_index[index], result, on_rows)
     return [_output(job.settings, engine, row, results[row.index]) for row in rows]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep to one thread: how many there are changes how a CPU rounds products of few rows."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _settle(

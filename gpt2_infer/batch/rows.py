@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt2_infer.errors import RequestError
+
+BOM = codecs.BOM_UTF8
+MAX_DEPTH = 100  # of JSON; Python writes no deeper than its stack
 
 
 @dataclass(frozen=True)
@@ -21,16 +26,18 @@ class InputRow:
     error: str | None = None
 
 
-def read_rows(paths: Iterable[Path]) -> Iterator[InputRow]:
+def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
     """Yield the rows of JSON Lines, Parquet and text files; empty lines are no rows.
 
-    A row that cannot be read has its reason. Without an id its id is FILE:LINE.
-    Raises RequestError for a file of another kind.
+    A row that cannot be read has its reason. Without an id its id is FILE:LINE, with FILE as it was
+    given where two files have one name. Raises RequestError for a file of another kind.
     """
     index = 0
+    names = Counter(path.name for path in paths)
     for path in paths:
+        file = path.name if names[path.name] == 1 else str(path)
         for number, value in _READERS[_kind(path)](path):
-            yield _input_row(index, f"{path.name}:{number}", value)
+            yield _input_row(index, f"{file}:{number}", value)
             index += 1
 
 
@@ -38,7 +45,13 @@ def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRo
     """Return a row from its fields, or from the reason why it has none."""
     if isinstance(value, str):
         return InputRow(index, default, None, value)
-    row_id = value.get("id", default)
+    for name in ("id", "prompt"):
+        if isinstance(value.get(name), bytes):  # Parquet's text, where it is not marked as such
+            try:
+                value = value | {name: value[name].decode("utf-8")}
+            except UnicodeDecodeError:
+                return InputRow(index, default, None, f"its {name} is not UTF-8")
+    row_id = default if value.get("id") is None else value["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, int | str):
         return InputRow(index, default, value, "its id is neither a text nor an integer")
     if not _is_text(str(row_id)):
@@ -68,7 +81,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line := line.strip(b"\r\n"):
+                if line := line.removeprefix(BOM if number == 1 else b"").strip(b"\r\n"):
                     yield number, line
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -78,9 +91,26 @@ def _read_jsonl(path: Path) -> Iterator[Line]:
     for number, line in _lines(path):
         try:
             value = json.loads(line)
-            yield number, value if isinstance(value, dict) else "it is no JSON object"
+            if not isinstance(value, dict):
+                value = "it is no JSON object"
+            elif _depth(value) > MAX_DEPTH:
+                value = f"it is nested more than {MAX_DEPTH} deep"
+            yield number, value
         except (ValueError, RecursionError) as error:
             yield number, f"it is not JSON: {error}"
+
+
+def _depth(value: object) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return depth
 
 
 def _read_text(path: Path) -> Iterator[Line]:
@@ -98,11 +128,22 @@ def _read_parquet(path: Path) -> Iterator[Line]:
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
-            for fields in batch.to_pylist():
+            try:
+                rows = batch.to_pylist()
+            except ValueError:  # of one of them
+                rows = [_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+            for fields in rows:
                 number += 1
                 yield number, fields
     except (OSError, ArrowException) as error:
         raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _parquet_row(row: Any) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except ValueError as error:
+        return f"it cannot be read: {error}"
 
 
 def pyarrow_parquet() -> Any:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from filelock import FileLock, Timeout
 
 from attention_kernels import AttentionError
-from gpt2_infer.batch.job import BatchError, Job, Settings, plan, work
+from gpt2_infer.batch.job import BatchError, Job, Settings, locked, plan, work
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
 
@@ -43,30 +42,23 @@ def run(
     Raises RequestError for what plan() refuses, or where another process is at work in `out`, and
     BatchError for a job that has stopped.
     """
-    lock = FileLock(out / ".lock", blocking=False)
-
-    def prepare() -> Job:
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RequestError(f"another process is completing the job in {out}") from None
-        return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
-
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and len(devices) > 1:
         raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> Job:
+            stack.enter_context(locked(out))
+            return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
+
         if len(devices) > 1:
-            with _processes(devices) as workers:
-                job = prepare()
-                _work_in_processes(job, workers, on_rows)
-                return job
-        with _together(prepare) if world > 1 else contextlib.nullcontext(prepare()) as job:
+            workers = stack.enter_context(_processes(devices))
+            job = prepare()
+            _work_in_processes(job, workers, on_rows)
+        else:
+            job = stack.enter_context(_together(prepare)) if world > 1 else prepare()
             work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
-            return job
-    finally:
-        lock.release()
+        return job
 
 
 @contextlib.contextmanager
@@ -99,28 +91,42 @@ Workers = dict["Connection[Any, Any]", SpawnProcess]
 def _processes(devices: Sequence[torch.device]) -> Iterator[Workers]:
     """Start a process per device: they import what they need while the job is planned."""
     context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // len(devices))
     workers: Workers = {}
     try:
         for rank, device in enumerate(devices):
             ours, theirs = context.Pipe()
-            arguments = (device, rank, len(devices), threads, theirs)
+            arguments = (device, rank, len(devices), theirs)
             process = context.Process(target=_worker, args=arguments, name=f"worker {rank + 1}")
-            process.start()
+            with _without_interrupts():
+                process.start()
             theirs.close()  # the worker's end alone is open: its death ends the pipe
             workers[ours] = process
         yield workers
     finally:
         for process in workers.values():
             process.terminate()
+        for process in workers.values():
             process.join()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Have processes that are started ignore Ctrl-C, which goes to all: the parent ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Python sets no signals
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], object]) -> None:
     """Have workers do the job; raise BatchError where one of them failed."""
     dead = []
     for pipe in workers:
-        with contextlib.suppress(BrokenPipeError):  # it has died, as recv() will tell
+        with contextlib.suppress(ConnectionError):  # it has died, as recv() will tell
             pipe.send(job)
     while workers:
         for ready in multiprocessing.connection.wait([*workers]):
@@ -140,17 +146,16 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
         raise BatchError(f"{', '.join(dead)}; --resume completes the job")
 
 
-def _worker(
-    device: torch.device, rank: int, world: int, threads: int, pipe: Connection[Any, Any]
-) -> None:
+def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, Any]) -> None:
     """Be one of several processes: report rows, and an error that is to be expected."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    try:
-        work(pipe.recv(), device, rank=rank, world=world, on_rows=pipe.send)
-    except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
-        pipe.send(str(error))
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has died
+        try:
+            work(pipe.recv(), device, rank=rank, world=world, on_rows=pipe.send)
+        except ConnectionError:
+            raise
+        except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
+            pipe.send(str(error))
 
 
 def _end_with_parent() -> None:

@@ -25,8 +25,8 @@ INPUT = (
 DECODE_BACKEND = "default: as for generate, but NAIVE_PYTORCH on cpu"
 ENGINE = "eager, graph or auto, the faster one that supports the case (default)"
 DEVICES = (
-    "one process each: all, 0,1 or the like (CUDA devices), cpu, or cpu:N for N processes (default:"
-    " a CUDA device if there is one, else cpu; under torchrun that of LOCAL_RANK)"
+    "one process each: all, 0,1 or the like (CUDA devices), cpu, or cpu:N for N processes of one "
+    "thread (default: a CUDA device if there is one, else cpu; under torchrun that of LOCAL_RANK)"
 )
 RAY = (
     "run on the Ray cluster at ADDRESS, or on one of its own: an actor for each GPU, or those of "

@@ -112,15 +112,17 @@ class Continuous:
             for key, result in self._run_bucket(prompt_length, members):
                 del left[key]
                 yield key, result
+            return
         except KernelError as error:
-            if self.model.device.type == "cuda":
-                torch.cuda.synchronize()  # raises if no kernel will run any more
-            rows, middle = [*left.items()], len(left) // 2
-            if not middle:
-                yield rows[0][0], str(error)
-                return
-            yield from self._run_apart(prompt_length, rows[:middle])
-            yield from self._run_apart(prompt_length, rows[middle:])
+            reason = str(error)  # the error itself would keep the bucket's cache
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()  # raises if no kernel will run any more
+        rows, middle = [*left.items()], len(left) // 2
+        if not middle:
+            yield rows[0][0], reason
+            return
+        yield from self._run_apart(prompt_length, rows[:middle])
+        yield from self._run_apart(prompt_length, rows[middle:])
 
     def _padded(self, length: int) -> int:
         padded = MIN_PROMPT

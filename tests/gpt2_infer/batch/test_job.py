@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 from attention_kernels.reference import naive_attention
 from gpt2_infer import RequestError, Sampling, batch, generate
 from gpt2_infer.batch import job as jobs
+from gpt2_infer.engines import continuous
 from tests.conftest import rewrite
 from tests.gpt2_infer.batch.common import CPU, contents, make_settings, write_input
 from tests.gpt2_infer.bench.common import add
@@ -65,20 +68,27 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         '{"prompt": {"a": 1}, "id": "y"}': "a prompt is a text or a list of ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
         json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones are 66",
+        '{"id": null, "prompt": "a", "deep": '
+        + "[" * 900
+        + "]" * 900
+        + "}": "nested more than 100",
     }
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
-    (tmp_path / "in.txt").write_bytes(b"a b\r\n\xff\r\n")
-    inputs = [tmp_path / "in.jsonl", tmp_path / "in.txt"]
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\xff\r\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "in.txt").write_text("a b")
+    inputs = [tmp_path / "in.jsonl", tmp_path / "in.txt", tmp_path / "more" / "in.txt"]
     batch.run(inputs, tmp_path / "out", settings, devices=CPU)
     rows = rows_of(tmp_path / "out")
     ids = ["7", *(f"in.jsonl:{n}" for n in (3, 5)), "none", *(f"in.jsonl:{n}" for n in (9, 11))]
-    ids += ["x", "y", "z", "long"]
+    ids += ["x", "y", "z", "long", "in.jsonl:21"]
     for row_id, error in zip(ids, lines.values(), strict=True):
         assert (error or "") in (rows[row_id]["error"] or "")
         assert (rows[row_id]["tokens"] is None) is (error is not None)
-    assert rows["in.txt:1"]["input"] == {"prompt": "a b"}
-    assert rows["in.txt:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
-    assert len(rows) == 12
+    for text in inputs[1:]:  # of one name
+        assert rows[f"{text}:1"]["input"] == {"prompt": "a b"}
+    assert rows[f"{inputs[1]}:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
+    assert len(rows) == 14
     with pytest.raises(batch.BatchError, match="row "):
         batch.run(inputs, tmp_path / "strict", settings, devices=CPU, strict=True)
 
@@ -87,7 +97,17 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     ("backend", "error"),
     [("NAIVE_PYTORCH", "the logits are not finite"), ("PICKY", "PICKY raised ValueError: NaN")],
 )
-def test_a_poisoned_row_is_one_error_row(backend, error, save_checkpoint, tmp_path, clean_registry):
+def test_a_poisoned_row_is_one_error_row(
+    backend, error, save_checkpoint, tmp_path, clean_registry, monkeypatch
+):
+    alive = weakref.WeakSet()
+
+    class Slots(continuous._Slots):
+        def __init__(self, *arguments):
+            assert not alive  # a cache at a time
+            alive.add(self)
+            super().__init__(*arguments)
+
     def picky(q, k, v, softmax_scale, is_causal):
         if q.isnan().any():
             raise ValueError("NaN")
@@ -97,6 +117,7 @@ def test_a_poisoned_row_is_one_error_row(backend, error, save_checkpoint, tmp_pa
         tensors["transformer.wte.weight"][777] = float("nan")
         return tensors
 
+    monkeypatch.setattr(continuous, "_Slots", Slots)
     add("PICKY", picky)
     folder, _ = save_checkpoint(tie_word_embeddings=False)
     rewrite(folder, poison)
@@ -157,9 +178,40 @@ def test_parquet_holds_the_same_rows(settings, tmp_path):
     written = pq.read_table(tmp_path / "b").to_pylist()
     got = {row["id"]: row | {"input": json.loads(row["input"])} for row in written}
     assert got == rows_of(tmp_path / "a")
+    columns = {"id": pa.array([b"x", b"y"], pa.binary()), "prompt": [b"a", b"\xff"]}
+    text = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table(columns | {"text": text}), tmp_path / "binary.parquet")
+    batch.run([tmp_path / "binary.parquet"], tmp_path / "d", settings, devices=CPU)
+    bytes_rows = rows_of(tmp_path / "d")
+    assert bytes_rows["x"]["input"]["prompt"] == "a"
+    assert bytes_rows["binary.parquet:2"]["error"].startswith("it cannot be read: ")
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(RequestError, match=r"bad\.parquet cannot be read as Parquet"):
         batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, devices=CPU)
+
+
+def test_threads_change_no_bit(tmp_path):
+    rows = [{"id": str(i), "prompt": [300 + 17 * i, 40 * i + 5]} for i in range(12)]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    settings = batch.Settings(model="demo", max_new_tokens=3, ignore_eos=True, batch_size=8)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            batch.run([file], tmp_path / str(count), settings, devices=CPU)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_other_weights_are_another_job(settings, tmp_path):
+    file = write_input(tmp_path / "in.jsonl", 4)
+    batch.run([file], tmp_path / "out", settings, devices=CPU)
+    rewrite(Path(settings.model), lambda tensors: {k: 2 * v for k, v in tensors.items()})
+    with pytest.raises(RequestError, match="was another: weights differ"):
+        batch.run([file], tmp_path / "out", settings, devices=CPU, resume=True)
 
 
 @pytest.mark.parametrize(
