@@ -10,7 +10,7 @@
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: the same accesses. Up to a tenth less time where blocks are few, and most of all at
+// Expect: the same accesses. Up to an eighth less time where blocks are few, and most of all at
 //         head_dim 128, where shared memory has room for only two blocks. What is left is the wait for
 //         shared memory: its wavefronts take longer than the arithmetic.
 

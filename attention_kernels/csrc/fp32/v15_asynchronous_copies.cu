@@ -11,7 +11,7 @@
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: fewer instructions, and about a tenth less time: the wavefronts of shared memory stay the
+// Expect: fewer instructions, and up to a seventh less time: the wavefronts of shared memory stay the
 //         limit.
 
 #include <cuda_pipeline.h>

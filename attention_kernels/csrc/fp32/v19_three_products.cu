@@ -12,8 +12,8 @@
 // Needs:  sm_80
 // Precision: 3xtf32
 // Flags:  --use_fast_math
-// Expect: the error of float32. Splitting takes more instructions than the products do: issue slots
-//         are the limit.
+// Expect: the error of float32. Splitting takes more instructions than the products do, and with 12
+//         warps on a multiprocessor they wait for each other's results.
 
 #include "ptx.cuh"
 

@@ -7,7 +7,7 @@
 // Why:    a tile that is loaded once serves 64 queries instead of 16; and while one warp waits,
 //         three others may have work.
 // Cost:   a quarter of the blocks, so that one head of 1,024 queries occupies 16 multiprocessors. A
-//         barrier waits for all 4 warps.
+//         barrier waits for all 4 warps. Some loads from shared memory meet in a bank again.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128
 // Layout: contiguous
 // Takes:  float16, head_dim 64
