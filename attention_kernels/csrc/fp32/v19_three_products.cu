@@ -12,8 +12,8 @@
 // Needs:  sm_80
 // Precision: 3xtf32
 // Flags:  --use_fast_math
-// Expect: the error of float32. Splitting takes more instructions than the products do, and with 12
-//         warps on a multiprocessor they wait for each other's results.
+// Expect: the error of float32. Splitting takes more instructions than the products do. With few
+//         blocks more than half of the issue slots stay empty.
 
 #include "ptx.cuh"
 

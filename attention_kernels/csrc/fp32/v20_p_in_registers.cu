@@ -4,14 +4,15 @@
 //         columns n and n + 1 where the instruction wants k and k + 4. A sum has no order, so the
 //         rows of V are read in P's.
 // Why:    P went through shared memory only to change lanes.
-// Cost:   registers: two blocks fit a multiprocessor, not three. Where there are blocks enough for
-//         three, at 4,096 rows of 12 heads, nothing is gained. V is padded as K is.
+// Cost:   registers: two blocks fit a multiprocessor, not three, and where blocks are many the gain is
+//         gone. V is padded as K is.
 // Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xtf32
 // Flags:  --use_fast_math
-// Expect: no stores of P, and a third less shared memory. 8 warps still wait for results.
+// Expect: no stores of P, and a third less shared memory. With few blocks about
+//         half of the issue slots stay empty.
 
 #include "ptx.cuh"
 
