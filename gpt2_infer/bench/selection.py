@@ -36,12 +36,13 @@ def select(
     *,
     families: Sequence[str] = (),
     dtypes: Sequence[str] = (),
+    emulated: bool = False,
 ) -> list[BackendSpec]:
     """Return the named backends and those of the families; without either, every one that runs.
 
     A name may be the path of a version file that belongs to no ladder, *.cu. A family's backends
-    that are emulated, cannot run, take none of the dtypes or only decode are left out; a line on
-    stderr names each family with none left.
+    that cannot run, take none of the dtypes, only decode or, without `emulated`, are emulated, are
+    left out; a line on stderr names each family with none left.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
     that cannot be compared for one of these reasons, or when nothing is left.
     """
@@ -62,7 +63,7 @@ def select(
         return None
 
     reasons = {
-        spec: EMULATED if device_type in spec.emulated_on else refusal(spec)
+        spec: EMULATED if not emulated and device_type in spec.emulated_on else refusal(spec)
         for spec in list_backends()
         if spec.family in families or not (families or names)
     }

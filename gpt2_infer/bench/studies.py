@@ -52,7 +52,9 @@ class _Comparison(_Study, kw_only=True):
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
 
-    def _selected(self, *, cpu_families: tuple[str, ...] = ()) -> dict[str, Any]:
+    def _selected(
+        self, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
+    ) -> dict[str, Any]:
         """Return the device, the backends and the baseline that the study names."""
         from gpt2_infer.bench.selection import select
         from gpt2_infer.checkpoint import resolve_device
@@ -61,7 +63,9 @@ class _Comparison(_Study, kw_only=True):
         families = self.families
         if device == "cpu" and not (families or self.backends):
             families = [*cpu_families]
-        specs = select(self.backends, device, families=families, dtypes=self.dtypes)
+        specs = select(
+            self.backends, device, families=families, dtypes=self.dtypes, emulated=emulated
+        )
         (baseline,) = select([self.baseline], device, dtypes=self.dtypes)
         return {"device": device, "specs": specs, "baseline": baseline}
 
@@ -344,7 +348,7 @@ class PerplexityStudy(_Comparison, kw_only=True, tag="perplexity"):
         """See _Study."""
         from gpt2_infer.bench.perplexities import score
 
-        chosen = self._selected()
+        chosen = self._selected(emulated=True)
         return score(
             "demo",
             chosen["specs"],

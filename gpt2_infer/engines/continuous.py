@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attention_kernels import KernelError
+from attention_kernels import KernelError, OutputError, UnsupportedError
 from gpt2_infer.engines.base import EngineName, capture
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import FinishReason, Request, Watcher
@@ -106,14 +106,14 @@ class Continuous:
     def _run_apart(
         self, prompt_length: int, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        """Run rows of a bucket; where a kernel raises, halves of what is left, down to the row."""
+        """Run rows of a bucket; where a backend raises, halves of what is left, down to the row."""
         left = dict(members)
         try:
             for key, result in self._run_bucket(prompt_length, members):
                 del left[key]
                 yield key, result
             return
-        except KernelError as error:
+        except (KernelError, OutputError, UnsupportedError) as error:
             reason = str(error)  # the error itself would keep the bucket's cache
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()  # raises if no kernel will run any more
