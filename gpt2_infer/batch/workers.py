@@ -45,6 +45,7 @@ def run(
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and len(devices) > 1:
         raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
+
     with contextlib.ExitStack() as stack:
 
         def prepare() -> Job:
@@ -52,9 +53,9 @@ def run(
             return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
 
         if len(devices) > 1:
-            workers = stack.enter_context(_processes(devices))
-            job = prepare()
-            _work_in_processes(job, workers, on_rows)
+            with _processes(devices) as workers:  # which end before the lock
+                job = prepare()
+                _work_in_processes(job, workers, on_rows)
         else:
             job = stack.enter_context(_together(prepare)) if world > 1 else prepare()
             work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
@@ -149,12 +150,14 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
 def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, Any]) -> None:
     """Be one of several processes: report rows, and an error that is to be expected."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has died
-        try:
-            work(pipe.recv(), device, rank=rank, world=world, on_rows=pipe.send)
-        except ConnectionError:
-            raise
-        except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
+    try:
+        job = pipe.recv()
+    except EOFError:
+        return  # the parent has died
+    try:
+        work(job, device, rank=rank, world=world, on_rows=pipe.send)
+    except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
+        with contextlib.suppress(BrokenPipeError):
             pipe.send(str(error))
 
 
