@@ -23,6 +23,7 @@ from ray.data.datasource import BlockBasedFileDatasink
 
 from gpt2_infer.batch.job import BatchError, Job, Settings, as_table, complete, load, locked, plan
 from gpt2_infer.batch.rows import read_rows
+from gpt2_infer.batch.workers import find_devices
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
 
@@ -43,7 +44,9 @@ def run_on_ray(
     for each GPU of the cluster. Raises RequestError for what plan() refuses or a cluster without
     GPUs, and BatchError for a job that has stopped.
     """
-    cpus = int(devices.removeprefix("cpu:")) if devices and devices.startswith("cpu:") else 0
+    if devices is not None and not devices.startswith("cpu"):
+        raise RequestError(f"with --ray, devices must be cpu or cpu:N, not {devices!r}")
+    cpus = 0 if devices is None else len(find_devices(devices))
     # Rows are read and written beside the actors.
     local = {"num_cpus": cpus + 2, "include_dashboard": False} if address == "local" else {}
     ray.init(address=address, **local)

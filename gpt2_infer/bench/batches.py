@@ -22,7 +22,7 @@ from gpt2_infer.bench.results import BatchSeries, BatchTiming, Provenance
 from gpt2_infer.bench.timing import RejectedError, interleave
 from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
-from gpt2_infer.engines.continuous import Completion, Continuous
+from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Request, generate
 from gpt2_infer.model import GPT2
@@ -32,8 +32,6 @@ PROMPT_TOKENS = (4, 60)
 OUR_BATCHES = 16
 PEER_BATCHES = 4
 TRANSFORMERS = "transformers, padded"
-
-Rows = dict[int, Completion | str]
 
 
 def compare_batches(
@@ -70,7 +68,7 @@ def compare_batches(
             one = _series(f"batch {batch}", "gpt2-infer", dtype, batch, rows, new_tokens)
             part = _requests(model, rows, one.prompts, new_tokens)
             if batch == 1:
-                run = functools.partial(_one_by_one, settings, model.device, part)
+                run = functools.partial(_one_by_one, model.with_attention(None), part)
             else:
                 engine = Continuous(model, batch=batch)
                 run = functools.partial(_ours, engine, part, one, expected)
@@ -186,16 +184,7 @@ def _ours(
     return seconds
 
 
-def _one_by_one(
-    settings: Settings, device: torch.device, requests: Sequence[tuple[int, Request]]
-) -> float:
-    model = GPT2.from_pretrained(
-        settings.model,
-        random_weights=settings.random_weights,
-        device=device,
-        dtype=getattr(torch, settings.dtype),
-    )
-
+def _one_by_one(model: GPT2, requests: Sequence[tuple[int, Request]]) -> float:
     def run() -> None:
         for _, one in requests:
             generate(
@@ -206,7 +195,7 @@ def _one_by_one(
                 ignore_eos=one.ignore_eos,
             )
 
-    _, seconds = _timed(device, run)
+    _, seconds = _timed(model.device, run)
     return seconds
 
 

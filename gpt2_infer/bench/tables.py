@@ -669,7 +669,7 @@ def _decode(file: str, results: DecodeTiming) -> list[Table]:
 
 
 def _batch(file: str, results: BatchTiming) -> list[Table]:
-    """Many prompts: a row per batch size, program or value of --devices."""
+    """Many prompts: a row per batch size, program or options of a job."""
     columns: Columns[BatchSeries] = {
         "dtype": lambda one: one.dtype,
         "contender": lambda one: one.name,
@@ -680,7 +680,8 @@ def _batch(file: str, results: BatchTiming) -> list[Table]:
         "same rows": lambda one: _figure(one.same_rows, "{:.1%}"),
     }
     title = f"{results.model}, {results.new_tokens} new tokens each, {_how(file, results)}"
-    return [_table(title, results.series, columns)]
+    notes = {one.name: one.reason for one in results.series if one.reason}
+    return [_table(title, results.series, columns, notes)]
 
 
 def _perplexity(file: str, results: Perplexity) -> list[Table]:

@@ -43,3 +43,12 @@ def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
     assert lines("ray") == expected
     with pytest.raises(RequestError, match="on_ray"):
         batch.run([file], out, settings, devices=CPU, resume=True)
+
+
+@pytest.mark.parametrize("devices", ["0,1", "cpu:x"])
+def test_devices_of_a_cluster_are_its_gpus_or_cpus(devices, tmp_path):
+    from gpt2_infer.batch.cluster import run_on_ray
+
+    settings = batch.Settings(model="demo")
+    with pytest.raises(RequestError, match="devices must be"):
+        run_on_ray([], tmp_path, settings, address="local", devices=devices)
