@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -39,6 +40,7 @@ from gpt2_infer.sampling import Sampling
 Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 256
+BATCHES_AT_ONCE = 16  # or a part, if that is more
 # torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
 CPU_DECODE = "NAIVE_PYTORCH"
 
@@ -292,17 +294,30 @@ def work(
         torch.cuda.set_device(device)
     model = load(job.settings, device)
     engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
-    for part in sorted(mine):
-        written = complete(job, engine, rows.pop(part, []), on_rows)
-        data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
-        _write(part_file(job, part), data)
-        entry = {
-            "file": part_file(job, part).name,
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "rows": len(written),
-            "errors": sum(row["error"] is not None for row in written),
-        }
-        _write(_entry_file(job, part), json.dumps(entry).encode())
+    ordered, at_once = sorted(mine), _parts_at_once(job)
+    for begin in range(0, len(ordered), at_once):
+        by_part = {part: rows.pop(part, []) for part in ordered[begin : begin + at_once]}
+        written = iter(complete(job, engine, [*itertools.chain(*by_part.values())], on_rows))
+        for part, of_part in by_part.items():
+            _write_part(job, part, [*itertools.islice(written, len(of_part))])
+
+
+def _parts_at_once(job: Job) -> int:
+    """Return how many parts to complete together: batches run empty at the end."""
+    return max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
+
+
+def _write_part(job: Job, part: int, written: list[dict[str, Any]]) -> None:
+    """Write a part's file and enter it in the manifest."""
+    data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
+    _write(part_file(job, part), data)
+    entry = {
+        "file": part_file(job, part).name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "rows": len(written),
+        "errors": sum(row["error"] is not None for row in written),
+    }
+    _write(_entry_file(job, part), json.dumps(entry).encode())
 
 
 def complete(
@@ -311,7 +326,7 @@ def complete(
     rows: Sequence[InputRow],
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return a part's rows as they are written, in the input's order."""
+    """Return rows as they are written, in the order given."""
     results: dict[int, Completion | str] = {}
     requests = []
     for row in rows:
@@ -378,7 +393,7 @@ def _output(
         "tokens": done and done.tokens,
         "finish_reason": done and done.finish_reason,
         "logprob": done and done.logprob,
-        "backend": engine.model.attention.name,
+        "backend": done.backend if done else engine.model.attention.name,
         "decode_backend": engine.model.decode_attention.name,
         "engine": engine.engine,
         "seed": (settings.sampling.seed + row.index) % 2**63,

@@ -28,9 +28,7 @@ from gpt2_infer.generation import Request, generate
 from gpt2_infer.model import GPT2
 
 PROMPT_TOKENS = (4, 60)
-# How many batches a contender has, unless there are fewer prompts.
-OUR_BATCHES = 16
-PEER_BATCHES = 4
+BATCHES = 16  # of a contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
 
 
@@ -131,8 +129,7 @@ def _time(
 def _series(
     name: str, program: Any, dtype: str, batch: int, rows: Sequence[object], new_tokens: int
 ) -> BatchSeries:
-    batches = OUR_BATCHES if program == "gpt2-infer" else PEER_BATCHES
-    count = min(len(rows), batches * batch)
+    count = min(len(rows), BATCHES * batch)
     return BatchSeries(
         name=name,
         program=program,
@@ -263,8 +260,8 @@ def compare_jobs(
 ) -> BatchTiming:
     """Time `gpt2-infer batch` of random prompts with each of some options, by the clock.
 
-    Weights are random but the demo model's. A job of one row tells what it takes to start. What the
-    jobs write must be equal, sorted.
+    Weights are random but the demo model's. A job of two rows in two files tells what it takes to
+    start one process or two. What the jobs write must be equal, sorted.
     """
     provenance = environment.provenance()
     rng = random.Random(0)
@@ -292,7 +289,7 @@ def compare_jobs(
                 prompts=prompts,
                 tokens=prompts * new_tokens,
                 # The first time kernels are built and libraries come from the disk.
-                start_s=round(min(job(which, rows[:1])[0] for _ in range(2)), 3),
+                start_s=round(min(job(f"{which} --part-rows 1", rows[:2])[0] for _ in range(2)), 3),
             )
             contenders[which] = (one, functools.partial(run, which))
         series = _time(contenders, rounds)

@@ -1,7 +1,7 @@
 """Continuous batching: a row that has finished makes room for the next one.
 
 Everything runs in shapes that follow from the settings and a row's own prompt, never from the other
-rows: a batch of `batch` rows and one more, a cache as long as the row's bucket needs, prompts in
+rows: a batch of a fixed number of rows, a cache as long as the row's bucket needs, prompts in
 groups of one size. A library picks its kernel by shape, and within a kernel a row's result depends
 on the row alone. So in float32 a row is the same, bit for bit, whoever shares its batch.
 """
@@ -9,8 +9,9 @@ on the row alone. So in float32 a row is the same, bit for bit, whoever shares i
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class Completion:
     finish_reason: FinishReason
     logprob: float
     """Of the tokens, by the model's own distribution: without temperature, top-k and top-p."""
+    backend: str
+    """What computed attention over the prompt."""
 
 
 @dataclass
@@ -47,6 +50,7 @@ class _Row:
     key: int
     request: Request
     watcher: Watcher
+    backend: str
     logprob: float = 0.0
 
     def see(self, token: int, logprob: float) -> None:
@@ -64,7 +68,8 @@ class _Row:
         text = watcher.text
         if tokenizer is not None and watcher.stream is None:
             text = tokenizer.decode(watcher.tokens)
-        return Completion(watcher.tokens, text, watcher.finish or "length", self.logprob)
+        reason = watcher.finish or "length"
+        return Completion(watcher.tokens, text, reason, self.logprob, self.backend)
 
 
 class Continuous:
@@ -133,39 +138,66 @@ class Continuous:
     def _run_bucket(
         self, prompt_length: int, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        slots = _Slots(self.model, members[0][1], self.batch, prompt_length, self.engine)
+        model = self.model.up_to(prompt_length)
+        slots = _Slots(model, members[0][1], self.batch, prompt_length, self.engine)
         waiting = deque(members)
         free, running = list(range(self.batch)), dict[int, _Row]()
+        work = deque[_Work]()
         while waiting or running:
             if waiting and len(free) >= min(slots.group, len(waiting)):
                 count = min(slots.group, len(waiting))
-                joining = {free.pop(): self._row(*waiting.popleft()) for _ in range(count)}
-                seen = slots.join({slot: row.request for slot, row in joining.items()})
+                rows = (self._row(*waiting.popleft(), model.attention.name) for _ in range(count))
+                joining = {free.pop(): row for row in rows}
                 running |= joining
+                work.append(slots.join(joining))
             else:
-                seen = slots.step(running)
+                work.append(slots.step(running))
+            if len(work) <= slots.ahead:
+                continue
             left = []
-            for slot, token, logprob in seen:
-                row = running[slot]
+            for slot, row, token, logprob in work.popleft().results():
+                if running.get(slot) is not row:
+                    continue  # it had ended when this was enqueued
                 if token >= 0:
                     row.see(token, logprob)
                 if token < 0 or row.watcher.finish:
                     left.append(slot)
-                    yield running.pop(slot).key, NOT_FINITE if token < 0 else row.completion()
+                    del running[slot]
+                    yield row.key, NOT_FINITE if token < 0 else row.completion()
             slots.leave(left)
             free += left
 
-    def _row(self, key: int, request: Request) -> _Row:
+    def _row(self, key: int, request: Request, backend: str) -> _Row:
         eos = () if request.ignore_eos else self.model.config.eos_token_id
         tokenizer = request.tokenizer
         stream = tokenizer.stream() if tokenizer and request.stops else None
-        return _Row(key, request, Watcher(0, eos, request.stops, stream, None))
+        return _Row(key, request, Watcher(0, eos, request.stops, stream, None), backend)
+
+
+class _Work:
+    """What the device was given to do for some rows, by slot: a step, or their prompts."""
+
+    def __init__(self, rows: dict[int, _Row], tokens: Tensor, logprobs: Tensor) -> None:
+        self.rows = rows
+        self.tokens, self.logprobs = (x.to("cpu", non_blocking=True) for x in (tokens, logprobs))
+        self.done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.done.record()
+
+    def results(self) -> Iterator[tuple[int, _Row, int, float]]:
+        """Wait, and yield slot, row, token and the token's log-probability."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        for slot, row in self.rows.items():
+            yield slot, row, tokens[slot], logprobs[slot]
 
 
 class _Slots:
-    """The device's side of a batch: a slot per row, and one that fills its cache.
+    """The device's side of a batch: a slot per row.
 
-    The last slot is as long as the cache and no row ever is, so that on the CPU, too, each step
+    On a CPU there is one more, as long as the cache, as no row ever is: there, too, each step
     attends to the same number of positions under a mask.
     """
 
@@ -175,74 +207,96 @@ class _Slots:
         self.model, self.sampling, self.batch = model, request.sampling, batch
         self.prompt_length, self.group = prompt_length, max(1, batch // GROUPS)
         capacity = min(prompt_length + request.max_new_tokens, model.config.n_positions)
-        self.cache = KVCache.allocate(model, batch + 1, capacity)
+        is_cuda = model.device.type == "cuda"
+        # A GPU is given its next work before the host looks at the last: a row that has ended is
+        # decoded once more.
+        self.ahead = 1 if is_cuda else 0
+        rows = batch if is_cuda else batch + 1
+        self.cache = KVCache.allocate(model, rows, capacity)
         self.prompt_cache = KVCache.allocate(model, self.group, prompt_length)
         device = model.device
-        self.newest = torch.zeros(batch + 1, dtype=torch.long, device=device)
-        self.tokens = torch.zeros_like(self.newest)  # newest, or -1 for logits that are not finite
-        self.logprobs = torch.zeros(batch + 1, device=device)
-        self.lengths = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-        self.lengths[-1] = capacity - 1
+        # The newest, or -1 for logits that are not finite, after which the model is given 0.
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(rows, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.lengths[batch:] = capacity - 1
         self.active = torch.zeros_like(self.lengths)
-        self.steps = torch.zeros_like(self.newest)
-        self.uniforms = torch.zeros(batch + 1, request.max_new_tokens, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.steps = torch.zeros_like(self.tokens)
+        self.uniforms = torch.zeros(rows, request.max_new_tokens + self.ahead, device=device)
+        self.prompts = torch.zeros(self.group, prompt_length, dtype=torch.long, device=device)
+        self.prompt_lengths = torch.ones(self.group, dtype=torch.long, device=device)
+        self.prompt_uniforms = torch.zeros(self.group, self.uniforms.shape[1], device=device)
+        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # after prompts
+        self.first_logprobs = torch.zeros(self.group, device=device)
+        self.step_graph: torch.cuda.CUDAGraph | None = None
+        self.prompt_graph: torch.cuda.CUDAGraph | None = None
         if engine == "graph":
             self.decode()
-            self.graph = capture(self.decode)
+            self.step_graph = capture(self.decode)
+            if model.attention.cuda_graphs:
+                self.prefill()
+                self.prompt_graph = capture(self.prefill, shared_with=self.step_graph)
 
-    def join(self, requests: dict[int, Request]) -> list[tuple[int, int, float]]:
-        """Run prompts, at most a group, into their slots; return slot, token and its logprob."""
-        rows = [request.rows[0] for request in requests.values()]
-        rows += [[0]] * (self.group - len(rows))  # nobody reads these
-        device = self.model.device
-        padded = [row + [0] * (self.prompt_length - len(row)) for row in rows]
-        lengths = torch.tensor([len(row) for row in rows], device=device)
-        tokens = torch.tensor(padded, device=device)
-        logits = self.model(tokens, seqlens=lengths, cache=self.prompt_cache)[:, 0]
-        uniforms = self.uniforms.new_zeros(self.group, self.uniforms.shape[1])
+    def join(self, rows: dict[int, _Row]) -> _Work:
+        """Run prompts, at most a group, into their slots."""
+        prompts = [row.request.rows[0] for row in rows.values()]
+        prompts += [[0]] * (self.group - len(rows))  # nobody reads these
+        padded = [prompt + [0] * (self.prompt_length - len(prompt)) for prompt in prompts]
+        self.upload(padded, self.prompts)
+        self.upload([len(prompt) for prompt in prompts], self.prompt_lengths)
         if not self.sampling.is_greedy:
-            for i, request in enumerate(requests.values()):
-                draws = request.sampling.uniforms(1, request.max_new_tokens, device)
-                uniforms[i] = draws[0]
-        chosen, logprobs = self.choose(logits, uniforms[:, 0])
+            uniforms = torch.zeros(self.prompt_uniforms.shape)
+            for draws, row in zip(uniforms, rows.values(), strict=False):
+                new_tokens = row.request.max_new_tokens
+                draws[:new_tokens] = row.request.sampling.uniforms(1, new_tokens, draws.device)[0]
+            self.upload(uniforms, self.prompt_uniforms)
+        _replay(self.prompt_graph, self.prefill)
 
-        slots, count = torch.tensor([*requests], device=device), len(requests)
+        slots, count = self.upload([*rows]), len(rows)
         kv, short = self.cache.kv, self.prompt_cache.kv[:, :, :count]
         kept = min(self.prompt_length, kv.shape[4])
         kv[:, :, slots, :, :kept] = short[:, :, :, :, :kept]
         kv[:, :, slots, :, kept:] = 0  # the slot's last row may have left NaN there
-        self.newest[slots] = chosen[:count].clamp(min=0)
-        self.lengths[slots] = lengths[:count].int()
+        self.tokens[slots] = self.first[:count]
+        self.logprobs[slots] = self.first_logprobs[:count]
+        self.lengths[slots] = self.prompt_lengths[:count].int()
         self.active[slots] = 1
         self.steps[slots] = 1
-        self.uniforms[slots] = uniforms[:count]
-        return list(zip(requests, chosen.tolist(), logprobs.tolist(), strict=False))
+        self.uniforms[slots] = self.prompt_uniforms[:count]
+        return _Work(rows, self.tokens, self.logprobs)
 
     def leave(self, left: list[int]) -> None:
         """Free slots."""
         if left:
-            slots = torch.tensor(left, device=self.model.device)
-            for state in (self.active, self.lengths, self.newest, self.steps):
+            slots = self.upload(left)
+            for state in (self.active, self.lengths, self.steps):
                 state[slots] = 0
 
-    def step(self, slots: Iterable[int]) -> list[tuple[int, int, float]]:
-        """Decode a token of every row; return slot, token and its logprob."""
-        if self.graph is None:
-            self.decode()
-        else:
-            self.graph.replay()
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
-        return [(slot, tokens[slot], logprobs[slot]) for slot in slots]
+    def upload(self, values: Tensor | list[Any], to: Tensor | None = None) -> Tensor:
+        """Copy values to the device; for memory that is not pinned the host would wait."""
+        on_host = torch.as_tensor(values)
+        to = on_host.new_empty(on_host.shape, device=self.model.device) if to is None else to
+        return to.copy_(on_host.pin_memory() if to.is_cuda else on_host, non_blocking=True)
+
+    def step(self, rows: dict[int, _Row]) -> _Work:
+        """Decode a token of every row."""
+        _replay(self.step_graph, self.decode)
+        return _Work({**rows}, self.tokens, self.logprobs)
+
+    def prefill(self) -> None:
+        """Enqueue a group's prompts."""
+        logits = self.model(self.prompts, seqlens=self.prompt_lengths, cache=self.prompt_cache)
+        tokens, logprobs = self.choose(logits[:, 0], self.prompt_uniforms[:, 0])
+        self.first.copy_(tokens)
+        self.first_logprobs.copy_(logprobs)
 
     def decode(self) -> None:
         """Enqueue a step."""
         self.cache.seqlens.copy_(self.lengths)
-        logits = self.model.decode(self.newest, self.cache)
+        logits = self.model.decode(self.tokens.clamp(min=0), self.cache)
         uniforms = self.uniforms.gather(1, self.steps[:, None])[:, 0]
         tokens, logprobs = self.choose(logits, uniforms)
         self.tokens.copy_(tokens)
-        self.newest.copy_(tokens.clamp(min=0))
         self.logprobs.copy_(logprobs)
         self.lengths += self.active
         self.steps += self.active
@@ -257,3 +311,7 @@ class _Slots:
         tokens = self.sampling.choose(logits, uniforms)
         chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         return tokens, chosen - logits.logsumexp(1)
+
+
+def _replay(graph: torch.cuda.CUDAGraph | None, body: Callable[[], None]) -> None:
+    body() if graph is None else graph.replay()

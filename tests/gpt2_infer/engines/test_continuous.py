@@ -6,9 +6,12 @@ import random
 import pytest
 import torch
 
+from attention_kernels import get_backend
+from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, Request, RequestError, Sampling, generate
 from gpt2_infer.engines.continuous import NOT_FINITE, Continuous
 from tests.conftest import DEVICES
+from tests.gpt2_infer.bench.common import add
 
 SAMPLING = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
 
@@ -127,6 +130,20 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     done = dict(Continuous(model, batch=2).run(requests))
     alone = generate(model, rows, max_new_tokens=4, mode="kv-cache", ignore_eos=True)
     assert [done[i].tokens for i in range(3)] == alone.tokens
+
+
+def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
+    def choose(dtype, head_dim, device_type, seqlen=None):
+        return get_backend("NAIVE_PYTORCH" if seqlen in (None, 32) else "PYTORCH_SDPA_MATH")
+
+    add("ALIAS", naive_attention, chooses=choose)
+    model = GPT2.from_pretrained("demo", device="cpu", attention="ALIAS")
+    requests = make_requests(model, 8)
+    done = dict(Continuous(model, batch=4).run(requests))
+    for i, request in requests:
+        is_short = len(request.rows[0]) <= 16
+        assert done[i].backend == ("PYTORCH_SDPA_MATH" if is_short else "NAIVE_PYTORCH")
+    assert len({one.backend for one in done.values()}) == 2
 
 
 @pytest.mark.parametrize(
