@@ -93,7 +93,7 @@ def _read_jsonl(path: Path) -> Iterator[Line]:
             value = json.loads(line)
             if not isinstance(value, dict):
                 value = "it is no JSON object"
-            elif _depth(value) > MAX_DEPTH:
+            elif line.count(b"[") + line.count(b"{") > MAX_DEPTH < _depth(value):
                 value = f"it is nested more than {MAX_DEPTH} deep"
             yield number, value
         except (ValueError, RecursionError) as error:

@@ -300,7 +300,7 @@ class BatchSeries(Sampled, kw_only=True):
     """The part of the rows that are the same, bit for bit, in another order; for transformers,
     whose tokens are ours."""
     start_s: float = 0.0
-    """What a job of one row takes, where whole commands are timed."""
+    """What a job of two rows takes, one for each process, where whole commands are timed."""
 
     @property
     def tokens_per_second(self) -> float:

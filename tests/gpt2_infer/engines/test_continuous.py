@@ -138,7 +138,7 @@ def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
 
     add("ALIAS", naive_attention, chooses=choose)
     model = GPT2.from_pretrained("demo", device="cpu", attention="ALIAS")
-    requests = make_requests(model, 8)
+    requests = make_requests(model, 16)
     done = dict(Continuous(model, batch=4).run(requests))
     for i, request in requests:
         is_short = len(request.rows[0]) <= 16
