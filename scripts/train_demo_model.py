@@ -198,6 +198,44 @@ class Batches:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+class Repetitions:
+    """Text in which a phrase of 3 to 40 tokens is said again and again."""
+
+    def __init__(self, batches: Batches, rows: int) -> None:
+        self.stream, self.context, self.rows = batches.stream, batches.context, rows
+        self.generator = batches.generator
+
+    def __next__(self) -> tuple[torch.Tensor, ...]:
+        """Return tokens, the next ones, where each of those stood a phrase earlier, and if it did.
+
+        All are (rows, context).
+        """
+        size = (self.rows, 1)
+
+        def draw(low: int, high: int) -> torch.Tensor:
+            how = {"generator": self.generator, "device": self.stream.device}
+            return torch.randint(low, high, size, **how)
+
+        phrase, before = draw(3, 41), draw(8, 49)
+        place = torch.arange(self.context + 1, device=self.stream.device)
+        source = torch.where(place < before, place, before + (place - before) % phrase)
+        tokens = self.stream[draw(0, self.stream.numel() - 100) + source].long()
+        earlier = (place[:-1] - phrase).clamp(min=0)
+        return tokens[:, :-1], tokens[:, 1:], earlier, place[1:] >= before + phrase
+
+
+def repetition_loss(
+    logits: torch.Tensor, y: torch.Tensor, earlier: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """How far a repeated token is from half as likely as it was one phrase earlier.
+
+    The loss of DITTO (Xu et al., 2022): without it greedy text soon repeats itself for good.
+    """
+    p = logits.float().log_softmax(-1).gather(2, y[..., None])[..., 0].exp()
+    apart = (p - 0.5 * p.detach().gather(1, earlier)).abs().clamp(max=1 - 1e-4)
+    return -(torch.log1p(-apart) * counts).sum() / counts.sum()
+
+
 class Muon:
     """Momentum with orthogonal updates, as torch.optim.Muon has it (match_rms_adamw).
 
@@ -274,18 +312,27 @@ def train(
         capturable=on_gpu,
         foreach=False,
     )
-    x, y = (tokens.clone() for tokens in next(batches))
+    repetitions = Repetitions(batches, max(1, args.batch // 4))
 
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def draw() -> tuple[torch.Tensor, ...]:
+        return (*next(batches), *(next(repetitions) if args.repetitions else ()))
+
+    given = [tensor.clone() for tensor in draw()]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor, *repeated: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(x, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+            loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+            if repeated:
+                again = model(repeated[0], use_cache=False).logits
+                loss = loss + args.repetitions * repetition_loss(again, *repeated[1:])
+        return loss
 
     compiled = torch.compile(loss_of) if args.compile else loss_of
 
     def one_step() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
-        loss = compiled(x, y)
+        loss = compiled(*given)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         muon.step(lr_matrices)
@@ -303,8 +350,8 @@ def train(
         factor *= (1 + math.cos(math.pi * step / args.steps)) / 2
         lr_matrices.fill_(args.lr_matrices * factor)
         lr_tables.fill_(args.lr_tables * factor)
-        for static, tokens in zip((x, y), next(batches), strict=True):
-            static.copy_(tokens)
+        for static, tensor in zip(given, draw(), strict=True):
+            static.copy_(tensor)
         loss = step_once()
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             model.eval()
@@ -383,6 +430,13 @@ def main() -> None:
     parser.add_argument("--lr-tables", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.2)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from")
+    parser.add_argument(
+        "--repetitions",
+        type=float,
+        default=0.0,
+        help="weight of the loss on repeated phrases (default: they are not run)",
+    )
     parser.add_argument("--warmup", type=int, default=200, help="steps")
     parser.add_argument("--eval-every", type=int, default=500, help="steps")
     parser.add_argument("--seed", type=int, default=1)
@@ -439,6 +493,11 @@ def main() -> None:
         attn_implementation="sdpa",
     )
     model = GPT2LMHeadModel(config).to(device)
+    if args.start:
+        if (args.start / "vocab.json").read_bytes() != (args.out / "vocab.json").read_bytes():
+            sys.exit(f"{args.start} has the tokenizer of another corpus")
+        trained = GPT2LMHeadModel.from_pretrained(args.start, dtype=torch.float32)
+        model.load_state_dict(trained.state_dict())
     started = time.perf_counter()
     history = train(
         model, Batches(train_stream, args.context, args.batch, args.seed), held_out, args

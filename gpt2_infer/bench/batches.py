@@ -80,7 +80,7 @@ def compare_batches(
             part = _requests(model, rows, one.prompts, new_tokens)
             run = functools.partial(_transformers, reference_of(model), part, one, expected)
             contenders[one.name] = (one, run)
-        series += _time(contenders, rounds)
+        series += _time(contenders, rounds, warm_up=1)
         results = _write(name, series, new_tokens, rounds, provenance, task, out)
         del model, contenders
         torch.cuda.empty_cache()
@@ -110,7 +110,7 @@ def _write(
 
 
 def _time(
-    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]], rounds: int
+    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]], rounds: int, warm_up: int
 ) -> list[BatchSeries]:
     def sample(name: str) -> float:
         one, run = contenders[name]
@@ -119,7 +119,7 @@ def _time(
         return seconds
 
     runs = {name: functools.partial(sample, name) for name in contenders}
-    for name, samples in interleave(runs, rounds=rounds, warm_up=0).items():
+    for name, samples in interleave(runs, rounds=rounds, warm_up=warm_up).items():
         one, _ = contenders[name]
         if isinstance(samples, RejectedError):
             one.status, one.reason = "failed", str(samples)
@@ -227,8 +227,6 @@ def _transformers(
         for begin in range(0, len(requests), one.batch):
             run(requests[begin : begin + one.batch])
 
-    if one.same_rows is None:
-        run(requests[: one.batch])
     _, seconds = _timed(reference.device, run_all)
     if ours := [expected[index] == row for index, row in done.items() if index in expected]:
         one.same_rows = sum(ours) / len(ours)
@@ -298,7 +296,7 @@ def compare_jobs(
             )
             contenders[which] = (one, functools.partial(run, which))
         start(options[0])  # kernels are built, and libraries come from the disk
-        series = _time(contenders, rounds)
+        series = _time(contenders, rounds, warm_up=0)
     for one in series:
         one.start_s = round(statistics.median(starts[one.name]), 3)
     return _write(name, series, new_tokens, rounds, provenance, task, out)
