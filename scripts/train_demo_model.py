@@ -210,11 +210,10 @@ class Repetitions:
 
         All are (rows, context).
         """
-        size = (self.rows, 1)
 
         def draw(low: int, high: int) -> torch.Tensor:
-            how = {"generator": self.generator, "device": self.stream.device}
-            return torch.randint(low, high, size, **how)
+            size, device = (self.rows, 1), self.stream.device
+            return torch.randint(low, high, size, generator=self.generator, device=device)
 
         phrase, before = draw(3, 41), draw(8, 49)
         place = torch.arange(self.context + 1, device=self.stream.device)
