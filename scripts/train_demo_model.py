@@ -429,7 +429,6 @@ def main() -> None:
     parser.add_argument("--lr-tables", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.2)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--start", type=Path, help="folder of a model to go on from")
     parser.add_argument(
         "--repetitions",
         type=float,
@@ -492,11 +491,6 @@ def main() -> None:
         attn_implementation="sdpa",
     )
     model = GPT2LMHeadModel(config).to(device)
-    if args.start:
-        if (args.start / "vocab.json").read_bytes() != (args.out / "vocab.json").read_bytes():
-            sys.exit(f"{args.start} has the tokenizer of another corpus")
-        trained = GPT2LMHeadModel.from_pretrained(args.start, dtype=torch.float32)
-        model.load_state_dict(trained.state_dict())
     started = time.perf_counter()
     history = train(
         model, Batches(train_stream, args.context, args.batch, args.seed), held_out, args
