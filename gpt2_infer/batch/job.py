@@ -39,7 +39,7 @@ from gpt2_infer.sampling import Sampling
 
 Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
-MAX_BATCH = 256
+MAX_BATCH = 512
 BATCHES_AT_ONCE = 16  # or a part, if that is more
 # torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
 CPU_DECODE = "NAIVE_PYTORCH"
@@ -69,7 +69,7 @@ class Settings:
     part_rows: int = 1000
     """Rows of a part, about."""
     batch_size: int | None = None
-    """None: 32 on a CPU, on a GPU what its memory holds, up to 256."""
+    """None: 32 on a CPU, on a GPU what its memory holds, up to 512."""
 
 
 @dataclass(frozen=True)

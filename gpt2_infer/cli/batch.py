@@ -33,7 +33,7 @@ RAY = (
     "--devices cpu:N"
 )
 BATCH_SIZE = (
-    "rows at a time on a device, or auto (default): 32 on cpu, by free memory and up to 256 on cuda"
+    "rows at a time on a device, or auto (default): 32 on cpu, by free memory and up to 512 on cuda"
 )
 
 

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import functools
+import os
+import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from gpt2_infer import RequestError, batch
+from gpt2_infer.batch.rows import read_rows
 from tests.gpt2_infer.batch.common import CPU, make_settings, write_input
 
 pytest.importorskip("ray")
@@ -43,6 +51,34 @@ def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
     assert lines("ray") == expected
     with pytest.raises(RequestError, match="on_ray"):
         batch.run([file], out, settings, devices=CPU, resume=True)
+
+
+def test_a_driver_that_is_killed_is_followed_by_one_that_completes_the_job(
+    save_checkpoint, tmp_path
+):
+    from gpt2_infer.batch.cluster import run_on_ray
+
+    settings = make_settings(save_checkpoint()[0])
+    file, out = write_input(tmp_path / "in.jsonl", 400), tmp_path / "out"
+    how = {"address": "local", "devices": "cpu:1"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", "import pickle, sys; pickle.load(sys.stdin.buffer)()"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    pickle.dump(functools.partial(run_on_ray, [file], out, settings, **how), driver.stdin)
+    driver.stdin.close()
+    deadline = time.monotonic() + 120
+    while not [*out.glob("*.jsonl")]:
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert len([*out.glob("*.jsonl")]) < 40
+    assert run_on_ray([file], out, settings, resume=True, **how) == (400, 0)
+    ids = [row.fields["id"] for row in read_rows(sorted(out.glob("*.jsonl")))]
+    assert sorted(ids) == sorted(f"row-{i}" for i in range(400))
 
 
 @pytest.mark.parametrize("devices", ["0,1", "cpu:x"])
