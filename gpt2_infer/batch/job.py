@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from filelock import FileLock, Timeout
 
-from attention_kernels import ladder
+from attention_kernels import BackendSpec, ladder
 from gpt2_infer import __version__
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
@@ -103,14 +103,15 @@ def plan(
 ) -> Job:
     """Read the inputs once, write or compare _job.json, and find the parts that are missing.
 
-    Raises RequestError for two rows of one id, for a folder that has a job unless `resume`, and
-    then for a job that asks for something else.
+    Raises RequestError for two rows of one id, for a folder that has rows of a job unless `resume`,
+    and then for a job that asks for something else; UnknownBackendError.
     """
     for name, count in (("part-rows", settings.part_rows), ("batch-size", settings.batch_size)):
         if count is not None and count < 1:
             raise RequestError(f"{name} must be 1 or more, not {count}")
     if settings.format == "parquet":
         pyarrow_parquet()
+    _backends(settings)
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
@@ -145,14 +146,14 @@ def plan(
         "versions": {"gpt2-infer": __version__, "torch": torch.__version__},
     }
     file = out / "_job.json"
-    if file.exists():
+    if file.exists() and any(path.suffix in (".jsonl", ".parquet") for path in out.iterdir()):
         if not resume:
             raise RequestError(f"{out} has a job: --resume completes it")
         known = json.loads(file.read_text("utf-8"))
         if settings.batch_size is None:
             batch = asked["batch_size"] = known["batch_size"]
         if changed := [name for name in asked if asked[name] != known.get(name)]:
-            raise RequestError(f"the job in {out} was another: {', '.join(changed)} differ")
+            raise RequestError(f"the job in {out} is another, by its {', '.join(changed)}")
     else:
         _write(file, json.dumps(asked, indent=2).encode())
     for left in [*out.glob(".*.writing"), *(out / "_manifest").glob(".*.writing")]:
@@ -182,13 +183,18 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Be the only one who works in the folder `out`; raises RequestError if somebody else does."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Be the only one who works in the folder `out`.
+
+    Raises RequestError if somebody else does, or if there can be no such folder.
+    """
     lock = FileLock(out / ".lock", blocking=False)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise RequestError(f"another process is completing the job in {out}") from None
+    except OSError as error:
+        raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
     try:
         yield
     finally:
@@ -231,7 +237,10 @@ def _digest(path: Path) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, even if the power fails."""
+    """Write a file so that it is there as a whole or not at all, even if the power fails.
+
+    Raises BatchError where that cannot be done.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         with temporary.open("wb") as file:
@@ -239,22 +248,25 @@ def _write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        reason = error.strerror or error
+        raise BatchError(f"{path} cannot be written: {reason}; --resume goes on") from error
+
+
+def _backends(settings: Settings) -> list[BackendSpec | None]:
+    names = (settings.backend, settings.decode_backend)
+    return [None if name is None else ladder.resolve(name) for name in names]
 
 
 def load(settings: Settings, device: torch.device) -> GPT2:
     """Return the model with the backends that a job runs."""
-    attention, decode_attention = (
-        None if name is None else ladder.resolve(name)
-        for name in (settings.backend, settings.decode_backend)
-    )
+    attention, decode_attention = _backends(settings)
     decodes = attention is not None and attention.has_decode(device.type)
     if device.type == "cpu" and decode_attention is None and not decodes:
         decode_attention = ladder.resolve(CPU_DECODE)

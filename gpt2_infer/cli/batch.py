@@ -62,7 +62,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def batch_size(text: str) -> int | None:
     """Return what --batch-size says; None is "auto"."""
-    return None if text == "auto" else int(text)
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or auto, not {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             strict=arguments.strict,
         )
-        show(f"{rows} rows, {errors} of them errors: {arguments.out}")
+        show(f"rows: {rows}, errors: {errors}, in {arguments.out}")
         print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
         return 0
     with tqdm(unit="row", disable=None) as bar:
@@ -119,6 +122,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0  # the first of torchrun's processes speaks for all
     done = batch.entries(job)
     rows, errors = (sum(entry[name] for entry in done) for name in ("rows", "errors"))
-    show(f"{rows} rows in {len(done)} files, {errors} of them errors: {arguments.out}")
+    show(f"rows: {rows}, errors: {errors}, files: {len(done)}, in {arguments.out}")
     print(f"{time.perf_counter() - started:.1f} s, batches of {job.batch}", file=sys.stderr)
     return 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from attention_kernels import UnsupportedError
+from attention_kernels import UnknownBackendError, UnsupportedError
 from attention_kernels.reference import naive_attention
 from gpt2_infer import RequestError, Sampling, batch, generate
 from gpt2_infer.batch import job as jobs
@@ -151,17 +151,17 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
     def failing(path, data):
         calls.append(path)
         if len(calls) == 5:  # after _job.json, a part, its entry and a part
-            raise OSError(28, "No space left on device")
+            raise batch.BatchError("no room")
         original(path, data)
 
     monkeypatch.setattr(jobs, "_write", failing)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(batch.BatchError, match="no room"):
         batch.run([file], out, settings, devices=CPU)
     monkeypatch.undo()
     with pytest.raises(RequestError, match="has a job: --resume completes it"):
         batch.run([file], out, settings, devices=CPU)
     other = dataclasses.replace(settings, max_new_tokens=6)
-    with pytest.raises(RequestError, match="was another: max_new_tokens differ"):
+    with pytest.raises(RequestError, match="is another, by its max_new_tokens"):
         batch.run([file], out, other, devices=CPU, resume=True)
     (out / ".part-00000.jsonl.1.writing").write_text("half")
     done = out / "part-00000.jsonl"
@@ -216,7 +216,7 @@ def test_other_weights_are_another_job(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 4)
     batch.run([file], tmp_path / "out", settings, devices=CPU)
     rewrite(Path(settings.model), lambda tensors: {k: 2 * v for k, v in tensors.items()})
-    with pytest.raises(RequestError, match="was another: weights differ"):
+    with pytest.raises(RequestError, match="is another, by its weights"):
         batch.run([file], tmp_path / "out", settings, devices=CPU, resume=True)
 
 
@@ -247,6 +247,9 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
             batch.run([file], tmp_path / "out", other, devices=CPU)
+    other = dataclasses.replace(settings, backend="UNKNOWN")
+    with pytest.raises(UnknownBackendError):
+        batch.run([file], tmp_path / "out", other, devices=CPU)
     assert not (tmp_path / "out" / "_job.json").exists()
     with (
         FileLock(tmp_path / "out" / ".lock"),
@@ -255,13 +258,25 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
         batch.run([file], tmp_path / "out", settings, devices=CPU)
 
 
+def test_a_job_without_rows_stands_in_no_ones_way(settings, tmp_path):
+    file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
+    refused = dataclasses.replace(settings, engine="graph")
+    with pytest.raises(RequestError, match="needs a CUDA device"):
+        batch.run([file], out, refused, devices=CPU)
+    assert (out / "_job.json").exists()
+    assert len(batch.run([file], out, settings, devices=CPU).missing) == 4
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="file cannot be written: File exists"):
+        batch.run([file], tmp_path / "file", settings, devices=CPU)
+
+
 def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a b"}\nx\n')
     words = ["batch", str(file), "--out", str(tmp_path / "out"), "--devices", "cpu"]
     words += ["--model", settings.model, "--max-new-tokens", "3"]
     status, out, err = run(capsys, *words)
-    assert (status, out) == (0, f"2 rows in 1 files, 1 of them errors: {tmp_path / 'out'}\n")
+    assert (status, out) == (0, f"rows: 2, errors: 1, files: 1, in {tmp_path / 'out'}\n")
     assert "batches of 2" in err
     assert run(capsys, *words)[0] == 2
     assert run(capsys, *words, "--resume")[:2] == (0, out)
