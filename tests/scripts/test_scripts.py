@@ -89,6 +89,25 @@ def test_the_demo_model_reads_one_kind_of_quotation_mark(book, expected):
     assert clean(f"{book}\n\n{story}") == [f"{expected}\n\n{story.strip()}"]
 
 
+def test_the_demo_model_is_to_find_each_repetition_half_as_likely():
+    import torch
+
+    from scripts.train_demo_model import Batches, Repetitions, repetition_loss
+
+    stream = torch.arange(1000)
+    x, y, earlier, counts = next(Repetitions(Batches(stream, 120, 4, seed=0), rows=50))
+    assert x.shape == y.shape == earlier.shape == counts.shape == (50, 120)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(y.gather(1, earlier)[counts], y[counts])
+    assert (y[~counts] - x[~counts] == 1).all()  # until then it is the text
+    assert counts.any(1).all()
+
+    last, first = torch.zeros(1, 2, 4), torch.tensor([[0, 0]])
+    last[0, 0, 3], last[0, 1, 3] = 30.0, 0.0  # of 4 tokens: a probability of 1, then 1/4
+    y, counts = torch.tensor([[3, 3]]), torch.tensor([[False, True]])
+    assert repetition_loss(last, y, first, counts).item() == pytest.approx(0.2877, abs=1e-4)
+
+
 @pytest.mark.slow
 def test_the_committed_pictures_are_current():
     drawn = plot_results.draw_documents(ROOT)
