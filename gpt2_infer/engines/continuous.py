@@ -26,6 +26,9 @@ from gpt2_infer.model import GPT2, KVCache
 MIN_PROMPT = 16  # prompts are padded to this, or to it times a power of two
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
 GROUPS = 8  # prompts run in groups of an eighth of the batch
+# How much work a device is given before the host looks at the last: a row that has ended is then
+# decoded once more.
+AHEAD = {"cuda": 1, "cpu": 0}
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ class _Work:
 
     def __init__(self, rows: dict[int, _Row], tokens: Tensor, logprobs: Tensor) -> None:
         self.rows = rows
-        self.tokens, self.logprobs = (x.to("cpu", non_blocking=True) for x in (tokens, logprobs))
+        self.tokens = tokens.to("cpu", non_blocking=True, copy=True)
+        self.logprobs = logprobs.to("cpu", non_blocking=True, copy=True)
         self.done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -207,11 +211,8 @@ class _Slots:
         self.model, self.sampling, self.batch = model, request.sampling, batch
         self.prompt_length, self.group = prompt_length, max(1, batch // GROUPS)
         capacity = min(prompt_length + request.max_new_tokens, model.config.n_positions)
-        is_cuda = model.device.type == "cuda"
-        # A GPU is given its next work before the host looks at the last: a row that has ended is
-        # decoded once more.
-        self.ahead = 1 if is_cuda else 0
-        rows = batch if is_cuda else batch + 1
+        rows = batch if model.device.type == "cuda" else batch + 1
+        self.ahead = AHEAD[model.device.type]
         self.cache = KVCache.allocate(model, rows, capacity)
         self.prompt_cache = KVCache.allocate(model, self.group, prompt_length)
         device = model.device

@@ -9,6 +9,7 @@ import torch
 from attention_kernels import get_backend
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, Request, RequestError, Sampling, generate
+from gpt2_infer.engines import continuous
 from gpt2_infer.engines.continuous import NOT_FINITE, Continuous
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
@@ -45,7 +46,9 @@ def make_requests(model, count, *, sampling=SAMPLING, **fields):
 @pytest.mark.parametrize(
     ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
 )
-def test_rows_are_what_they_are_alone(device, sampling, fields):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rows_are_what_they_are_alone(device, sampling, fields, ahead, monkeypatch):
+    monkeypatch.setitem(continuous.AHEAD, device, ahead)
     model = make_model(device)
     requests = make_requests(model, 8, sampling=sampling, **fields)
     done = dict(Continuous(model, batch=4).run(requests))
