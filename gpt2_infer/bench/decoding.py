@@ -52,8 +52,9 @@ def compare_decoding(
 
     What is done once, such as capturing graphs, counts in recompute only. backends: of attention,
     one contender each per engine. peers: whether transformers, and with a cache the recipe, run
-    beside the engines. Each contender's text is compared with the first's in float32. Raises
-    RequestError without a GPU, or for what an engine does not support.
+    beside the engines. In float32 each contender's text is compared with the first's. A contender
+    whose text changes from run to run fails, but for a peer in 16 bits. Raises RequestError without
+    a GPU, or for what an engine does not support.
     """
     if not torch.cuda.is_available():
         raise RequestError("decoding is compared on a CUDA device")
@@ -113,7 +114,8 @@ def _time(
 
     def sample(name: str) -> list[float]:
         tokens, marks = runs[name]()
-        if tokens != texts[name]:
+        must_repeat = cell.dtype == "float32" or programs[name] == "gpt2-infer"
+        if tokens != texts[name] and must_repeat:
             raise RejectedError("its text is another from run to run")
         return marks
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
 from gpt2_infer.engines.base import EngineName, capture
@@ -304,14 +303,13 @@ class _Slots:
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token per row, and its log-probability in the model's own distribution."""
-        logits = logits.float()
-        if odd := logits.shape[1] % 4:
-            # torch adds up a row from its first multiple of 16 bytes on: let all rows begin there,
-            # or the rounding depends on the slot.
-            logits = functional.pad(logits, (0, 4 - odd), value=-torch.inf)
-        tokens = self.sampling.choose(logits, uniforms)
-        chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-        return tokens, chosen - logits.logsumexp(1)
+        # torch adds up a row from its first multiple of 16 bytes on: let all rows begin there, or
+        # the rounding depends on the slot.
+        count, vocab_size = logits.shape
+        rows = torch.empty(count, -(-vocab_size // 4) * 4, device=logits.device)
+        rows[:, :vocab_size], rows[:, vocab_size:] = logits, -torch.inf
+        tokens = self.sampling.choose(rows, uniforms)
+        return tokens, rows.log_softmax(1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
 
 
 def _replay(graph: torch.cuda.CUDAGraph | None, body: Callable[[], None]) -> None:

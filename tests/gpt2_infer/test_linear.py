@@ -32,3 +32,14 @@ def test_every_way_to_multiply_is_the_same_product(
     for got, right in ((layer(x), expected), (layer(x, gelu=True), activated), (bare, expected)):
         torch.testing.assert_close(got.double(), right, rtol=0, atol=2e-6)
     torch.testing.assert_close(layer.add_to(residual, x).double(), added, rtol=0, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_logits_begin_at_multiples_of_16_bytes(dtype):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 64, device="cuda").to(dtype) for rows in (9, 1001))
+    logits = project(x, weight)
+    assert logits.shape == (9, 1001)
+    assert logits.stride(0) * logits.element_size() % 16 == 0
+    torch.testing.assert_close(logits, x @ weight.t())
