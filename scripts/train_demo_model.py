@@ -201,12 +201,14 @@ class Batches:
 class Repetitions:
     """Text in which a phrase of 3 to 40 tokens is said again and again."""
 
+    COUNTED = 4  # how many times it must be said again for a loop to be broken
+
     def __init__(self, batches: Batches, rows: int) -> None:
         self.stream, self.context, self.rows = batches.stream, batches.context, rows
         self.generator = batches.generator
 
     def __next__(self) -> tuple[torch.Tensor, ...]:
-        """Return tokens, the next ones, where each of those stood a phrase earlier, and if it did.
+        """Return tokens, the next ones, where those stood a phrase earlier, and which count.
 
         All are (rows, context).
         """
@@ -215,24 +217,33 @@ class Repetitions:
             size, device = (self.rows, 1), self.stream.device
             return torch.randint(low, high, size, generator=self.generator, device=device)
 
-        phrase, before = draw(3, 41), draw(8, 49)
+        phrase, before = draw(3, 41), draw(8, self.context // 2)
         place = torch.arange(self.context + 1, device=self.stream.device)
         source = torch.where(place < before, place, before + (place - before) % phrase)
-        tokens = self.stream[draw(0, self.stream.numel() - 100) + source].long()
+        tokens = self.stream[draw(0, self.stream.numel() - self.context) + source].long()
         earlier = (place[:-1] - phrase).clamp(min=0)
-        return tokens[:, :-1], tokens[:, 1:], earlier, place[1:] >= before + phrase
+        again = (place[1:] - before) // phrase
+        return tokens[:, :-1], tokens[:, 1:], earlier, (again >= 1) & (again <= self.COUNTED)
 
 
 def repetition_loss(
     logits: torch.Tensor, y: torch.Tensor, earlier: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """How far a repeated token is from half as likely as it was one phrase earlier.
+    """Cross-entropy of a repeated token from what was predicted one phrase earlier.
 
-    The loss of DITTO (Xu et al., 2022): without it greedy text soon repeats itself for good.
+    The repeated token is to be half as likely as it was, as in DITTO (Xu et al., 2022): without it
+    greedy text soon repeats itself for good. The others share the rest as before: DITTO leaves open
+    which get it, and then it went to tokens that occur nowhere.
     """
-    p = logits.float().log_softmax(-1).gather(2, y[..., None])[..., 0].exp()
-    apart = (p - 0.5 * p.detach().gather(1, earlier)).abs().clamp(max=1 - 1e-4)
-    return -(torch.log1p(-apart) * counts).sum() / counts.sum()
+    log_p = logits.float().log_softmax(-1)
+    rows = torch.arange(len(y), device=y.device)[:, None]
+    before = log_p.detach().exp()[rows, earlier]
+    is_repeated = torch.arange(before.shape[2], device=y.device) == y[..., None]
+    half = 0.5 * before.gather(2, y[..., None])
+    others = before.masked_fill(is_repeated, 0)
+    others = others * ((1 - half) / others.sum(-1, keepdim=True))
+    target = torch.where(is_repeated, half, others)
+    return -((target * log_p).sum(-1) * counts).sum() / counts.sum()
 
 
 class Muon:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
 
@@ -99,13 +100,17 @@ def test_the_demo_model_is_to_find_each_repetition_half_as_likely():
     assert x.shape == y.shape == earlier.shape == counts.shape == (50, 120)
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(y.gather(1, earlier)[counts], y[counts])
-    assert (y[~counts] - x[~counts] == 1).all()  # until then it is the text
     assert counts.any(1).all()
+    for row, first in enumerate(counts.int().argmax(1)):
+        assert (y[row, :first] - x[row, :first] == 1).all()  # until then it is the text
 
-    last, first = torch.zeros(1, 2, 4), torch.tensor([[0, 0]])
-    last[0, 0, 3], last[0, 1, 3] = 30.0, 0.0  # of 4 tokens: a probability of 1, then 1/4
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 0, 3] = 20.0  # of 4 tokens: a probability of 1
+    logits[0, 1, 3] = math.log(3)  # 1/2
+    logits.requires_grad_()
     y, counts = torch.tensor([[3, 3]]), torch.tensor([[False, True]])
-    assert repetition_loss(last, y, first, counts).item() == pytest.approx(0.2877, abs=1e-4)
+    repetition_loss(logits, y, torch.tensor([[0, 0]]), counts).backward()
+    torch.testing.assert_close(logits.grad, torch.zeros(1, 2, 4), rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
