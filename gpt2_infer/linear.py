@@ -5,9 +5,9 @@ The choice depends on the device and the number of rows; the result depends on i
 cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
 cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the two halves of a
 large weight. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
-cuda: a plain product, then a pass for the bias. addmm with a bias vector goes to cuBLASLt, which
-does not split K and at GPT-2's sizes took up to 2.5 times as long on an H200. GPT-2's 50,257 logits
-are written in rows that begin at multiples of 16 bytes, which the faster kernels ask for.
+cuda: addmm, which is cuBLASLt with the bias in its epilogue. But in float32 with more than 16 rows
+a plain product, then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up to
+2.5 times as long on an H200. In 16 bits the logits are a multiple of 8 columns; see with_room().
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 # Of a weight whose halves two cores multiply sooner than one core multiplies it.
 MIN_SPLIT_NUMEL = 2**17
+MAX_ADDMM_ROWS = 16  # in float32
 
 
 class Linear(nn.Module):
@@ -36,7 +37,10 @@ class Linear(nn.Module):
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
             return cast("Tensor", _linear_onednn()(x, weight.t(), bias, kind, [], form))
-        y = _product(x, weight).add_(bias)
+        if x.is_cuda and (_has_16_bits(x) or x.shape[0] <= MAX_ADDMM_ROWS):
+            y = torch.addmm(bias, x, weight)
+        else:
+            y = _product(x, weight).add_(bias)
         return F.gelu(y, approximate="tanh") if gelu else y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -44,6 +48,8 @@ class Linear(nn.Module):
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
+        if x.is_cuda and _has_16_bits(x):
+            return residual.add_(torch.addmm(bias, x, weight))
         if x.is_cpu and weight.numel() >= MIN_SPLIT_NUMEL:
             return residual.add_(bias).add_(_product(x, weight))
         return residual.add_(bias).addmm_(x, weight)
@@ -57,11 +63,24 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     is_laid_out = weight.stride(0) == 1
     if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
         return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
-    if x.is_cuda and x.shape[0] > 1:
-        outs, chunk = weight.shape[0], 16 // x.element_size()
-        rows = x.new_empty(x.shape[0], -(-outs // chunk) * chunk)
-        return torch.mm(x, weight.t(), out=rows[:, :outs])
+    outs, ins = weight.shape
+    padded = _multiple_of_8(outs)
+    if x.is_cuda and _has_16_bits(x) and weight.untyped_storage().nbytes() >= 2 * padded * ins:
+        return torch.mm(x, weight.as_strided((padded, ins), (ins, 1)).t())[:, :outs]
     return _product(x, weight.t()) if is_laid_out else F.linear(x, weight)
+
+
+def with_room(weight: Tensor) -> Tensor:
+    """Return the weight of the logits, in 16 bits on CUDA with room for a multiple of 8 of them.
+
+    For another number cuBLAS takes a kernel that is up to six times as slow. It costs a copy.
+    """
+    outs, ins = weight.shape
+    if not weight.is_cuda or not _has_16_bits(weight) or outs == _multiple_of_8(outs):
+        return weight
+    room = weight.new_zeros(_multiple_of_8(outs), ins)
+    room[:outs] = weight
+    return room[:outs]
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -79,6 +98,14 @@ def lay_out(weight: Tensor) -> Tensor:
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and ins > outs:
         return weight.t().contiguous().t()
     return weight
+
+
+def _has_16_bits(x: Tensor) -> bool:
+    return x.element_size() == 2
+
+
+def _multiple_of_8(count: int) -> int:
+    return -(-count // 8) * 8
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from gpt2_infer.checkpoint import (
 )
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import ConfigError
-from gpt2_infer.linear import Linear, project, weight_and_bias
+from gpt2_infer.linear import Linear, project, weight_and_bias, with_room
 from gpt2_infer.tokenizer import Tokenizer
 
 
@@ -255,6 +255,8 @@ class GPT2(nn.Module):
             seed,
         )
         model.tokenizer = checkpoint.tokenizer
+        head = model.wte if model.lm_head is None else model.lm_head
+        head.weight = nn.Parameter(with_room(head.weight.detach()), requires_grad=False)
         return model.requires_grad_(False).eval()
 
     @property

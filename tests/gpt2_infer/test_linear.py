@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt2_infer import linear
-from gpt2_infer.linear import Linear, lay_out, project
+from gpt2_infer.linear import Linear, lay_out, project, with_room
 
 
 @pytest.mark.parametrize("is_laid_out", [False, True])
@@ -35,11 +35,26 @@ def test_every_way_to_multiply_is_the_same_product(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_logits_begin_at_multiples_of_16_bytes(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 9, 17])
+def test_products_on_a_gpu_are_the_same(rows, dtype):
     torch.manual_seed(0)
-    x, weight = (torch.randn(rows, 64, device="cuda").to(dtype) for rows in (9, 1001))
-    logits = project(x, weight)
-    assert logits.shape == (9, 1001)
-    assert logits.stride(0) * logits.element_size() % 16 == 0
-    torch.testing.assert_close(logits, x @ weight.t())
+    layer = Linear(64, 40).requires_grad_(False).to("cuda", dtype)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    x, residual, head = (torch.randn(n, 64, device="cuda").to(dtype) for n in (rows, rows, 1001))
+    residual = residual[:, :40].contiguous()
+    expected = x.double() @ layer.weight.double() + layer.bias.double()
+    activated = torch.nn.functional.gelu(expected, approximate="tanh")
+    logits, added = x.double() @ head.double().t(), residual.double() + expected
+    assert with_room(head).equal(head)
+    for got, right in (
+        (layer(x), expected),
+        (layer(x, gelu=True), activated),
+        (layer.add_to(residual, x), added),
+        (project(x, with_room(head)), logits),
+        (project(x, head), logits),
+    ):
+        assert got.shape == right.shape
+        error = (got.double() - right).norm() / right.norm()
+        assert error < 4 * torch.finfo(dtype).eps
