@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint docs report clean
 
 demo: $(VENV)/installed
-	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 10 --max-new-tokens 200
+	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -6,8 +6,9 @@ cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-
 cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the two halves of a
 large weight. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
 cuda: addmm, which is cuBLASLt with the bias in its epilogue. But in float32 with more than 16 rows
-a plain product, then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up to
-2.5 times as long on an H200. In 16 bits the logits are a multiple of 8 columns; see with_room().
+a plain product, then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
+to 2.5 times as long on an H200. In 16 bits the logits have a multiple of 8 columns; see
+with_room().
 """
 
 from __future__ import annotations

@@ -390,8 +390,7 @@ A GPT-2 of {facts["parameters"] / 1e6:.1f} million parameters ({arguments["layer
 {arguments["context"]} positions, a byte-level BPE of {arguments["vocab"]} tokens, tied embeddings),
 stored as float16. It exists so that `gpt2-infer --model demo` writes real prose with no download.
 It knows children's books of a hundred years ago and nothing else: sentences hold together, stories
-do not, and the books' attitudes are those of their time. Greedy decoding soon repeats itself;
-`--temperature 0.7 --top-k 40` reads best.
+do not, and the books' attitudes are those of their time. `--temperature 0.7 --top-k 40` reads best.
 
 | | |
 |---|---|
@@ -400,6 +399,7 @@ public domain in the USA: scholarship and verse are left out, typography is simp
 | corpus file, SHA-256 | `{facts["corpus_sha256"]}` |
 | tokens | {facts["train_tokens"] / 1e6:.1f} million to train on, \
 {facts["tokens_seen"] / 1e6:.0f} million seen |
+| against loops | a loss on repeated phrases, of weight {arguments["repetitions"]} |
 | held out | {facts["held_out_books"]} whole books, {facts["held_out_tokens"]} tokens, \
 {facts["held_out_bytes"]} bytes after cleaning: `held_out.txt.xz` |
 | held-out loss of these float16 weights | {facts["held_out_loss"]:.4f} nats per token, \
@@ -411,7 +411,8 @@ The command (the corpus is not part of the repository):
 
     python scripts/train_demo_model.py --corpus {arguments["corpus"]} \\
         --steps {arguments["steps"]} --batch {arguments["batch"]} --seed {arguments["seed"]} \\
-        --lr-matrices {arguments["lr_matrices"]} --lr-tables {arguments["lr_tables"]}
+        --lr-matrices {arguments["lr_matrices"]} --lr-tables {arguments["lr_tables"]} \\
+        --repetitions {arguments["repetitions"]}
 
 `training.json` holds all arguments and the held-out loss by step.
 """
@@ -429,7 +430,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
     )
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=48, help="sequences per step")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
@@ -443,8 +444,8 @@ def main() -> None:
     parser.add_argument(
         "--repetitions",
         type=float,
-        default=0.0,
-        help="weight of the loss on repeated phrases (default: they are not run)",
+        default=0.3,
+        help="weight of the loss on repeated phrases; 0 runs none",
     )
     parser.add_argument("--warmup", type=int, default=200, help="steps")
     parser.add_argument("--eval-every", type=int, default=500, help="steps")
