@@ -5,7 +5,7 @@ The choice depends on the device and the number of rows; the result depends on i
 cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
 cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the two halves of a
 large weight. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
-cuda: addmm, which is cuBLASLt with the bias in its epilogue. But in float32 with more than 16 rows
+cuda: addmm, which is cuBLASLt with the bias in its epilogue. But in float32 with more than one row
 a plain product, then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
 to 2.5 times as long on an H200. In 16 bits the logits have a multiple of 8 columns; see
 with_room().
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 # Of a weight whose halves two cores multiply sooner than one core multiplies it.
 MIN_SPLIT_NUMEL = 2**17
-MAX_ADDMM_ROWS = 16  # in float32
 
 
 class Linear(nn.Module):
@@ -38,7 +37,7 @@ class Linear(nn.Module):
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
             return cast("Tensor", _linear_onednn()(x, weight.t(), bias, kind, [], form))
-        if x.is_cuda and (_has_16_bits(x) or x.shape[0] <= MAX_ADDMM_ROWS):
+        if x.is_cuda and (_has_16_bits(x) or x.shape[0] == 1):
             y = torch.addmm(bias, x, weight)
         else:
             y = _product(x, weight).add_(bias)
