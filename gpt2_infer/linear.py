@@ -63,10 +63,12 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     is_laid_out = weight.stride(0) == 1
     if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
         return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
-    outs, ins = weight.shape
-    padded = _multiple_of_8(outs)
-    if x.is_cuda and _has_16_bits(x) and weight.untyped_storage().nbytes() >= 2 * padded * ins:
-        return torch.mm(x, weight.as_strided((padded, ins), (ins, 1)).t())[:, :outs]
+    if x.is_cuda and _has_16_bits(x):
+        outs, ins = weight.shape
+        padded = _multiple_of_8(outs)
+        end = weight.storage_offset() + padded * ins
+        if weight.is_contiguous() and weight.untyped_storage().nbytes() >= 2 * end:
+            return torch.mm(x, weight.as_strided((padded, ins), (ins, 1)).t())[:, :outs]
     return _product(x, weight.t()) if is_laid_out else F.linear(x, weight)
 
 
