@@ -51,7 +51,8 @@ def score(
             one = PerplexitySeries(name=spec.name, dtype=dtype, precision=spec.precisions[dtype])
             series.append(one)
             try:
-                found = nats(model.with_attention(spec))
+                is_baseline = spec.name == perplexity.BASELINE
+                found = baseline if is_baseline else nats(model.with_attention(spec))
             except (NotFiniteError, AttentionError) as error:
                 one.reason = str(error)
                 continue
