@@ -255,8 +255,7 @@ class GPT2(nn.Module):
             seed,
         )
         model.tokenizer = checkpoint.tokenizer
-        head = model.wte if model.lm_head is None else model.lm_head
-        head.weight = nn.Parameter(with_room(head.weight.detach()), requires_grad=False)
+        model._head_weight.data = with_room(model._head_weight.data)
         return model.requires_grad_(False).eval()
 
     @property
@@ -268,6 +267,10 @@ class GPT2(nn.Module):
     def dtype(self) -> torch.dtype:
         """What the weights are."""
         return self.wte.weight.dtype
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return (self.wte if self.lm_head is None else self.lm_head).weight
 
     @property
     def step_bytes(self) -> int:
@@ -397,7 +400,7 @@ class GPT2(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of rows that ln_f normalized."""
-        return project(x, (self.wte if self.lm_head is None else self.lm_head).weight)
+        return project(x, self._head_weight)
 
 
 def _find_at_once(module: nn.Module) -> None:

@@ -238,11 +238,10 @@ def repetition_loss(
     log_p = logits.float().log_softmax(-1)
     rows = torch.arange(len(y), device=y.device)[:, None]
     before = log_p.detach().exp()[rows, earlier]
-    is_repeated = torch.arange(before.shape[2], device=y.device) == y[..., None]
-    half = 0.5 * before.gather(2, y[..., None])
-    others = before.masked_fill(is_repeated, 0)
-    others = others * ((1 - half) / others.sum(-1, keepdim=True))
-    target = torch.where(is_repeated, half, others)
+    repeated = y[..., None]
+    half = 0.5 * before.gather(2, repeated)
+    others = before.scatter(2, repeated, 0)
+    target = (others * ((1 - half) / others.sum(-1, keepdim=True))).scatter(2, repeated, half)
     return -((target * log_p).sum(-1) * counts).sum() / counts.sum()
 
 

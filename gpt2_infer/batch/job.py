@@ -111,7 +111,7 @@ def plan(
             raise RequestError(f"{name} must be 1 or more, not {count}")
     if settings.format == "parquet":
         pyarrow_parquet()
-    _backends(settings)
+    _backends(settings)  # raises for a name that no backend has
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )

@@ -207,27 +207,25 @@ def _transformers(
     done: dict[int, list[int]] = {}
     new_tokens = requests[0][1].max_new_tokens
 
-    def run(part: Sequence[tuple[int, Request]]) -> None:
-        rows = [request.rows[0] for _, request in part]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-        tokens = reference.generate(
-            ids.to(reference.device),
-            attention_mask=mask.to(reference.device),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        for (index, _), row in zip(part, tokens[:, longest:].tolist(), strict=True):
-            done[index] = row
-
-    def run_all() -> None:
+    def run() -> None:
         for begin in range(0, len(requests), one.batch):
-            run(requests[begin : begin + one.batch])
+            part = requests[begin : begin + one.batch]
+            rows = [request.rows[0] for _, request in part]
+            longest = max(map(len, rows))
+            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+            tokens = reference.generate(
+                ids.to(reference.device),
+                attention_mask=mask.to(reference.device),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            for (index, _), row in zip(part, tokens[:, longest:].tolist(), strict=True):
+                done[index] = row
 
-    _, seconds = _timed(reference.device, run_all)
+    _, seconds = _timed(reference.device, run)
     if ours := [expected[index] == row for index, row in done.items() if index in expected]:
         one.same_rows = sum(ours) / len(ours)
     return seconds

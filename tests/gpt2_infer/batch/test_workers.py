@@ -39,8 +39,9 @@ def start(body: Callable[[], object]) -> int:
         except RequestError:
             status = 97
         except batch.BatchError as error:
-            status = 99 if "ended with status -9; --resume completes" in str(error) else 98
-            status = 96 if "cannot be written: File too large" in str(error) else status
+            killed = "ended with status -9; --resume completes" in str(error)
+            is_full = "cannot be written: File too large" in str(error)
+            status = 99 if killed else 96 if is_full else 98
         finally:
             os._exit(status)
     return process
