@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         RequestError,
         WeightsError,
     )
-    from gpt2_infer.generation import Generation, Request, generate
+    from gpt2_infer.generation import Generation, generate
     from gpt2_infer.model import GPT2
+    from gpt2_infer.request import Request
     from gpt2_infer.sampling import Sampling
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _HOMES = {
     "GPT2InferError": "errors",
     "Generation": "generation",
     "NotFiniteError": "errors",
-    "Request": "generation",
+    "Request": "request",
     "RequestError": "errors",
     "Sampling": "sampling",
     "WeightsError": "errors",

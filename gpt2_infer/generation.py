@@ -8,7 +8,6 @@ strings) tokens are copied to pinned memory and read one step late, while the ne
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,70 +17,12 @@ import torch
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
-from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines import ENGINES, Engine, make_engine
-from gpt2_infer.engines.base import EngineName
+from gpt2_infer.engines import Engine, make_engine
 from gpt2_infer.errors import NotFiniteError, RequestError
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
-from gpt2_infer.tokenizer import TextStream, Tokenizer
-
-Mode = Literal["recompute", "kv-cache"]
-FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
-MODES: tuple[Mode, ...] = ("recompute", "kv-cache")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to generate, checked against a model's configuration when it is made.
-
-    Raises RequestError for what such a model cannot meet.
-    """
-
-    config: GPT2Config
-    tokenizer: Tokenizer | None
-    prompts: str | Sequence[str] | Sequence[Sequence[int]]
-    max_new_tokens: int = 512
-    mode: Mode = "recompute"
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: str | Sequence[str] = ()
-    ignore_eos: bool = False
-    engine: Literal["auto"] | EngineName = "auto"
-    check_finite: bool = True
-    """Raise NotFiniteError where logits are; otherwise token 0 is taken."""
-    rows: list[list[int]] = field(init=False)
-    """The prompts' token ids."""
-    stops: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise RequestError(f"max-new-tokens must be 1 or more, not {self.max_new_tokens}")
-        if self.engine not in ENGINES:
-            raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(stops):
-            raise RequestError("a stop string must not be empty")
-        if stops and self.tokenizer is None:
-            raise RequestError("stop strings need a model with a tokenizer")
-        prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
-        rows = encode_prompts(self.tokenizer, prompts)
-        longest, positions = max(map(len, rows)), self.config.n_positions
-        if longest + self.max_new_tokens > positions:
-            raise RequestError(
-                f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
-                f"{longest + self.max_new_tokens}, and this model has {positions} positions: "
-                "shorten the prompt or lower --max-new-tokens"
-            )
-        vocab_size = self.config.vocab_size
-        outside = sorted({token for row in rows for token in row if not 0 <= token < vocab_size})
-        if outside:
-            raise RequestError(
-                f"token ids {outside[:5]} are outside the vocabulary of {vocab_size}"
-            )
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "stops", stops)
+from gpt2_infer.stream import FinishReason, TextStream, Watcher
 
 
 @dataclass
@@ -191,7 +132,7 @@ def run(
             i,
             eos,
             request.stops,
-            tokenizer.stream() if tokenizer and wants_text else None,
+            TextStream(tokenizer) if tokenizer and wants_text else None,
             on_text,
         )
         for i in range(len(rows))
@@ -239,44 +180,6 @@ def run(
         intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])],
         texts=texts,
     )
-
-
-def encode_prompts(
-    tokenizer: Tokenizer | None, prompts: Sequence[str] | Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """Return the token ids of each prompt; an empty text becomes <|endoftext|>.
-
-    Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
-    """
-    try:
-        count = len(prompts)
-    except TypeError as error:
-        raise RequestError(f"prompts are texts or lists of token ids: {error}") from error
-    if count == 0:
-        raise RequestError("there is no prompt")
-    rows = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise RequestError("this model has no tokenizer: give the prompt as token ids")
-            try:
-                prompt.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is not valid text: {error.reason}") from error
-            ids = tokenizer.encode(prompt)
-            if not ids and tokenizer.end_of_text is not None:
-                ids = [tokenizer.end_of_text]
-        else:
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise RequestError(f"a prompt is a text or a list of ids: {error}") from error
-        if not ids:
-            raise RequestError(
-                "the prompt is empty and there is no end-of-text token to begin with"
-            )
-        rows.append(ids)
-    return rows
 
 
 def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, progress: bool) -> None:
@@ -328,61 +231,6 @@ class _Reader:
         self._marks.wait(step + 1)
         ids: list[int] = self._host[step].tolist()
         return ids
-
-
-@dataclass
-class Watcher:
-    """One row as the host sees it: its tokens, its text, and why it ended."""
-
-    row: int
-    eos: Sequence[int]
-    stop: Sequence[str]
-    stream: TextStream | None
-    on_text: Callable[[int, str], None] | None
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    sent: int = 0  # characters that on_text has
-    finish: FinishReason | None = None
-
-    def see(self, token: int) -> None:
-        """Take the row's next token; ignored once the row has finished."""
-        if self.finish:
-            return
-        if token in self.eos:
-            self.end("end-of-text")
-            return
-        self.tokens.append(token)
-        if self.stream:
-            self._add(self.stream.feed(token))
-
-    def end(self, reason: FinishReason) -> None:
-        """Finish the row unless it is finished."""
-        if self.finish:
-            return
-        if self.stream:
-            self._add(self.stream.finish())
-        self.finish = self.finish or reason
-        self._send(len(self.text))
-
-    def _add(self, piece: str) -> None:
-        searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
-        self.text += piece
-        found = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.finish = "stop"
-            self._send(len(self.text))
-        else:
-            # What may be the beginning of a stop string is held back.
-            held = (
-                n for text in self.stop for n in range(1, len(text)) if self.text.endswith(text[:n])
-            )
-            self._send(len(self.text) - max(held, default=0))
-
-    def _send(self, upto: int) -> None:
-        if self.on_text and upto > self.sent:
-            self.on_text(self.row, self.text[self.sent : upto])
-            self.sent = upto
 
 
 class Marks:

@@ -1,4 +1,4 @@
-"""A checkpoint's own tokenizer, through transformers, with text that can be streamed."""
+"""A checkpoint's own tokenizer, through transformers."""
 
 from __future__ import annotations
 
@@ -56,38 +56,3 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
-
-    def stream(self) -> TextStream:
-        """Return a decoder for one text that arrives token by token."""
-        return TextStream(self)
-
-
-class TextStream:
-    """Turn tokens into text as soon as it is certain; a character is never split.
-
-    The pieces that feed() and finish() return, joined, are exactly decode(all ids).
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._pending: list[int] = []  # tokens since the last point where the text was certain
-        self._context: list[int] = []  # the tokens before them, which decide on leading spaces
-
-    def feed(self, token: int) -> str:
-        """Return the text that `token` makes certain: often one word, sometimes nothing."""
-        self._pending.append(token)
-        text = self._new_text()
-        # U+FFFD may be the first half of a character that the next token completes.
-        return "" if text.endswith("\ufffd") else self._flush(text)
-
-    def finish(self) -> str:
-        """Return what is left, complete or not."""
-        return self._flush(self._new_text()) if self._pending else ""
-
-    def _new_text(self) -> str:
-        known = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(known) :]
-
-    def _flush(self, text: str) -> str:
-        self._context, self._pending = self._pending, []
-        return text

@@ -33,8 +33,8 @@ from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
 from gpt2_infer.errors import GPT2InferError, RequestError
-from gpt2_infer.generation import Request
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import Request
 from gpt2_infer.sampling import Sampling
 
 Format = Literal["jsonl", "parquet"]

@@ -26,8 +26,9 @@ from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Request, generate
+from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import Request
 
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # of a contender, unless there are fewer prompts

@@ -18,10 +18,11 @@ from gpt2_infer.bench.timing import RejectedError, interleave
 from gpt2_infer.bench.transformers import PROMPT, reference_of
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
-from gpt2_infer.engines.base import Engine, EngineName
+from gpt2_infer.engines.base import Engine
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Marks, Mode, Request
+from gpt2_infer.generation import Marks
 from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.request import EngineName, Mode, Request
 
 POSITION_STEP = 64  # tokens between two marks of a text
 TRANSFORMERS = {

@@ -38,8 +38,9 @@ from attention_kernels.reference import Verdict, error_budget, naive_attention, 
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Generation, Mode, encode_prompts, generate
+from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2, check_backend
+from gpt2_infer.request import Mode, encode_prompts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,11 @@ from attention_kernels.reference import Verdict, error_budget, naive_attention
 from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.bench.diverge import Comparison, no_budget, unregistered
 from gpt2_infer.engines import make_engine
-from gpt2_infer.engines.base import EngineName
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Mode, Request
 from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 
 # naive's error is one draw, to which all layers before contribute: a right engine's was up to 3.2

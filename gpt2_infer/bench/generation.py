@@ -29,14 +29,9 @@ from gpt2_infer.bench.results import (
 from gpt2_infer.bench.timing import Contender, Progress, RejectedError, time_cells
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import (
-    MODES,
-    Generation,
-    Mode,
-    encode_prompts,
-    generate,
-)
+from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import MODES, Mode, encode_prompts
 
 TRANSFORMERS = "transformers"
 Timed = Literal["generation", "call"]

@@ -12,8 +12,8 @@ from transformers import GPT2Config as TransformersConfig
 from attention_kernels import BackendSpec, list_backends
 from gpt2_infer.bench.generation import compare_with_transformers
 from gpt2_infer.bench.results import GenerationCell, GenerationTiming
-from gpt2_infer.generation import MODES, Mode
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import MODES, Mode
 
 DEMO_PROMPT = [449, 1973, 355, 751, 258, 661, 12, 290]
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"

@@ -13,7 +13,7 @@ from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from gpt2_infer.generation import Mode
+    from gpt2_infer.request import Mode
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels import ladder
     from gpt2_infer.bench.diverge import Comparison, diverge
     from gpt2_infer.bench.diverge_engines import diverge_engines
-    from gpt2_infer.engines.base import EngineName
+    from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b
     engines = [name for name in (a, b) if name in get_args(EngineName)]

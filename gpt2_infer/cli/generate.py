@@ -23,8 +23,8 @@ from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from gpt2_infer.generation import Request
     from gpt2_infer.model import GPT2
+    from gpt2_infer.request import Request
 
 BACKEND = (
     "see `gpt2-infer backends` (default: PYTORCH_SDPA_EFFICIENT_ATTENTION on cuda, "
@@ -142,8 +142,8 @@ def load(
 ) -> tuple[GPT2, Request]:
     """Return the model and the request, which is checked before any weight is read."""
     from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
-    from gpt2_infer.generation import Request
     from gpt2_infer.model import GPT2
+    from gpt2_infer.request import Request
 
     device = resolve_device(arguments.device)
     checkpoint = open_checkpoint(

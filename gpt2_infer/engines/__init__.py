@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
-
 from gpt2_infer.engines import fused, recompute
-from gpt2_infer.engines.base import Engine, EngineName
+from gpt2_infer.engines.base import Engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
 from gpt2_infer.engines.recompute import Recompute
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
+from gpt2_infer.request import EngineName, Request
 
-if TYPE_CHECKING:
-    from gpt2_infer.generation import Request
-
-__all__ = ["DECODE_ATTENTION", "ENGINES", "Engine", "make_engine"]
-
-ENGINES = ("auto", *get_args(EngineName))
+__all__ = ["DECODE_ATTENTION", "Engine", "make_engine"]
 
 
 def make_engine(model: GPT2, request: Request) -> Engine:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from attention_kernels.ladder import compilers
 from gpt2_infer.model import GPT2
-
-if TYPE_CHECKING:
-    from gpt2_infer.generation import Request
-
-EngineName = Literal["eager", "graph", "fused"]
+from gpt2_infer.request import EngineName, Request
 
 # Recompute runs at lengths rounded up to a multiple of these: under the causal mask, padding on the
 # right cannot change an earlier position. CUDA: a captured graph for each multiple. CPU: oneDNN

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
-from gpt2_infer.engines.base import EngineName, capture
+from gpt2_infer.engines.base import capture
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import FinishReason, Request, Watcher
 from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.request import EngineName, Request
+from gpt2_infer.stream import FinishReason, TextStream, Watcher
 
 MIN_PROMPT = 16  # prompts are padded to this, or to it times a power of two
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
@@ -172,7 +173,7 @@ class Continuous:
     def _row(self, key: int, request: Request, backend: str) -> _Row:
         eos = () if request.ignore_eos else self.model.config.eos_token_id
         tokenizer = request.tokenizer
-        stream = tokenizer.stream() if tokenizer and request.stops else None
+        stream = TextStream(tokenizer) if tokenizer and request.stops else None
         return _Row(key, request, Watcher(0, eos, request.stops, stream, None), backend)
 
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,7 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import device_reasons
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.model import GPT2, KVCache
-
-if TYPE_CHECKING:
-    from gpt2_infer.generation import Request
+from gpt2_infer.request import Request
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"

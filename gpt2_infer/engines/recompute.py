@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,7 @@ from attention_kernels.contract import dtype_name
 from gpt2_infer.engines.base import Engine, capture, device_reasons
 from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
-
-if TYPE_CHECKING:
-    from gpt2_infer.generation import Request
-
+from gpt2_infer.request import Request
 
 # Rows of a pass up to which our products were faster than the libraries' on an H200.
 MAX_ROWS = 2048

@@ -11,7 +11,8 @@ from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
 from gpt2_infer.checkpoint import open_checkpoint
-from gpt2_infer.generation import MODES, run
+from gpt2_infer.generation import run
+from gpt2_infer.request import MODES
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
 

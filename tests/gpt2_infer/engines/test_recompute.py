@@ -12,7 +12,7 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, recompute
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
-from gpt2_infer.generation import Request
+from gpt2_infer.request import Request
 from tests.gpt2_infer.engines.common import random_model
 
 CONFIG = GPT2Config(

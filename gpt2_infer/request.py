@@ -1,0 +1,109 @@
+"""What is asked for, checked once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.errors import RequestError
+from gpt2_infer.sampling import Sampling
+from gpt2_infer.tokenizer import Tokenizer
+
+Mode = Literal["recompute", "kv-cache"]
+EngineName = Literal["eager", "graph", "fused"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+ENGINES = ("auto", *get_args(EngineName))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to generate, checked against a model's configuration when it is made.
+
+    Raises RequestError for what such a model cannot meet.
+    """
+
+    config: GPT2Config
+    tokenizer: Tokenizer | None
+    prompts: str | Sequence[str] | Sequence[Sequence[int]]
+    max_new_tokens: int = 512
+    mode: Mode = "recompute"
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    engine: Literal["auto"] | EngineName = "auto"
+    check_finite: bool = True
+    """Raise NotFiniteError where logits are; otherwise token 0 is taken."""
+    rows: list[list[int]] = field(init=False)
+    """The prompts' token ids."""
+    stops: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise RequestError(f"max-new-tokens must be 1 or more, not {self.max_new_tokens}")
+        if self.engine not in ENGINES:
+            raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(stops):
+            raise RequestError("a stop string must not be empty")
+        if stops and self.tokenizer is None:
+            raise RequestError("stop strings need a model with a tokenizer")
+        prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
+        rows = encode_prompts(self.tokenizer, prompts)
+        longest, positions = max(map(len, rows)), self.config.n_positions
+        if longest + self.max_new_tokens > positions:
+            raise RequestError(
+                f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
+                f"{longest + self.max_new_tokens}, and this model has {positions} positions: "
+                "shorten the prompt or lower --max-new-tokens"
+            )
+        vocab_size = self.config.vocab_size
+        outside = sorted({token for row in rows for token in row if not 0 <= token < vocab_size})
+        if outside:
+            raise RequestError(
+                f"token ids {outside[:5]} are outside the vocabulary of {vocab_size}"
+            )
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "stops", stops)
+
+
+def encode_prompts(
+    tokenizer: Tokenizer | None, prompts: Sequence[str] | Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return the token ids of each prompt; an empty text becomes <|endoftext|>.
+
+    Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
+    """
+    try:
+        count = len(prompts)
+    except TypeError as error:
+        raise RequestError(f"prompts are texts or lists of token ids: {error}") from error
+    if count == 0:
+        raise RequestError("there is no prompt")
+    rows = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError("this model has no tokenizer: give the prompt as token ids")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is not valid text: {error.reason}") from error
+            ids = tokenizer.encode(prompt)
+            if not ids and tokenizer.end_of_text is not None:
+                ids = [tokenizer.end_of_text]
+        else:
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"a prompt is a text or a list of ids: {error}") from error
+        if not ids:
+            raise RequestError(
+                "the prompt is empty and there is no end-of-text token to begin with"
+            )
+        rows.append(ids)
+    return rows

@@ -1,0 +1,97 @@
+"""Text as it becomes certain, token by token, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpt2_infer.tokenizer import Tokenizer
+
+FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
+
+
+class TextStream:
+    """Turn tokens into text as soon as it is certain; a character is never split.
+
+    The pieces that feed() and finish() return, joined, are exactly decode(all ids).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []  # tokens since the last point where the text was certain
+        self._context: list[int] = []  # the tokens before them, which decide on leading spaces
+
+    def feed(self, token: int) -> str:
+        """Return the text that `token` makes certain: often one word, sometimes nothing."""
+        self._pending.append(token)
+        text = self._new_text()
+        # U+FFFD may be the first half of a character that the next token completes.
+        return "" if text.endswith("\ufffd") else self._flush(text)
+
+    def finish(self) -> str:
+        """Return what is left, complete or not."""
+        return self._flush(self._new_text()) if self._pending else ""
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(known) :]
+
+    def _flush(self, text: str) -> str:
+        self._context, self._pending = self._pending, []
+        return text
+
+
+@dataclass
+class Watcher:
+    """One row as the host sees it: its tokens, its text, and why it ended."""
+
+    row: int
+    eos: Sequence[int]
+    stop: Sequence[str]
+    stream: TextStream | None
+    on_text: Callable[[int, str], None] | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    sent: int = 0  # characters that on_text has
+    finish: FinishReason | None = None
+
+    def see(self, token: int) -> None:
+        """Take the row's next token; ignored once the row has finished."""
+        if self.finish:
+            return
+        if token in self.eos:
+            self.end("end-of-text")
+            return
+        self.tokens.append(token)
+        if self.stream:
+            self._add(self.stream.feed(token))
+
+    def end(self, reason: FinishReason) -> None:
+        """Finish the row unless it is finished."""
+        if self.finish:
+            return
+        if self.stream:
+            self._add(self.stream.finish())
+        self.finish = self.finish or reason
+        self._send(len(self.text))
+
+    def _add(self, piece: str) -> None:
+        searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
+        self.text += piece
+        found = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish = "stop"
+            self._send(len(self.text))
+        else:
+            # What may be the beginning of a stop string is held back.
+            held = (
+                n for text in self.stop for n in range(1, len(text)) if self.text.endswith(text[:n])
+            )
+            self._send(len(self.text) - max(held, default=0))
+
+    def _send(self, upto: int) -> None:
+        if self.on_text and upto > self.sent:
+            self.on_text(self.row, self.text[self.sent : upto])
+            self.sent = upto
