@@ -10,12 +10,13 @@ import argparse
 
 from gpt2_infer.bench import program
 from gpt2_infer.bench.studies import BuildStudy
+from gpt2_infer.cli.options import ROUNDS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the script."""
     parser.add_argument("--arch", help="compute capability (default: 90)")
-    parser.add_argument("--rounds", type=int, help="default: 3")
+    parser.add_argument("--rounds", type=ROUNDS, help="timed rounds (default: 3)")
 
 
 if __name__ == "__main__":

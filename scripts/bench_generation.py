@@ -14,13 +14,15 @@ import argparse
 
 from gpt2_infer.bench import program
 from gpt2_infer.bench.studies import TransformersStudy
+from gpt2_infer.cli.options import POSITIVE, ROUNDS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the script."""
-    parser.add_argument("device", choices=("cpu", "cuda"))
-    parser.add_argument("--new-tokens", type=int, help="default: 256 on cpu, 504 on cuda")
-    parser.add_argument("--rounds", type=int, help="kept, after one that is not (default: 5)")
+    add = parser.add_argument
+    add("device", choices=("cpu", "cuda"))
+    add("--new-tokens", type=POSITIVE, help="default: 256 on cpu, 504 on cuda")
+    add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")
 
 
 if __name__ == "__main__":

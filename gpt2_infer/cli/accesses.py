@@ -10,18 +10,19 @@ import sys
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.options import POSITIVE, seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("name", metavar="BACKEND", help="or a version file, *.cu")
-    add("--seqlen", type=int, default=128, help="default: %(default)s")
-    add("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
-    add("--batch", type=int, default=1, help="default: %(default)s")
-    add("--heads", type=int, default=1, help="default: %(default)s")
+    add("--seqlen", type=POSITIVE, default=128, help="default: %(default)s")
+    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or what it takes")
+    add("--batch", type=POSITIVE, default=1, help="default: %(default)s")
+    add("--heads", type=POSITIVE, default=1, help="default: %(default)s")
     add("--full", action="store_true", help="without the causal mask")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds (default: 600)")
     add("--json", action="store_true", help="print a JSON list")
 
 

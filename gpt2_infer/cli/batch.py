@@ -11,6 +11,7 @@ from pathlib import Path
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.generate import BACKEND
 from gpt2_infer.cli.options import (
+    POSITIVE,
     add_model_options,
     add_sampling_options,
     add_text_options,
@@ -35,6 +36,7 @@ RAY = (
 BATCH_SIZE = (
     "rows at a time on a device, or auto (default): 32 on cpu, by free memory and up to 512 on cuda"
 )
+PART_ROWS = "rows per output file (default: %(default)s)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ray", nargs="?", const="local", metavar="ADDRESS", help=RAY)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--batch-size", type=batch_size, metavar="N", help=BATCH_SIZE)
-    add("--part-rows", type=int, default=1000, metavar="N", help="of a file (default: %(default)s)")
+    add("--part-rows", type=POSITIVE, default=1000, metavar="N", help=PART_ROWS)
 
 
 def batch_size(text: str) -> int | None:
     """Return what --batch-size says; None is "auto"."""
-    try:
-        return None if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number or auto, not {text!r}") from None
+    return None if text == "auto" else POSITIVE(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from gpt2_infer.cli.console import show
-from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES
+from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS
 from gpt2_infer.errors import RequestError
 
 MODES = ("recompute", "kv-cache")
@@ -25,18 +25,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--baseline", metavar="NAME", help="or a version file, *.cu (default: NAIVE_PYTORCH)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: float32")
-    add("--batch-sizes", nargs="+", type=int, metavar="N", help="default: 1")
-    add("--rounds", type=int, help="kept, after one that is not (default: 5)")
+    add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="default: 1")
+    add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")
     text = parser.add_argument_group("generation").add_argument
-    text("--max-tokens", nargs="+", type=int, metavar="N", help="in all, the prompt included")
+    text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help="in all, the prompt included")
     text("--modes", nargs="+", choices=MODES, help="default: recompute")
     text("--model", help="as for gpt2-infer (default: demo)")
     text("--random-weights", action="store_true", help="as for gpt2-infer")
     text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
     kernel = parser.add_argument_group("kernel").add_argument
-    kernel("--seqlens", nargs="+", type=int, metavar="N", help="default: up to 512 on a CPU")
-    kernel("--heads", type=int, help="default: 12")
-    kernel("--head-dims", nargs="+", type=int, metavar="D", help="default: 64")
+    kernel("--seqlens", nargs="+", type=POSITIVE, metavar="N", help="default: up to 512 on a CPU")
+    kernel("--heads", type=POSITIVE, help="default: 12")
+    kernel("--head-dims", nargs="+", type=POSITIVE, metavar="D", help="default: 64")
     kernel("--full", action="store_true", help="without the causal mask")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.generate import load
-from gpt2_infer.cli.options import DEFAULT_PROMPT, add_model_options
+from gpt2_infer.cli.options import DEFAULT_PROMPT, POSITIVE, add_model_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("b", metavar="B", help="another of the same kind, or the same again")
     add_model_options(parser)
     add("--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help="default: %(default)s")
     add("--kv-cache", action="store_true", help="generate with a cache")
     add("--json", action="store_true", help="print one JSON object")
 

@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show
+from gpt2_infer.cli.options import POSITIVE
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +21,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu")
     add("--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)")
-    add("--head-dim", nargs="+", type=int, metavar="D", help="default: all that a version takes")
+    add(
+        "--head-dim",
+        nargs="+",
+        type=POSITIVE,
+        metavar="D",
+        help="default: all that a version takes",
+    )
     add("--family", help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)")
     add("--json", action="store_true", help="print a JSON list")
 

@@ -6,6 +6,8 @@ argparse, not click: click has no option that takes several values, as in --dtyp
 from __future__ import annotations
 
 import argparse
+import re
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,6 +25,37 @@ RANDOM_WEIGHTS = (
     "or a folder's) from a seed, without a download: for timing, as the text means nothing"
 )
 TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
+
+
+def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return the type of an option that takes an integer in a range; kernels take int32."""
+
+    def convert(text: str) -> int:
+        # No number of more digits is in any range, and Python converts at most 4,300 of them.
+        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be an integer from {least} to {most}, not {text[:40]!r}"
+            )
+        return value
+
+    return convert
+
+
+POSITIVE = integer(1)
+ROUNDS = integer(2)  # one sample has no spread
+SEED = integer(0, 2**63 - 1)
+
+
+def seconds(text: str) -> float:
+    """Convert a time limit, which is positive and finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text[:40]!r}")
+    return value
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +80,7 @@ def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True
 
 def add_text_options(add: Callable[..., object]) -> None:
     """Add the options that say where a text ends."""
-    add("--max-new-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=POSITIVE, default=512, metavar="N", help="default: %(default)s")
     add(
         "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
     )
@@ -58,10 +91,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how the next token is chosen."""
     add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely; 0 keeps all")
+    add(
+        "--top-k",
+        type=integer(0),
+        default=0,
+        metavar="K",
+        help="keep the K most likely; 0 keeps all",
+    )
     add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
     add(
-        "--seed", type=int, help="of random weights; prompt i is sampled from SEED + i (default: 0)"
+        "--seed",
+        type=SEED,
+        help="of random weights; prompt i is sampled from SEED + i (default: 0)",
     )
 
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from gpt2_infer.cli.console import show
-from gpt2_infer.cli.options import add_model_options
-from gpt2_infer.errors import RequestError
+from gpt2_infer.cli.options import POSITIVE, add_model_options
 
 INPUT = (
     "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the books "
@@ -23,17 +22,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("input", metavar="INPUT", type=Path, nargs="?", help=INPUT)
     add_model_options(parser)
     add("--backend", nargs="+", default=[], metavar="NAME", help="scored beside NAIVE_PYTORCH")
-    add("--window", type=int, metavar="N", help="tokens per pass (default: the model's positions)")
-    add("--stride", type=int, metavar="N", help="how far a window moves (default: half of it)")
-    add("--max-tokens", type=int, metavar="N", help="of the text (default: all)")
+    add(
+        "--window",
+        type=POSITIVE,
+        metavar="N",
+        help="tokens per pass (default: the model's positions)",
+    )
+    add("--stride", type=POSITIVE, metavar="N", help="how far a window moves (default: half of it)")
+    add("--max-tokens", type=POSITIVE, metavar="N", help="of the text (default: all)")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    if arguments.max_tokens is not None and arguments.max_tokens < 1:
-        raise RequestError(f"--max-tokens must be 1 or more, not {arguments.max_tokens}")
-
     from dataclasses import asdict
 
     from tabulate import tabulate

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.options import POSITIVE
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
@@ -22,10 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="BACKEND", help="or a version file, *.cu")
     add("--gpu", default="h200", help="h200, h100, a100, t4 or rtx4090 (default: %(default)s)")
-    add("--seqlen", type=int, nargs="+", default=[1024], help="default: 1024")
-    add("--head-dim", type=int, metavar="D", help="default: 64, or what it takes")
-    add("--batch", type=int, default=1, help="default: %(default)s")
-    add("--heads", type=int, default=12, help="default: %(default)s")
+    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help="default: 1024")
+    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or what it takes")
+    add("--batch", type=POSITIVE, default=1, help="default: %(default)s")
+    add("--heads", type=POSITIVE, default=12, help="default: %(default)s")
     add("--full", action="store_true", help="without the causal mask")
     add("--results", type=Path, default=Path("results"), help="folder of measured results")
     add("--json", action="store_true", help="print a JSON list")

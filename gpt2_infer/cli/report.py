@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.options import POSITIVE, seconds
 from gpt2_infer.errors import RequestError
 
 
@@ -21,11 +22,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="all versions of a ladder, as well; their predictions are those of the results",
     )
     add("--out", type=Path, default=Path("report.html"), help="default: %(default)s")
-    add("--seqlen", type=int, default=128, help="default: %(default)s")
-    add("--head-dim", type=int, metavar="D", help="default: 64, or what the first version takes")
+    add("--seqlen", type=POSITIVE, default=128, help="default: %(default)s")
+    add(
+        "--head-dim",
+        type=POSITIVE,
+        metavar="D",
+        help="default: 64, or what the first version takes",
+    )
     add("--full", action="store_true", help="without the causal mask")
     add("--gpu", default="h200", help="predicted times are for it, or none (default: %(default)s)")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds (default: 600)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.kernels import usual_head_dim
-from gpt2_infer.cli.options import DTYPES
+from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -31,9 +31,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
-    add("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
+    add("--seed", type=SEED, default=0, help="of the inputs (default: %(default)s)")
     add(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds per check (default: 300)"
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds per check (default: 300)",
     )
     add("--sanitize", action="store_true", help=SANITIZE)
     add("--no-timing", action="store_true", help="only check; what is emulated is never timed")

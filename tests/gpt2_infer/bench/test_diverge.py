@@ -341,7 +341,6 @@ def test_equal_texts_as_json(capsys):
         (["diverge", PLAIN, "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
         (["diverge", PLAIN, "PYTORCH_SDPA_CUDNN_ATTENTION"], "is not available here"),
         (["diverge", PLAIN, PLAIN, "--prompt", "a", "--prompt", "b"], "one --prompt, not 3"),
-        (["diverge", PLAIN, PLAIN, "--max-new-tokens", "0"], "must be 1 or more, not 0"),
         (["diverge", PLAIN, PLAIN, "--max-new-tokens", "2000"], "this model has 1024 positions"),
         (["diverge", PLAIN, PLAIN, "--revision", "main"], "is a local folder"),
         (["diverge", PLAIN, "ONLY", "--dtype", "bfloat16"], "dtype bfloat16 (it takes float32)"),

@@ -24,9 +24,5 @@ def test_accesses_shows_what_each_source_line_asks_of_memory(capsys, monkeypatch
     assert head.split()[:4] == ["line", "access", "bytes", "requests"]
     assert len(rows) == len(found)
     assert sum("(32-way)" in row for row in rows) == 1
-    for name, words in (
-        ("NAIVE_PYTORCH", "no version file"),
-        ("CUSTOM_CUDA_VERSION_1", "batch 0 (1 or more)"),
-    ):
-        assert main(["accesses", name, "--batch", "0"]) == 2
-        assert words in capsys.readouterr().err
+    assert main(["accesses", "NAIVE_PYTORCH"]) == 2
+    assert "no version file" in capsys.readouterr().err

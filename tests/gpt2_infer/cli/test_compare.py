@@ -43,8 +43,6 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
     [
         (["--seqlens", "8"], "--seqlens is not for --task generation"),
         (["--task", "kernel", "--model", "demo"], "--model is not for --task kernel"),
-        ([*KERNEL, "--rounds", "1"], "Expected `int` >= 2"),
-        ([*KERNEL, "--seqlens", "0"], "Expected `int` >= 1"),
         (["--name", "Not A Name"], "matching regex"),
         ([*KERNEL, "--backends", "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
         ([*KERNEL, "--families", "nvidia"], "no backend is of the family nvidia"),

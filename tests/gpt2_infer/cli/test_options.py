@@ -1,0 +1,55 @@
+"""The numbers that options take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.cli import COMMANDS, main, parse
+from gpt2_infer.cli.options import Parser
+
+CHECKED_LATER = ("--temperature", "--top-p")  # by Sampling, which Python calls, too
+ZERO_IS_TAKEN = ("--top-k", "--seed")
+
+
+@pytest.fixture
+def numeric_options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The (command, option) of every option that takes a number."""
+    found: list[tuple[str, str]] = []
+
+    def see(parser: Parser, _: object) -> argparse.Namespace:
+        found.extend(
+            (parser.prog.split()[-1], action.option_strings[0])
+            for action in parser._actions
+            if action.type not in (None, Path)
+        )
+        return argparse.Namespace()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Parser, "parse_args", see)
+        for command in COMMANDS:
+            parse([command])
+    return [(command, option) for command, option in found if option not in CHECKED_LATER]
+
+
+@pytest.mark.parametrize("value", ["x", "", "nan", "inf", "-1", "0", "1e400", "9" * 30, "9" * 5000])
+def test_a_number_out_of_range_is_refused_at_once(value, numeric_options, capsys):
+    assert len(numeric_options) > 20
+    for command, option in numeric_options:
+        if value == "0" and option in ZERO_IS_TAKEN:
+            continue
+        with pytest.raises(SystemExit) as caught:
+            main([command, f"{option}={value}"])
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert f"argument {option}: must be a" in err
+        assert err.count("\n") == 1
+        assert len(err) < 250
+
+
+def test_rounds_of_which_one_is_timed_have_no_spread(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--out", "r.json", "--rounds", "1"])
+    assert "--rounds: must be an integer from 2 to 2147483647, not '1'" in capsys.readouterr().err
