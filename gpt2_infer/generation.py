@@ -41,7 +41,7 @@ class Generation:
     length_step: int
     """Recompute ran at lengths rounded up to multiples of it."""
     warm_up_s: float
-    """Loading kernels and capturing the first graphs."""
+    """Building kernels and capturing the first graphs."""
     prefill_s: float
     """From the start to the first new token."""
     generation_s: float

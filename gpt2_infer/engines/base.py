@@ -52,7 +52,10 @@ class Engine:
         return request.rows
 
     def warm_up(self) -> None:
-        """Do what is done once: load kernels, capture graphs; then be as before the first step."""
+        """Do what is done once: build kernels, capture graphs; then be as before the first step.
+
+        An eager engine runs no pass here: the first token would take two.
+        """
         raise NotImplementedError
 
     def step(self, index: int) -> None:

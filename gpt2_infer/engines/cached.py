@@ -21,19 +21,22 @@ class Cached(Engine):
         return self.model.decode_attention.name
 
     def warm_up(self) -> None:
-        """Load the kernels; capture the graphs."""
+        """Build the kernels, or capture the graphs."""
         self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
         self.step_graph: torch.cuda.CUDAGraph | None = None
+        if self.name == "eager":
+            for spec in (self.model.attention, self.model.decode_attention):
+                spec.prepare(self.device.type)
+            return
         self.prefill()
         # The fused engine takes a prompt's backend that cannot be captured.
-        if self.name != "eager" and self.model.attention.cuda_graphs:
+        if self.model.attention.cuda_graphs:
             self.prompt_graph = capture(self.prefill)
         if self.last_length > self.longest:  # more than one token: there is something to decode
             self.prepare_decode()
             self.decode()
-            if self.name != "eager":
-                self.step_graph = capture(self.decode, shared_with=self.prompt_graph)
+            self.step_graph = capture(self.decode, shared_with=self.prompt_graph)
         self.reset()
 
     def prepare_decode(self) -> None:

@@ -42,13 +42,19 @@ class Recompute(Engine):
     The fused engine's graphs are of kernels of our own, with attention between them.
     """
 
+    forward: Forward | None = None
+
     def warm_up(self) -> None:
-        """Load the kernels; capture the first length that will be run, and the last."""
+        """Build the kernels, or capture the first length that will be run, and the last."""
+        if self.name == "eager":
+            self.model.attention.prepare(self.device.type)
+            return
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.forward = Forward(self.model) if self.name == "fused" else None
+        if self.name == "fused":
+            self.forward = Forward(self.model)
         first, last = self.padded(self.longest), self.padded(self.last_length)
         # The last one first: the shorter ones then fit in the memory that it took.
-        for length in [first] if self.name == "eager" else dict.fromkeys([last, first]):
+        for length in dict.fromkeys([last, first]):
             self.run(length)
             self.reset()
             self.capture(length)
@@ -69,7 +75,9 @@ class Recompute(Engine):
     def step(self, index: int) -> None:
         """Enqueue a step."""
         length = self.padded(self.longest + index)
-        if length in self.graphs:
+        if self.name == "eager":
+            self.run(length)
+        elif length in self.graphs:
             self.graphs[length].replay()
         else:
             self.run(length)
@@ -80,9 +88,8 @@ class Recompute(Engine):
 
         The device is busy with steps that came before; lengths that are not reached cost nothing.
         """
-        if self.name != "eager":
-            first = next(iter(self.graphs.values()), None)
-            self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
+        first = next(iter(self.graphs.values()), None)
+        self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
 
 
 class Layer:

@@ -11,6 +11,7 @@ from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
 from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.generation import run
 from gpt2_infer.request import MODES
 from tests.conftest import DEVICES
@@ -79,7 +80,7 @@ def test_every_token_has_a_random_number_of_its_own(mode, demo, monkeypatch):
     monkeypatch.setattr(Sampling, "choose", spy)
     generate(demo, PROMPTS, max_new_tokens=4, mode=mode, sampling=sampling, ignore_eos=True)
     expected = sampling.uniforms(len(PROMPTS), 4, torch.device("cpu"))
-    assert torch.equal(torch.stack(seen[-4:], 1), expected)  # the warm-up's are before
+    assert torch.equal(torch.stack(seen, 1), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -91,6 +92,37 @@ def test_the_parts_of_the_time_are_told_apart(mode, demo, monkeypatch):
     done = generate(demo, PROMPTS[:2], max_new_tokens=4, mode=mode, ignore_eos=True)
     assert (done.warm_up_s, done.prefill_s, done.generation_s) == (1.0, 1.0, 2.0)
     assert (done.new_tokens, done.tokens_per_second) == (8, 4.0)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 5])
+@pytest.mark.parametrize("run", [*MODES, "continuous"])
+def test_each_token_takes_one_forward_pass(run, new_tokens, demo, monkeypatch):
+    passes = 0
+
+    def counting(original):
+        def one(*arguments, **options):
+            nonlocal passes
+            passes += 1
+            return original(*arguments, **options)
+
+        return one
+
+    for name in ("forward", "decode"):
+        monkeypatch.setattr(GPT2, name, counting(getattr(GPT2, name)))
+    if run == "continuous":
+        request = Request(
+            config=demo.config,
+            tokenizer=demo.tokenizer,
+            prompts="Once",
+            max_new_tokens=new_tokens,
+            ignore_eos=True,
+        )
+        ((_, done),) = Continuous(demo, batch=1).run([(0, request)])
+        assert len(done.tokens) == new_tokens
+    else:
+        done = generate(demo, "Once", max_new_tokens=new_tokens, mode=run, ignore_eos=True)
+        assert done.new_tokens == new_tokens
+    assert passes == new_tokens
 
 
 def test_both_modes_agree(demo):
@@ -220,10 +252,9 @@ def test_ctrl_c_keeps_what_was_generated(mode, watched, demo, monkeypatch):
 
     monkeypatch.setattr(Sampling, "choose", interrupt)
     cut = generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode, ignore_eos=not watched)
-    warm_up = 1 if mode == "recompute" else 2
-    assert cut.tokens == [full[: 7 - warm_up]]
+    assert cut.tokens == [full[:7]]
     assert cut.finish_reasons == ["interrupted"]
-    calls = 7  # and in the middle of the warm-up
+    calls = 7  # and in the first pass
     assert generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode).tokens == [[]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from gpt2_infer import GPT2, RequestError
 from gpt2_infer.bench import diverge_engines as module
 from gpt2_infer.bench.diverge_engines import diverge_engines
-from gpt2_infer.engines import fused, make_engine
+from gpt2_infer.engines import cached, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, Shape
 from tests.conftest import rewrite
@@ -40,13 +41,13 @@ class BrokenLater(Cached):
 def break_second(monkeypatch):
     """break_second(change): the second engine decodes with a model that went through `change`."""
 
-    def break_second(change, engine=BrokenLater):
+    def break_second(change, engine=BrokenLater, name="eager"):
         calls = iter(range(2))
 
         def make(model, request):
             if next(calls) == 0:
                 return make_engine(model, request)
-            broken = engine(model, request, "eager")
+            broken = engine(model, request, name)
             broken.other = copy.deepcopy(model)
             change(broken.other)
             return broken
@@ -171,7 +172,10 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
     model = random_model(CONFIG)
     shape = Shape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
     monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
-    break_second(lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused)
+    monkeypatch.setattr(cached, "capture", lambda body, **_: SimpleNamespace(replay=body))
+    break_second(
+        lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused, "fused"
+    )
     result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3)
     assert result.passed == (path is None)
     if path:
