@@ -17,11 +17,11 @@ from attention_kernels.registry import PLAIN_PRECISIONS, register
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    scores = q @ k.transpose(2, 3)
+    scores = (q @ k.transpose(2, 3)) * softmax_scale
     if is_causal:
         position = torch.arange(q.shape[2], device=q.device)
         scores.masked_fill_(position > position[:, None], -torch.inf)
-    weights = torch.softmax(scores * softmax_scale, dim=3)
+    weights = torch.softmax(scores, dim=3)
     return (weights @ v).transpose(1, 2).contiguous()
 
 
@@ -75,6 +75,8 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         mask: Tensor | None = None,
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if scale <= 0:  # flash attention masks with -infinity before it scales
+            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         if is_flash and q.is_cpu:
             # Pinning sets a dozen flags, which takes as long as decoding a short row.
             return torch._scaled_dot_product_flash_attention_for_cpu(

@@ -229,6 +229,9 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
     }
 
     // P = exp(S - row_max), and the statistics of the keys seen so far
+    for (int i = 0; i < kThreadM; ++i) {
+      for (int j = 0; j < kThreadN; ++j) rS[i][j] *= softmax_scale;
+    }
     if (visible_keys<kBlockN>(m_start + warp_m, n_start, seqlen, is_causal) < kBlockN) {
       for (int i = 0; i < kThreadM; ++i) {
         const int visible = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
@@ -241,7 +244,6 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
     for (int i = 0; i < kThreadM; ++i) {
       float tile_max = -INFINITY;
       for (int j = 0; j < kThreadN; ++j) {
-        rS[i][j] *= softmax_scale;
         tile_max = fmaxf(tile_max, rS[i][j]);
       }
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));

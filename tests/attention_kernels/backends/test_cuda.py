@@ -117,6 +117,16 @@ def test_emulated_it_is_right_around_its_tile(name):
     assert not failed
 
 
+@for_every_version
+def test_emulated_it_takes_every_softmax_scale(name):
+    """Zero and below, too: a version that masks before it scales multiplies -infinity by them."""
+    spec = usable(name, "cpu")
+    case = Case(9, spec.head_dims[0], num_heads=1, dtype=dtype_of(spec))
+    suite = [dataclasses.replace(case, softmax_scale=scale) for scale in (2.5, 0.0, -1.0)]
+    failed = [str(case) for case in suite if not run_case(spec, case, "cpu").passed]
+    assert not failed
+
+
 @pytest.mark.gpu
 @for_every_version
 def test_conformance(name):

@@ -60,6 +60,17 @@ def test_the_future_does_not_change_the_past(name, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("softmax_scale", [2.5, 0.0, -1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_softmax_scale(name, softmax_scale, is_causal, device):
+    """At zero and below, a mask of -infinity that is scaled is NaN, or sees what it should hide."""
+    spec = usable(name, device, torch.float32)
+    case = Case(9, 32, is_causal=is_causal, softmax_scale=softmax_scale)
+    assert run_case(spec, case, device).passed
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_equals_the_last_row_of_attention(name, dtype, device):
