@@ -25,6 +25,14 @@ from torch import Tensor
 
 from attention_kernels.errors import ArgumentError
 
+PRECISIONS = ("ieee-fp32", "3xtf32", "3xfp16", "tf32", "fp16", "bf16", "fp64")
+# The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
+PLAIN_PRECISIONS = {
+    "float32": "ieee-fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float64": "fp64",
+}
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """A backend's attention kernel: (q, k, v, softmax_scale, is_causal), checked, to a new o."""
 DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]

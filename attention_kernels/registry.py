@@ -18,8 +18,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import contract
-from attention_kernels.contract import Kernels
+from attention_kernels.contract import PLAIN_PRECISIONS, PRECISIONS, Kernels
 from attention_kernels.errors import (
     AttentionError,
     KernelError,
@@ -44,14 +43,6 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
 SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is named on stderr
-PRECISIONS = ("ieee-fp32", "3xtf32", "3xfp16", "tf32", "fp16", "bf16", "fp64")
-# The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
-PLAIN_PRECISIONS = {
-    "float32": "ieee-fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float64": "fp64",
-}
 DECODES_ONLY = "it has a decode kernel only"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -345,10 +336,9 @@ def register(**fields: Any) -> Callable[[_Loader], _Loader]:
 
 def add(spec: BackendSpec) -> None:
     """Register a backend; raises ValueError if its name is taken."""
-    with _lock:
-        if spec.name in _specs:
-            raise ValueError(f"an attention backend named {spec.name} is registered already")
-        _specs[spec.name] = spec
+    # Without the lock of discovery: a plug-in that another thread imports must not wait for it.
+    if _specs.setdefault(spec.name, spec) is not spec:
+        raise ValueError(f"an attention backend named {spec.name} is registered already")
 
 
 def unavailable(
@@ -387,10 +377,11 @@ def get_backend(name: str) -> BackendSpec:
 
 def _nearest(key: str) -> list[str]:
     """Return up to three names like `key`: by the whole name, else by one of its words."""
-    whole = difflib.get_close_matches(key, _specs, n=3, cutoff=0.6)
+    names = [*_specs]  # another thread may register one
+    whole = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     words = [
         name
-        for name in _specs
+        for name in names
         if (key and key in name) or difflib.get_close_matches(key, name.split("_"), n=1, cutoff=0.7)
     ]
     return (whole or words)[:3]
@@ -451,11 +442,7 @@ def _discover() -> None:
         try:
             importlib.import_module("attention_kernels.backends")
             for entry_point in _plugins():
-                if reason := _plugin_fault(entry_point):
-                    name = _plugin_name(entry_point.name)
-                    summary = "A plug-in that could not be loaded."
-                    # One device type, so that the reason is told once.
-                    _specs[name] = unavailable(name, "plug-in", summary, ("cpu",), reason)
+                _load_plugin(entry_point)
         except BaseException:
             _discovered = False  # the next call must not go on with half a registry
             raise
@@ -469,45 +456,29 @@ def _plugins() -> importlib.metadata.EntryPoints | tuple[()]:
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if setting == "on" else ()
 
 
-def _plugin_fault(entry_point: importlib.metadata.EntryPoint) -> str | None:
-    """Import a plug-in, which registers its backends; return what is wrong with it."""
+def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
+    """Import a plug-in, which registers its backends; a failure becomes an unavailable backend."""
     known, imported = len(_specs), entry_point.module in sys.modules
-    try:
-        with _watched(entry_point.name):
-            entry_point.load()
-    except (Exception, SystemExit) as error:
-        return f"its plug-in failed to load: {describe(error)}"
-    module = sys.modules.get(entry_point.module)
-    if getattr(module, "__file__", None) is None:
-        folders = ", ".join(getattr(module, "__path__", ()))
-        return f"its plug-in is hidden by a folder of its name without __init__.py: {folders}"
-    if len(_specs) == known and not imported:
-        return f"its plug-in registers no backend: {entry_point.value}"
-    return None
-
-
-@contextmanager
-def _watched(plugin: str) -> Iterator[None]:
-    """Name a plug-in on stderr if its import is slow, and let none end the process in silence."""
-    process, exit_at_once = os.getpid(), os._exit
     told = (
-        f"still loading the attention plug-in {plugin} (ATTENTION_KERNELS_PLUGINS=off loads none)"
+        f"still loading the attention plug-in {entry_point.name} "
+        "(ATTENTION_KERNELS_PLUGINS=off loads none)"
     )
-
-    def refuse(status: int) -> None:
-        if os.getpid() != process:  # a fork's own
-            exit_at_once(status)
-        raise SystemExit(f"os._exit({status})")
-
     timer = threading.Timer(SLOW_PLUGIN_S, print, [told], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
-    os._exit = refuse  # type: ignore[assignment] # else it leaves status 0 and no word
     try:
-        yield
+        entry_point.load()
+        if len(_specs) > known or imported:
+            return
+        reason = f"its plug-in registers no backend: {entry_point.value}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it raises, the other backends work
+        reason = f"its plug-in failed to load: {describe(error)}"
     finally:
-        os._exit = exit_at_once
         timer.cancel()
+    name, summary = _plugin_name(entry_point.name), "A plug-in that could not be loaded."
+    add(unavailable(name, "plug-in", summary, ("cpu",), reason))  # one device: told once
 
 
 def _plugin_name(entry_point: str) -> str:

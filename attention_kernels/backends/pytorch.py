@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_kernels.contract import Kernels
+from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.registry import PLAIN_PRECISIONS, register
+from attention_kernels.registry import register
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from attention_kernels.contract import PLAIN_PRECISIONS, PRECISIONS
 from attention_kernels.errors import AttentionError
-from attention_kernels.registry import PLAIN_PRECISIONS, PRECISIONS
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
@@ -19,10 +19,13 @@ LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
 _DTYPE = "(?:float16|bfloat16|float32|float64)"
+_HEAD_DIM = "[1-9][0-9]{0,3}"
 # What a version takes, if that is not float32 with every one of HEAD_DIMS.
-TAKES = re.compile(rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim (\d+(?: \d+)*))?(, on the CPU)?")
+TAKES = re.compile(
+    rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim ({_HEAD_DIM}(?: {_HEAD_DIM})*))?(, on the CPU)?"
+)
 # The architecture that a version requires.
-NEEDS = re.compile(r"sm_(\d+)(\d)")
+NEEDS = re.compile(r"sm_([1-9][0-9]?)([0-9])")
 # How many times the budget of its precision class a version needs, and why.
 ERROR = re.compile(r"(\d+)x: \S.*")
 

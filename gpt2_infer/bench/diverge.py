@@ -33,9 +33,8 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.conformance import Inputs, poison_freed_memory
-from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
+from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
 from attention_kernels.reference import Verdict, error_budget, naive_attention, truth
-from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import dtype_name
+from attention_kernels.contract import PLAIN_PRECISIONS, dtype_name
 from attention_kernels.reference import Verdict, error_budget, naive_attention
-from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.bench.diverge import Comparison, no_budget, unregistered
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.cached import Cached

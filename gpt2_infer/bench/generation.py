@@ -14,9 +14,8 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec, ladder
 from attention_kernels.conformance import KERNEL_ERRORS, Case, describe_error
-from attention_kernels.contract import Kernels
+from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
 from attention_kernels.reference import check_precision
-from attention_kernels.registry import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.diverge import examine
 from gpt2_infer.bench.results import (

@@ -15,14 +15,17 @@ from gpt2_infer.bench.results import (
     KernelTiming,
     Profile,
     Results,
+    ResultsError,
     Series,
 )
 from gpt2_infer.bench.tables import (
     AnySeries,
     attention_share,
     detail_seqlen,
+    emit,
     group_by,
     markdown,
+    newest_of,
     ratio,
 )
 
@@ -45,6 +48,24 @@ INSPECTED = {
     "global_load_sectors": "sectors loaded",
     "global_store_sectors": "sectors stored",
 }
+
+
+def show_versions(family: str) -> None:
+    """Print the table of a ladder's versions, from their headers."""
+    emit(versions_table(family))
+
+
+def show_overview(family: str, kernel: str, generation: str) -> None:
+    """Print a ladder's versions with the times of a task of kernels and one of generation."""
+    alone, whole = newest_of(kernel)[1], newest_of(generation)[1]
+    if not isinstance(alone, KernelTiming) or not isinstance(whole, GenerationTiming):
+        raise ResultsError(f"{kernel} and {generation} are not timings of kernels and generation")
+    emit(overview(family, alone, whole))
+
+
+def show_sections(family: str, *tasks: str) -> None:
+    """Print a section for each version of a ladder: its header, and what these tasks measured."""
+    emit(sections(family, [newest_of(task)[1] for task in tasks]))
 
 
 def versions_table(family: str) -> str:

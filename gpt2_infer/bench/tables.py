@@ -7,7 +7,7 @@ fills:
     <!-- [[[cog from gpt2_infer.bench import tables; tables.show("kernel-fp32") ]]] -->
     <!-- [[[end]]] -->
 
-Nothing here imports torch, except versions() and ladder(), which read the headers of a ladder.
+Nothing here imports torch; ladders, which reads the headers of versions, does.
 """
 
 from __future__ import annotations
@@ -95,39 +95,22 @@ Columns = dict[str, Callable[[Row], str]]
 
 def show(task: str) -> None:
     """Print the table of a task's newest results, for the document that cog is filling."""
-    path, results = _newest(task)
-    _print(render(_link(path), results))
+    path, results = newest_of(task)
+    emit(render(_link(path), results))
 
 
 def section(heading: str, task: str, *plots: str) -> None:
     """Print a section of a task's table and pictures, if it was measured."""
     if task in _files():
-        _print(heading)
+        emit(heading)
         show(task)
         for plot in plots:
             picture(task, plot)
 
 
-def versions(family: str) -> None:
-    """Print the table of a ladder's versions, from their headers."""
-    from gpt2_infer.bench import ladders
-
-    _print(ladders.versions_table(family))
-
-
-def overview(family: str, kernel: str, generation: str) -> None:
-    """Print a ladder's versions with the times of a task of kernels and one of generation."""
-    from gpt2_infer.bench import ladders
-
-    alone, whole = _newest(kernel)[1], _newest(generation)[1]
-    if not isinstance(alone, KernelTiming) or not isinstance(whole, GenerationTiming):
-        raise ResultsError(f"{kernel} and {generation} are not timings of kernels and generation")
-    _print(ladders.overview(family, alone, whole))
-
-
 def repeated(task: str, again: str) -> None:
     """Print how far the medians of a second run of kernels are from the first's."""
-    (path, first), (path_again, second) = _newest(task), _newest(again)
+    (path, first), (path_again, second) = newest_of(task), newest_of(again)
     if not isinstance(first, KernelTiming) or not isinstance(second, KernelTiming):
         raise ResultsError(f"{task} and {again} are not timings of kernels")
     medians = {_same_code(one): one.median for one in second.series if one.samples}
@@ -137,7 +120,7 @@ def repeated(task: str, again: str) -> None:
         percent = [100 * abs(medians[_same_code(one)] / one.median - 1) for one in mine]
         inside += max(percent) <= max(spread_percent(one.samples) for one in mine)
         apart += percent
-    _print(
+    emit(
         f"{_link(path_again)} repeats {_link(path)}: {inside} of "
         f"{len({one.name for one in timed})} backends stay within the spread of the first run, and "
         f"no median is more than {max(apart):.1f} % apart.\n"
@@ -150,7 +133,7 @@ def _same_code(one: KernelSeries) -> tuple[str, KernelCell, str | None]:
 
 def row_errors(task: str, *names: str) -> None:
     """Print the relative error of a row that some backends made at each length, over its budget."""
-    path, results = _newest(task)
+    path, results = newest_of(task)
     if not isinstance(results, KernelTiming):
         raise ResultsError(f"{task} is not a timing of kernels")
     checks = {(s.name, s.cell.length): s.check for s in results.series}
@@ -164,24 +147,24 @@ def row_errors(task: str, *names: str) -> None:
 
     lengths = sorted({cell.length for cell in results.cells})
     columns = {"backend": lambda name: f"`{name}`", **{f"N={n}": at(n) for n in lengths}}
-    _print(str(_table(f"{where(results.provenance)} ({_link(path)})", names, columns)))
+    emit(str(_table(f"{where(results.provenance)} ({_link(path)})", names, columns)))
 
 
 def predictions(task: str, *measured: str) -> None:
     """Print a task of predictions beside the times that were measured of the same files."""
-    path, results = _newest(task)
+    path, results = newest_of(task)
     if not isinstance(results, Predictions):
         raise ResultsError(f"{task} is no prediction")
-    timings = [_newest(name)[1] for name in measured]
+    timings = [newest_of(name)[1] for name in measured]
     series = [one for file in timings if isinstance(file, KernelTiming) for one in file.series]
-    _print("\n".join(map(str, _predictions(_link(path), results, series))))
-    _print(f"{accuracy(results, series)}\n")
+    emit("\n".join(map(str, _predictions(_link(path), results, series))))
+    emit(f"{accuracy(results, series)}\n")
 
 
 def wavefronts(task: str, profile: str) -> None:
     """Print the wavefronts that predictions count beside those of a profile."""
-    path, results = _newest(task)
-    profiled_path, profiled = _newest(profile)
+    path, results = newest_of(task)
+    profiled_path, profiled = newest_of(profile)
     if not isinstance(results, Predictions) or not isinstance(profiled, Profile):
         raise ResultsError(f"{task} and {profile} are not predictions and a profile")
     measured = {one.name: one.metrics for one in profiled.versions}
@@ -208,19 +191,12 @@ def wavefronts(task: str, profile: str) -> None:
         "stores": share("store"),
     }
     files = f"{_link(path)}, {_link(profiled_path)}"
-    _print(str(_table(f"{profiled.shape}; counted / profiled ({files})", rows, columns)))
-
-
-def ladder(family: str, *tasks: str) -> None:
-    """Print a section for each version of a ladder: its header, and what these tasks measured."""
-    from gpt2_infer.bench import ladders
-
-    _print(ladders.sections(family, [_newest(task)[1] for task in tasks]))
+    emit(str(_table(f"{profiled.shape}; counted / profiled ({files})", rows, columns)))
 
 
 def picture(task: str, plot: str) -> None:
     """Print the link to a picture, which `python scripts/plot_results.py` draws."""
-    _print(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")
+    emit(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")
 
 
 @functools.cache
@@ -228,7 +204,8 @@ def _files() -> dict[str, tuple[Path, Results]]:
     return newest(Path("results"))
 
 
-def _newest(task: str) -> tuple[Path, Results]:
+def newest_of(task: str) -> tuple[Path, Results]:
+    """Return the newest results of a task and their file; raises ResultsError without any."""
     if task not in _files():
         raise ResultsError(f"no results are of the task {task}: there are {', '.join(_files())}")
     return _files()[task]
@@ -241,7 +218,8 @@ def _link(path: Path, text: str = "") -> str:
     return f"[{text or path.name}]({os.path.relpath(path, document.parent)})"
 
 
-def _print(text: str) -> None:
+def emit(text: str) -> None:
+    """Print Markdown for the document that cog is filling."""
     print(f"\n{text}")  # Markdown needs an empty line after a comment
 
 

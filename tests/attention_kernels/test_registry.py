@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -280,7 +283,10 @@ def load():
 BAD_PLUGINS = {
     "raises": ("raise ImportError('no libfoo')", "failed to load: ImportError: no libfoo (raises"),
     "exits": ("import sys; sys.exit(0)", "failed to load: SystemExit: 0 (exits.py:1)"),
-    "leaves": ("import os; os._exit(0)", "failed to load: SystemExit: os._exit(0) ("),
+    "odd": (
+        "class Odd(BaseException): pass\nraise Odd('no GPU in\\nthis rack')",
+        "failed to load: Odd: no GPU in (odd.py:2)",
+    ),
     "empty": ("", "registers no backend: empty"),
 }
 
@@ -307,13 +313,8 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
     install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
     for name, (code, _) in BAD_PLUGINS.items():
         install_plugin(tmp_path, name, code)
-    install_plugin(tmp_path, "hidden", "")
-    (tmp_path / "hidden.py").unlink()
-    (tmp_path / "hidden").mkdir()
     reasons = discover()
     assert reasons.pop("PLUGGED_IN") is None
-    hidden = f"its plug-in is hidden by a folder of its name without __init__.py: {tmp_path}/hidden"
-    assert reasons.pop("HIDDEN") == hidden
     assert reasons.keys() == {name.upper() for name in BAD_PLUGINS}
     for name, (_, words) in BAD_PLUGINS.items():
         assert words in reasons[name.upper()]
@@ -321,6 +322,74 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
     assert "GOOD_PLUGIN" not in discover()
     monkeypatch.setenv("ATTENTION_KERNELS_PLUGINS", "off")
     assert discover() == {}
+
+
+def test_ctrl_c_while_a_plugin_loads_is_ctrl_c(tmp_path, discover):
+    install_plugin(tmp_path, "interrupted", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        discover()
+
+
+def test_discovery_patches_nothing_that_other_threads_use(tmp_path, discover):
+    """A watchdog in another thread must be able to end the process with its own status."""
+    check = (
+        "import os, sys\nassert os._exit.__module__ == 'posix' and sys.exit.__module__ == 'sys'\n"
+    )
+    install_plugin(tmp_path, "good_plugin", check + GOOD_PLUGIN)
+    assert discover() == {"PLUGGED_IN": None}
+
+
+def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(
+    tmp_path, discover, monkeypatch
+):
+    install_plugin(tmp_path, "good_plugin", "import time; time.sleep(0.2)\n" + GOOD_PLUGIN)
+    discover()
+    sys.modules.pop("good_plugin")
+    monkeypatch.setattr(registry, "_specs", {})
+    monkeypatch.setattr(registry, "_discovered", False)
+    ready = threading.Barrier(8)
+
+    def use(thread: int) -> str:
+        ready.wait()
+        return get_backend("plugged-in").name if thread % 2 else list_backends()[-1].name
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(use, range(8))] == ["PLUGGED_IN"] * 8
+
+
+def test_importing_a_plugin_in_one_thread_while_another_lists_backends_ends(
+    tmp_path, discover, monkeypatch
+):
+    """Each holds the lock that the other one wants, if registering takes discovery's lock."""
+    monkeypatch.setattr(registry, "_specs", {})
+    monkeypatch.setattr(registry, "_discovered", False)
+    importing, discovering = threading.Event(), threading.Event()
+    monkeypatch.setattr(registry, "_test_events", (importing, discovering), raising=False)
+    waits = """
+from attention_kernels import registry
+importing, discovering = registry._test_events
+importing.set()
+assert discovering.wait(30)
+"""
+    install_plugin(tmp_path, "good_plugin", waits + GOOD_PLUGIN)
+    plugins = registry._plugins
+
+    def found():
+        discovering.set()  # and holds the lock of discovery
+        return plugins()
+
+    monkeypatch.setattr(registry, "_plugins", found)
+    threads = [
+        threading.Thread(target=importlib.import_module, args=["good_plugin"], daemon=True),
+        threading.Thread(target=list_backends, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+        assert importing.wait(30)
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [spec.name for spec in list_backends()] == ["PLUGGED_IN"]
 
 
 def test_a_slow_plugin_is_named_while_it_loads(tmp_path, discover, monkeypatch, capsys):

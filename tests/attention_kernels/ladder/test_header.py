@@ -42,8 +42,12 @@ def test_a_header_is_read_field_by_field(csrc):
         ("// v01", "v01", "the first line must be"),
         ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
         ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes is like"),
+        ("// Flags", "// Takes:  float16, head_dim 0\n// Flags", "Takes is like"),
+        ("// Flags", "// Takes:  float16, head_dim 64 99999\n// Flags", "Takes is like"),
         ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
         ("// Flags", "// Needs:  8.0\n// Flags", "Needs is like `sm_80`"),
+        ("// Flags", "// Needs:  sm_00\n// Flags", "Needs is like `sm_80`"),
+        ("// Flags", "// Needs:  sm_99999\n// Flags", "Needs is like `sm_80`"),
         ("// Flags", "// Precision: best\n// Flags", "Precision is the class of a version of fl"),
         (
             "// Flags",
