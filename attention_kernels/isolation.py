@@ -18,11 +18,11 @@ from tqdm import tqdm
 from attention_kernels import ladder
 from attention_kernels.conformance import Failure, Report, verify
 from attention_kernels.errors import (
-    ArgumentError,
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
 )
+from attention_kernels.inspection.child import check_time_limit, ending
 
 TIMEOUT_S = 300.0  # of one check
 START_TIMEOUT_S = 300.0  # of imports and loading
@@ -36,11 +36,10 @@ def verify_in_child(
     A check that takes longer than timeout_s, or ends the process, is a failure, and then nothing
     else is reported. options: verify()'s. A backend that only this process has registered (in a
     test, in a notebook) cannot be found by another: it is verified here, without a time limit.
-    Raises UnavailableBackendError where the backend cannot run or be built, ArgumentError for a
-    time limit that is none; other errors of verify()'s as an AttentionError.
+    Raises UnavailableBackendError where the backend cannot run or be built, ArgumentError for an
+    invalid time limit; other errors of verify()'s as an AttentionError.
     """
-    if not 0 < timeout_s < threading.TIMEOUT_MAX:
-        raise ArgumentError(f"the time limit must be a positive number of seconds, not {timeout_s}")
+    check_time_limit(timeout_s)
     spec = ladder.resolve(what)
     spec.prepare(device)  # a build may take longer than a check
     context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
@@ -70,9 +69,7 @@ def verify_in_child(
         child.kill()
         child.join()
     code = child.exitcode or 0
-    if not how:
-        signalled = f"it was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        how = signalled or f"it ended the process with exit status {code}"
+    how = how or f"it {ending(code)}"
     if not running:
         raise UnavailableBackendError(spec.name, f"its suite did not start: {how}")
     killed = code < 0 and "killed by" in how

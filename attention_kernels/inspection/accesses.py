@@ -177,7 +177,7 @@ def record(
             reason = re.sub(
                 r"at (0x\w+)",
                 lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
-                words or f"exit status {done.returncode}",
+                words or f"its launch {child.ending(done.returncode)}",
             )
             raise UnsupportedError(version.path.name, [reason])
         rows = [line.split("\t") for line in done.stdout.splitlines()]

@@ -1,14 +1,25 @@
-"""Run a child process with a time limit."""
+"""Run a child process with a time limit, and say in words how one ended."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from attention_kernels.errors import ArgumentError
+
 PROGRESS_AFTER_S = 5.0
+_MEANINGS = {
+    signal.SIGSEGV: "an access to memory that is not its own",
+    signal.SIGBUS: "an access to memory that is not its own",
+    signal.SIGABRT: "it aborted, as after a failed assertion or an uncaught exception",
+    signal.SIGFPE: "an integer division by zero",
+    signal.SIGILL: "an invalid instruction, or code that must not be reached",
+    signal.SIGKILL: "something else killed it, most likely the system for lack of memory",
+}
 
 
 def run(
@@ -21,8 +32,9 @@ def run(
     """Run a command to its end, and show the time that it takes on a terminal.
 
     The child and its own children are killed when the time is up, and when this process is
-    interrupted. Raises subprocess.TimeoutExpired.
+    interrupted. Raises subprocess.TimeoutExpired, ArgumentError for an invalid time limit.
     """
+    check_time_limit(timeout_s)
     from tqdm import tqdm
 
     process = subprocess.Popen(
@@ -57,3 +69,21 @@ def run(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+
+
+def check_time_limit(timeout_s: float) -> None:
+    """Raise ArgumentError for an invalid time limit."""
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ArgumentError(f"the time limit must be a positive number of seconds, not {timeout_s}")
+
+
+def ending(status: int) -> str:
+    """Say how a process ended, by its exit status, which is negative after a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+    meaning = _MEANINGS.get(signal.Signals(-status))
+    return f"was killed by {name}" + (f" ({meaning})" if meaning else "")

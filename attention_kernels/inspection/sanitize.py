@@ -75,7 +75,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         return []
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
     if not found:
-        return [_last_line(done.stderr)]
+        return [_last_words(done)]
     # The frames of the access; those of an allocation may follow.
     report = re.split(r"\n\n", done.stderr[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
@@ -95,7 +95,7 @@ def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0)
     faults = [
         line for line in done.stdout.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)
     ]
-    what = faults[0].lstrip("= ") if faults else _last_line(done.stdout + done.stderr)
+    what = faults[0].lstrip("= ") if faults else _last_words(done)
     return [f"{tool}: {what}"]
 
 
@@ -121,8 +121,9 @@ def _worker(
         return subprocess.CompletedProcess(command, 1, "", f"{what} took more than {timeout_s:g} s")
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it died without a word"])[-1]
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"it {child.ending(done.returncode)}"
 
 
 def _cases(spec: BackendSpec) -> Iterator[Case | DecodeCase]:

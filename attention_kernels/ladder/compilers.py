@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from attention_kernels.errors import AttentionError
+from attention_kernels.inspection.child import ending
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 # What the environment adds to every compilation, the last two of them nvcc's own.
@@ -214,7 +215,7 @@ def output_of(command: Sequence[str], folder: str | None = None) -> str:
     """Return the output of a command; raises BuildError with its first error line if it fails."""
     status, output = execute(command, folder)
     if status != 0:
-        raise BuildError(first_error(output) or f"{command[0]}: exit status {status}")
+        raise BuildError(first_error(output) or f"{command[0]} {ending(status)}")
     return output
 
 

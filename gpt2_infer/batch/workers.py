@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from attention_kernels import AttentionError
+from attention_kernels.inspection.child import ending
 from gpt2_infer.batch.job import BatchError, Job, Settings, locked, plan, work
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
@@ -138,7 +139,7 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
                 process = workers.pop(pipe)
                 process.join()
                 if process.exitcode:
-                    dead.append(f"{process.name} ended with status {process.exitcode}")
+                    dead.append(f"{process.name} {ending(process.exitcode)}")
                 continue
             if isinstance(message, str):
                 raise BatchError(message)

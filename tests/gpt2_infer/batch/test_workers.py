@@ -39,7 +39,7 @@ def start(body: Callable[[], object]) -> int:
         except RequestError:
             status = 97
         except batch.BatchError as error:
-            killed = "ended with status -9; --resume completes" in str(error)
+            killed = "was killed by SIGKILL" in str(error)
             is_full = "cannot be written: File too large" in str(error)
             status = 99 if killed else 96 if is_full else 98
         finally:
