@@ -23,7 +23,7 @@ import torch
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import child
-from attention_kernels.inspection.resources import aligned
+from attention_kernels.inspection.resources import aligned, case_faults
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
@@ -130,8 +130,8 @@ def record(
 
     All inputs are zeros, of the first dtype that it takes. timeout_s: seconds that the launch may
     take; ATTENTION_EMULATOR_TIMEOUT limits each of its blocks. Raises UnsupportedError for a
-    version that it cannot count, that refuses the case or that does not end in time, and BuildError
-    where a compiler is missing or the version does not compile.
+    version that it cannot count, that refuses the case, that accesses nothing or that does not end
+    in time, and BuildError where a compiler is missing or the version does not compile.
     """
     reasons = []
     if version.is_host:
@@ -140,10 +140,9 @@ def record(
         reasons.append("only an attention kernel's accesses are counted, and this one decodes")
     source = version.path.read_text("utf-8")
     reasons += [why for found, why in _UNCOUNTED.items() if re.search(found, source, re.MULTILINE)]
-    if head_dim not in version.head_dims:
-        reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
-    sizes = {"seqlen": seqlen, "batch": batch, "num_heads": num_heads}
-    reasons += [f"{name} {size} (1 or more)" for name, size in sizes.items() if size < 1]
+    reasons += case_faults(
+        version, seqlens=[seqlen], head_dim=head_dim, batch=batch, num_heads=num_heads
+    )
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
@@ -185,7 +184,10 @@ def record(
             [row for row in rows if (row[0] == "turn") == is_turn] for is_turn in (0, 1)
         )
         places = _places(program, {address for row in counted for address in row[-1].split()})
-    found = _accesses(version, counted, places)
+    found = [*_accesses(version, counted, places)]
+    if not found:
+        reason = "there is nothing to count: it launches no kernel, or ends the process before"
+        raise UnsupportedError(version.path.name, [reason])
     return Recording(
         sorted(found, key=lambda access: (access.lines, access.memory, access.is_store)),
         block=int(turns[0][1]) if turns else 0,

@@ -49,6 +49,7 @@ _MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at t
 _SAMPLED = 8  # blocks along an axis; the rest lie on a line
 _SPREAD = 128  # blocks, where they do not
 _MAX_LANE_STEPS = 500_000_000  # of them together
+_MAX_GRID = 2**20  # blocks, each of which is handed out
 _MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
 # Where bank 0 holds the parameters, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
@@ -59,6 +60,7 @@ class Gpu:
     """The numbers of gpus.toml, which has their sources."""
 
     name: str
+    devices: list[str]
     arch: str
     multiprocessors: int
     clock_ghz: float
@@ -143,11 +145,10 @@ class _Program:
         shape = ",".join(map(str, case))
         device = f"ATTENTION_EMULATOR_MULTIPROCESSORS={self.gpu.multiprocessors}"
         command = ["env", device, str(self.recorder), f"--case={shape}", str(head_dim)]
-        output = compilers.output_of(command)
         found: Counter[_Launch] = Counter()
         first: dict[tuple[Any, ...], _Launch] = {}
-        for line in output.splitlines():
-            _, _, smem, symbol, _, grid, block, parameters = line.split("\t")
+        for row in resources.recorded_rows(self.version, command):
+            _, _, smem, symbol, _, grid, block, parameters = row
             launch = _Launch(
                 symbol, _triple(grid), _triple(block), int(smem), bytes.fromhex(parameters)
             )
@@ -468,6 +469,9 @@ class _Line:
 def _line(program: _Program, launch: _Launch) -> _Line:
     """Run some blocks of a launch. Where there is a second axis, all along the first are alike."""
     x, y, z = launch.grid
+    if x * y * z > _MAX_GRID:
+        reason = f"a grid of {x * y * z} blocks (predictions take {_MAX_GRID} at most)"
+        raise UnsupportedError(program.version.path.name, [reason])
     places = [(0, j, k) for k in range(z) for j in range(y)]
     if y == z == 1:
         places = [(i, 0, 0) for i in range(x)]
@@ -689,8 +693,10 @@ def predict(
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs))
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
-    if head_dim not in version.head_dims:
-        reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
+    seqlens = [*seqlens]
+    reasons += resources.case_faults(
+        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
+    )
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]

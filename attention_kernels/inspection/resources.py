@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from attention_kernels.errors import UnsupportedError
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
@@ -23,6 +24,9 @@ from attention_kernels.ladder.header import VersionHeader
 ARCHS = ("75", "80", "90", "120")
 WARP_SIZE = 32
 REGISTERS_PER_SM = 65536
+# What csrc/binding.cpp takes.
+MAX_SEQLEN = 65535 * 16
+_INT_MAX = 2**31 - 1
 # Registers are given to a warp in units of this many; shared memory to a block, likewise.
 REGISTER_UNIT = 256
 SHARED_UNIT = 128
@@ -163,6 +167,24 @@ def _row(
     )
 
 
+def case_faults(
+    version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
+) -> list[str]:
+    """Return every reason why a version's launch() must not be called with a shape."""
+    faults = []
+    if head_dim not in version.head_dims:
+        faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
+    sizes = [("batch", batch), ("num_heads", num_heads), *(("seqlen", n) for n in seqlens)]
+    faults += [f"{name} {size} (1 or more)" for name, size in sizes if size < 1]
+    limits = (
+        ("seqlen", max(seqlens), MAX_SEQLEN),
+        ("batch * num_heads", batch * num_heads, _INT_MAX),
+        ("num_heads * head_dim", num_heads * head_dim, _INT_MAX // 64),
+    )
+    faults += [f"{name} {size} ({most} or less)" for name, size, most in limits if size > most]
+    return faults
+
+
 def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
     """Return how many blocks a multiprocessor holds at once, and what limits them."""
     limits = LIMITS[arch]
@@ -190,8 +212,10 @@ def _round_up(value: int, unit: int) -> int:
 
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
     """Return what the version launches for each head_dim."""
+    if not head_dims:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        return _recorded(launch_recorder(version, Path(folder)), head_dims)
+        return _recorded(version, launch_recorder(version, Path(folder)), head_dims)
 
 
 def launch_recorder(version: VersionHeader, folder: Path) -> Path:
@@ -207,16 +231,23 @@ def launch_recorder(version: VersionHeader, folder: Path) -> Path:
     return program
 
 
-def _recorded(program: Path, head_dims: Sequence[int]) -> list[_Launch]:
-    """Return what a recorder writes of each head_dim."""
+def _recorded(version: VersionHeader, program: Path, head_dims: Sequence[int]) -> list[_Launch]:
     launches = []
-    for line in compilers.output_of([str(program), *map(str, head_dims)]).splitlines():
-        head_dim, threads, smem, symbol, words, *_ = line.split("\t")
+    for row in recorded_rows(version, [str(program), *map(str, head_dims)]):
+        head_dim, threads, smem, symbol, words, *_ = row
         name = re.search(r"(\w+(<[^(]*>)?)\(", words)
         launches.append(
             _Launch(int(head_dim), int(threads), int(smem), symbol, name[1] if name else words)
         )
     return launches
+
+
+def recorded_rows(version: VersionHeader, command: Sequence[str]) -> list[list[str]]:
+    """Run a recorder of launches and return the fields of each; raises UnsupportedError if none."""
+    rows = [line.split("\t") for line in compilers.output_of(command).splitlines()]
+    if not rows:
+        raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
+    return rows
 
 
 def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:

@@ -36,7 +36,7 @@ def timed_on(gpu: predict.Gpu, files: Iterable[Results]) -> list[KernelTiming]:
         for file in files
         if isinstance(file, KernelTiming)
         and file.provenance.gpu
-        and gpu.name.split()[0] in file.provenance.gpu.name
+        and file.provenance.gpu.name in gpu.devices
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +13,14 @@ from typing import TYPE_CHECKING
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
 from gpt2_infer.cli.options import POSITIVE
+from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
-    from gpt2_infer.bench.results import KernelTiming, Predicted
+    from gpt2_infer.bench.results import KernelTiming, Predicted, Results
+
+
+RESULTS = "folder of measured results (default: results, if there is one)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=POSITIVE, default=1, help="default: %(default)s")
     add("--heads", type=POSITIVE, default=12, help="default: %(default)s")
     add("--full", action="store_true", help="without the causal mask")
-    add("--results", type=Path, default=Path("results"), help="folder of measured results")
+    add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--json", action="store_true", help="print a JSON list")
 
 
@@ -38,10 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels.inspection.resources import aligned
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, timed_on
-    from gpt2_infer.bench.results import KernelCell, Predicted, Predictions, read
+    from gpt2_infer.bench.results import KernelCell, Predicted, Predictions
 
     gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
+    files = [] if arguments.json else _read_results(arguments.results)
     head_dim = arguments.head_dim or usual_head_dim(version)
     found = predict.predict(
         version,
@@ -62,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
     )
     digest = environment.version_digest(version.path.read_text("utf-8"))
-    files = [read(path) for path in sorted(arguments.results.glob("*.json"))]
     timings = timed_on(gpu, files)
     # Predictions know earlier results of the same file.
     earlier = [
@@ -92,6 +97,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
     show(aligned(cells))
     return 0
+
+
+def _read_results(folder: Path | None) -> list[Results]:
+    """Read a folder of results and tell what else lies there; raises RequestError if none is."""
+    from gpt2_infer.bench.results import ResultsError, read
+
+    if folder is not None and not folder.is_dir():
+        raise RequestError(f"--results: there is no folder {folder}")
+    found, left_out = [], []
+    for path in sorted((folder or Path("results")).glob("*.json")):
+        try:
+            found.append(read(path))
+        except ResultsError as error:
+            left_out.append(str(error))
+    if left_out:
+        others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        print(f"left out: {left_out[0]}{others}", file=sys.stderr)
+    return found
 
 
 def _parts(one: Prediction) -> dict[str, float]:

@@ -367,6 +367,10 @@ Range program_tls() {
 
 void* tensor(const char* name, size_t bytes) {
   void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (memory == nullptr) {
+    std::fprintf(stderr, "error: no memory for the %zu bytes of %s\n", bytes, name);
+    std::exit(1);
+  }
   std::memset(memory, 0, bytes);
   recorder.tensors.push_back({reinterpret_cast<uintptr_t>(memory), bytes, name});
   return memory;
@@ -445,7 +449,7 @@ int main(int, char** arguments) {
   const auto strides = [&](int64_t to_next) {
     return Strides{params.seqlen * to_next, to_next, params.head_dim};
   };
-  const size_t bytes = params.batch * params.seqlen * row * element;
+  const size_t bytes = row * params.batch * params.seqlen * element;
 #ifdef ATTENTION_CONTIGUOUS
   params.q = tensor("q", bytes);
   params.k = tensor("k", bytes);

@@ -398,7 +398,7 @@ def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(tmp_p
     ):
         monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
         # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
-        launches = resources._recorded(recorder, [*keys])
+        launches = resources._recorded(spec.version, recorder, [*keys])
         shapes = [re.findall(r"\d+", launch.kernel) for launch in launches]
         assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
         assert all(int(warps) > 1 for _, _, warps, *_ in shapes)

@@ -295,7 +295,7 @@ def test_a_version_is_counted_whose_second_kernel_starts_early() -> None:
 def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> None:
     list_backends()
     versions = ladder.versions()
-    with pytest.raises(UnsupportedError, match=r"fragment.*head_dim 48.*seqlen 0"):
+    with pytest.raises(UnsupportedError, match=r"fragment.*head_dim 48.*seqlen 0 \(1 or more"):
         count_accesses(versions["WMMA_FLASH_ATTENTION_2_VERSION_1"], head_dim=48, seqlen=0)
     with pytest.raises(UnsupportedError, match="host code"):
         count_accesses(versions["FLASH_ATTENTION_1_CPU"])
@@ -309,6 +309,30 @@ def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> 
     file.write_text(PATTERNS.replace("float x = 0.0f;", "float x = ;"))
     with pytest.raises(BuildError, match=r"v01_patterns\.cu:\d+:\d+: error"):
         count_accesses(parse_header(file))
+
+
+LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "case", "words"),
+    [
+        ("return cudaSuccess;", {}, "there is nothing to count: it launches no kernel"),
+        ("std::exit(0);", {}, "there is nothing to count: .* or ends the process before"),
+        ("std::exit(3);", {}, "its launch ended with exit status 3"),
+        ("std::abort();", {}, r"its launch was killed by SIGABRT \(it aborted"),
+        ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 422212465065984 bytes of qkv"),
+    ],
+)
+def test_a_launch_that_tells_nothing_is_no_empty_table(
+    does: str, case: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "v01_patterns.cu"
+    source = PATTERNS.replace("#include", "#include <cstdlib>\n#include", 1)
+    file.write_text(source.replace(LAUNCH, LAUNCH + does))
+    with pytest.raises(UnsupportedError, match=words):
+        count_accesses(parse_header(file), **case)
 
 
 ENDLESS = PATTERNS.replace(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,10 +15,25 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection import predict, sass
 from attention_kernels.ladder import compilers
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import parse_header
 
 ROOT = Path(__file__).parents[3]
 H200 = predict.gpus()["h200"]
-needs_nvcc = pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+
+
+def missing_program() -> str:
+    """Return which program a prediction lacks here, or an empty string."""
+    if compilers.find_nvcc() is None:
+        return "needs nvcc"
+    try:
+        predict.find_disassembler()
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+needs_cuda_programs = pytest.mark.skipif(bool(missing_program()), reason=missing_program())
 
 # A loop of three iterations over a load of a column of shared memory, for threads of two warps;
 # those of the second, and odd ones, leave.
@@ -160,11 +177,11 @@ def test_every_number_of_a_gpu_has_its_source() -> None:
         assert {*numbers} == fields
         for name in fields - {"name", "arch"}:
             value, source = numbers[name]
-            assert value > 0
+            assert all(value) if name == "devices" else value > 0
             assert len(source) > 10
 
 
-@needs_nvcc
+@needs_cuda_programs
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     """As compiled: nvcc keeps some of what the source loads in a register."""
@@ -188,3 +205,39 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"sm_80.*T4 is sm_75.*head_dim 48"):
         predict.predict(version, predict.gpus()["t4"], [64], head_dim=48)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"seqlens": [64, 0]}, "seqlen 0 (1 or more)"),
+        ({"seqlens": [10**12]}, "seqlen 1000000000000 (1048560 or less)"),
+        ({"seqlens": [64], "num_heads": -1}, "num_heads -1 (1 or more)"),
+        (
+            {"seqlens": [64], "batch": 10**11},
+            "batch * num_heads 1200000000000 (2147483647 or less)",
+        ),
+    ],
+)
+def test_a_shape_that_no_launch_takes_is_refused(case: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(words)):
+        predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_1"], H200, **case)
+
+
+def test_a_grid_too_large_to_hand_out_is_refused() -> None:
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
+    program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
+    launch = predict._Launch("kernel", (2**20, 2, 1), (64, 1, 1), 0, b"")
+    with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
+        predict._line(program, launch)
+
+
+@needs_cuda_programs
+@pytest.mark.slow
+def test_a_version_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+    text = ladder.versions()["CUSTOM_CUDA_VERSION_1"].path.read_text("utf-8")
+    start = text.index("{", text.index("cudaError_t launch(")) + 1
+    (tmp_path / "v01_idle.cu").write_text(f"{text[:start]}\n  return cudaSuccess;\n{text[start:]}")
+    version = parse_header(tmp_path / "v01_idle.cu")
+    with pytest.raises(UnsupportedError, match=r"launch\(\) launches no kernel"):
+        predict.predict(version, H200, [64])
