@@ -1,16 +1,22 @@
 # `make demo` and `make test` need Python (3.10 or later, with venv) and make; each installs what it needs into .venv.
+# `make gpu-test VENV=` installs nothing: PYTHON has what is needed.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs report clean
+.PHONY: demo test gpu-test lint docs report clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# For a machine without git, SOURCE_COMMIT is the commit.
+gpu-test: $(if $(VENV),$(VENV)/installed)
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m gpu -n $(shell nproc) --dist loadgroup \
+		-p tests.gpu_suite --gpu-report=results/gpu_tests.json
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing may be downloaded
 # Here and in every process that a test starts: the workers of xdist use every core already.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 gc.disable()  # while torch and transformers are imported: what they are made of lives to the end
 
@@ -42,6 +43,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give back what torch keeps of the GPU's memory: each worker would keep its largest test's."""
+    yield
+    if "gpu" in request.keywords:
+        import torch
+
+        if torch.cuda.memory_reserved() > 2**30:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:

@@ -39,15 +39,22 @@ _NVIDIA_SMI = (
 )
 
 
-def provenance() -> Provenance:
-    """Describe this process for a results file."""
+def provenance(*, besides: Path | None = None) -> Provenance:
+    """Describe this process for a results file.
+
+    besides: a file whose changes do not make the checkout dirty, because the run replaces it.
+    """
     matmul = torch.backends.cuda.matmul
+    files = ["."]
+    if besides is not None and besides.absolute().is_relative_to(_ROOT):
+        files.append(f":(exclude){besides.absolute()}")
+    status = _git("status", "--porcelain", "--", *files)
     return Provenance(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["python", *map(_without_folder, sys.argv)]),
         # A copy of the source without .git, as on a rented machine, is told its commit.
         commit=_git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
-        dirty=None if (status := _git("status", "--porcelain")) is None else bool(status),
+        dirty=None if status is None else bool(status),
         source_digest=source_digest(),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",

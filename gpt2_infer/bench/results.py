@@ -62,8 +62,9 @@ class Provenance(_Record, kw_only=True):
     """UTC, ISO 8601."""
     command: str
     commit: str | None
+    """git's, or where there is no checkout that of the variable SOURCE_COMMIT."""
     dirty: bool | None
-    """Whether the checkout had uncommitted changes."""
+    """Whether the checkout had uncommitted changes; None where there is no checkout."""
     source_digest: str = ""
     """SHA-256 over the source files of both packages."""
     python: str
@@ -504,6 +505,34 @@ class Predictions(_File, kw_only=True, tag="prediction"):
     series: list[Predicted]
 
 
+class TestTime(_Record, kw_only=True):
+    """How long a test took, with its setup and teardown."""
+
+    test: str
+    seconds: float
+
+
+class TestFailure(_Record, kw_only=True):
+    """A test that failed."""
+
+    test: str
+    message: list[str]
+    """The last lines."""
+
+
+class GpuTests(_File, kw_only=True, tag="tests"):
+    """A run of the tests that need a GPU."""
+
+    workers: AtLeastOne
+    passed: int
+    failed: int
+    skipped: int
+    duration_s: float
+    """With the build of all kernels."""
+    slowest: list[TestTime]
+    failures: list[TestFailure]
+
+
 class Published(_File, kw_only=True, tag="published"):
     """Somebody else's published seconds, which were not measured here."""
 
@@ -522,6 +551,7 @@ Results: TypeAlias = (
     | Profile
     | Inspection
     | Predictions
+    | GpuTests
     | Published
 )
 
@@ -530,7 +560,7 @@ _decoder = msgspec.json.Decoder(Results)
 
 def _lack(results: Results) -> str | None:
     """Say what an unfinished run left out; None for a finished one. Samples have their check."""
-    if isinstance(results, Published):
+    if isinstance(results, (Published, GpuTests)):
         return None
     if isinstance(results, (Profile, Inspection)):
         return None if results.versions else "it has no versions"

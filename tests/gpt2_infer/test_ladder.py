@@ -31,7 +31,8 @@ def check_text(model: GPT2, name: str, prompt: str, new_tokens: int) -> None:
     found = diverge(model, "NAIVE_PYTORCH", spec, prompt, max_new_tokens=new_tokens)
     assert found.passed, str(found)
     if model.dtype == torch.float32 and found.step is not None:
-        assert min(found.a.margin, found.b.margin) < 1e-4, str(found)
+        # What moves A's choice to B's is the error of two logits on each side.
+        assert found.a.margin + found.b.margin <= found.a.allowed + found.b.allowed, str(found)
 
 
 @functools.cache

@@ -301,6 +301,7 @@ def test_opcheck(name, device):
         pytest.param(FP32[-1], "inductor", marks=pytest.mark.slow),  # which runs what it compiles
     ],
 )
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")
 def test_torch_compile_fullgraph(name, compiler, device):
     """From a cold start: what tracing reaches first is built outside of it.
 

@@ -17,7 +17,7 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Product, Shape, Step
 from gpt2_infer.model import KVCache
-from tests.gpt2_infer.engines.common import random_model
+from tests.gpt2_infer.engines.common import SIZES, random_model
 
 # Idle rows of a step, an odd vocabulary, two splits.
 CONFIG = GPT2Config(
@@ -224,7 +224,7 @@ def check_on_gpu(model: GPT2, batch: int, length: int, steps: int, tolerance: fl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)],

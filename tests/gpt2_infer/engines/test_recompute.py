@@ -13,7 +13,7 @@ from gpt2_infer.engines import base, recompute
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
 from gpt2_infer.request import Request
-from tests.gpt2_infer.engines.common import random_model
+from tests.gpt2_infer.engines.common import SIZES, random_model
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -96,7 +96,7 @@ def test_greedy_text_of_all_engines_is_the_same(prompts, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize("name", SIZES)
 @torch.inference_mode()
 def test_every_size_on_a_gpu(name):
     model = published(name)

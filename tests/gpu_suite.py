@@ -1,0 +1,94 @@
+"""The pytest plugin of `make gpu-test`: build every kernel first, and write a results file."""
+
+from __future__ import annotations
+
+import collections
+import time
+from pathlib import Path
+
+import pytest
+
+MESSAGE_LINES = 8
+SLOWEST = 20
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", metavar="FILE", help="the results file to write")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Suite(Path(config.getoption("--gpu-report"))))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest tests first: a worker that gets one at the end would keep all others waiting.
+    items.sort(key=lambda item: item.path.name != "test_sanitize.py")
+
+
+class Suite:
+    """The whole run, in the process that hands out the tests."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.started = time.perf_counter()
+        self.seconds: collections.Counter[str] = collections.Counter()
+        self.outcomes: dict[str, str] = {}
+        self.messages: dict[str, list[str]] = {}
+
+    def pytest_sessionstart(self) -> None:
+        """Build on all cores what the workers would wait for."""
+        import torch
+
+        from attention_kernels import ladder, list_backends
+
+        if torch.cuda.is_available():
+            ladder.build_all("cuda", list_backends())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+            self.messages.setdefault(report.nodeid, []).extend(
+                report.longreprtext.splitlines()[-MESSAGE_LINES:]
+            )
+        elif report.when == "call" or report.skipped:
+            self.outcomes.setdefault(report.nodeid, report.outcome)
+
+    def pytest_sessionfinish(
+        self, session: pytest.Session, exitstatus: int | pytest.ExitCode
+    ) -> None:
+        counts = collections.Counter(self.outcomes.values())
+        finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if not finished or not counts["passed"] + counts["failed"]:  # without a GPU all are skipped
+            return
+        from gpt2_infer.bench.environment import provenance
+        from gpt2_infer.bench.results import GpuTests, TestFailure, TestTime
+
+        self.results = GpuTests(
+            task="gpu-tests",
+            provenance=provenance(besides=self.file),
+            workers=session.config.getoption("numprocesses", None) or 1,
+            passed=counts["passed"],
+            failed=counts["failed"],
+            skipped=counts["skipped"],
+            duration_s=round(time.perf_counter() - self.started, 1),
+            slowest=[
+                TestTime(test=test, seconds=round(seconds, 1))
+                for test, seconds in self.seconds.most_common(SLOWEST)
+            ],
+            failures=[
+                TestFailure(test=test, message=lines) for test, lines in self.messages.items()
+            ],
+        )
+        self.results.write(self.file)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if found := getattr(self, "results", None):
+            source = found.provenance
+            state = {True: "with uncommitted changes", False: "clean", None: "no checkout"}
+            terminalreporter.write_line(
+                f"{self.file}: {found.passed} passed, {found.failed} failed, {found.skipped} "
+                f"skipped in {found.duration_s:.0f} s; commit {source.commit}, "
+                f"{state[source.dirty]}"
+            )

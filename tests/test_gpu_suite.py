@@ -1,0 +1,75 @@
+"""The plugin of `make gpu-test`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_infer.bench.results import GpuTests, read
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pytest
+
+def test_right():
+    pass
+
+def test_wrong():
+    assert 1 == 2, "one is not two"
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("cannot be taken down")
+
+def test_broken(broken):
+    pass
+
+@pytest.mark.skip
+def test_skipped():
+    pass
+"""
+
+
+def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_suite", "--gpu-report=report.json"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", *options, "test_some.py"],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_counts_durations_and_failures_are_written(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    done = suite(tmp_path, "-n", "1")
+    results = read(tmp_path / "report.json")
+    assert isinstance(results, GpuTests), done.stdout
+    assert (results.passed, results.failed, results.skipped) == (1, 2, 1)
+    assert f"1 passed, 2 failed, 1 skipped in {results.duration_s:.0f} s" in done.stdout
+    messages = {failure.test: "\n".join(failure.message) for failure in results.failures}
+    assert messages.keys() == {"test_some.py::test_wrong", "test_some.py::test_broken"}
+    assert "one is not two" in messages["test_some.py::test_wrong"]
+    assert "cannot be taken down" in messages["test_some.py::test_broken"]
+    assert {one.test.split("::")[1] for one in results.slowest} == {
+        "test_right",
+        "test_wrong",
+        "test_broken",
+        "test_skipped",
+    }
+    assert results.provenance.commit
+
+
+@pytest.mark.slow
+def test_a_run_that_skips_every_test_is_not_written(tmp_path):
+    """As on a machine without a GPU."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    done = suite(tmp_path, "-k", "skipped")
+    assert "1 skipped" in done.stdout
+    assert not (tmp_path / "report.json").exists()
