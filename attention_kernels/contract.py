@@ -59,12 +59,16 @@ class Kernels:
         return self.decode if device_type in self.decode_device_types else None
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None) -> float:
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool
+) -> float:
     """Check the arguments of attention() and return the scale to use.
 
     Raises ArgumentError naming everything that is wrong.
     """
     check_tensors({"q": q, "k": k, "v": v})
+    if not isinstance(is_causal, bool):
+        raise ArgumentError(f"is_causal must be True or False, not {is_causal!r}")
     if (
         q.dim() == 4
         and q.shape == k.shape == v.shape
@@ -131,8 +135,9 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Return the scale, 1 / sqrt(head_dim) for None; raise ArgumentError if it is not finite."""
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
-    if not math.isfinite(softmax_scale):
-        raise ArgumentError(f"softmax_scale must be a finite number, not {softmax_scale}")
+    is_number = hasattr(softmax_scale, "__float__") and not isinstance(softmax_scale, bool)
+    if not is_number or not math.isfinite(softmax_scale):
+        raise ArgumentError(f"softmax_scale must be a finite number, not {softmax_scale!r}")
     return float(softmax_scale)
 
 

@@ -56,7 +56,7 @@ class BackendSpec:
     """One attention backend: what it takes and where it runs."""
 
     name: str
-    """Upper case, as users type it."""
+    """Upper case, as users type it, if it is registered."""
     family: str
     """The ladder or library it belongs to."""
     summary: str
@@ -91,10 +91,6 @@ class BackendSpec:
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(
-                f"a backend's name is upper case letters, digits and '_', not {self.name!r}"
-            )
         unknown = {*self.precisions.values()} - {*PRECISIONS}
         if unknown or not self.precisions:
             raise ValueError(
@@ -233,7 +229,7 @@ class BackendSpec:
         Raises ArgumentError, UnsupportedError (with all reasons), UnavailableBackendError,
         KernelError or OutputError.
         """
-        scale = contract.check_attention(q, k, v, softmax_scale)
+        scale = contract.check_attention(q, k, v, softmax_scale, is_causal)
         if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
@@ -335,7 +331,11 @@ def register(**fields: Any) -> Callable[[_Loader], _Loader]:
 
 
 def add(spec: BackendSpec) -> None:
-    """Register a backend; raises ValueError if its name is taken."""
+    """Register a backend; raises ValueError if its name is taken or cannot be typed."""
+    if not _NAME.fullmatch(spec.name):
+        raise ValueError(
+            f"a backend's name is upper case letters, digits and '_', not {spec.name!r}"
+        )
     # Without the lock of discovery: a plug-in that another thread imports must not wait for it.
     if _specs.setdefault(spec.name, spec) is not spec:
         raise ValueError(f"an attention backend named {spec.name} is registered already")

@@ -100,7 +100,7 @@ def generate(
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         mode=mode,
-        sampling=sampling or Sampling(),
+        sampling=Sampling() if sampling is None else sampling,
         stop=stop,
         ignore_eos=ignore_eos,
         engine=engine,
@@ -222,7 +222,8 @@ class _Reader:
         self._marks = marks  # one after each push
         self._newest = engine.newest[: engine.batch]
         is_cuda = engine.device.type == "cuda"
-        self._host = torch.empty(steps, engine.batch, dtype=torch.long, pin_memory=is_cuda)
+        shape = (steps, engine.batch)
+        self._host = torch.empty(shape, dtype=torch.long, device="cpu", pin_memory=is_cuda)
 
     def push(self, step: int) -> None:
         self._host[step].copy_(self._newest, non_blocking=True)

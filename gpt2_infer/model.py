@@ -23,6 +23,7 @@ from attention_kernels import (
     default_backend,
     ladder,
 )
+from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels
 from attention_kernels.registry import default_decode_backend
 from gpt2_infer.checkpoint import (
     DEFAULT_MODEL,
@@ -32,9 +33,13 @@ from gpt2_infer.checkpoint import (
     resolve_dtype,
 )
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.errors import ConfigError
+from gpt2_infer.errors import ConfigError, RequestError
 from gpt2_infer.linear import Linear, project, weight_and_bias, with_room
 from gpt2_infer.tokenizer import Tokenizer
+
+AttentionChoice = str | BackendSpec | AttentionFunction
+"""What computes attention: a backend's name, the path of a version file, *.cu, a backend, or a
+function like those that a backend's loader returns."""
 
 
 @dataclass
@@ -164,8 +169,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 for inference.
 
-    attention: a backend, its name, or the path of a version file, *.cu; None is the device's
-    documented default.
+    attention: see AttentionChoice; None is the device's documented default. A function decodes
+    nothing, and is not captured in CUDA graphs.
     decode_attention: the backend that decodes with a KV cache; None is a given `attention` if it
     has a decode kernel, else the device's documented default.
     """
@@ -174,12 +179,12 @@ class GPT2(nn.Module):
         self,
         config: GPT2Config,
         *,
-        attention: str | BackendSpec | None = None,
+        attention: AttentionChoice | None = None,
         decode_attention: str | BackendSpec | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self._attention, self._decode_attention = _spec(attention), _spec(decode_attention)
+        self._attention, self._decode_attention = _specs(attention, decode_attention)
         self.tokenizer: Tokenizer | None = None
         self.wte, self.wpe = (
             # To draw its own weights nn.Embedding would import torch's compiler: a second.
@@ -200,7 +205,7 @@ class GPT2(nn.Module):
         revision: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = torch.float32,
-        attention: str | BackendSpec | None = None,
+        attention: AttentionChoice | None = None,
         decode_attention: str | BackendSpec | None = None,
         random_weights: bool = False,
         seed: int = 0,
@@ -216,7 +221,7 @@ class GPT2(nn.Module):
         before any weight is read wherever that is possible.
         """
         target, dtype = resolve_device(device), resolve_dtype(dtype)
-        attention, decode_attention = _spec(attention), _spec(decode_attention)
+        attention, decode_attention = _specs(attention, decode_attention)
         checkpoint = open_checkpoint(
             model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
         )
@@ -305,11 +310,11 @@ class GPT2(nn.Module):
         return self.decode_attention in (self._decode_attention, self._attention)
 
     def with_attention(
-        self, attention: str | BackendSpec | None, decode_attention: str | BackendSpec | None = None
+        self, attention: AttentionChoice | None, decode_attention: str | BackendSpec | None = None
     ) -> GPT2:
         """Return the same model, weights shared, with other backends."""
         model = copy.copy(self)
-        model._attention, model._decode_attention = _spec(attention), _spec(decode_attention)
+        model._attention, model._decode_attention = _specs(attention, decode_attention)
         return model
 
     def up_to(self, seqlen: int) -> GPT2:
@@ -352,10 +357,13 @@ class GPT2(nn.Module):
         cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
         """
         batch, seqlen = tokens.shape
-        if seqlen > self.config.n_positions:
-            raise ValueError(f"{seqlen} tokens do not fit n_positions, {self.config.n_positions}")
+        if not 1 <= seqlen <= self.config.n_positions:
+            raise RequestError(
+                f"a row of tokens must have from 1 to {self.config.n_positions} of them (the "
+                f"model's positions), not {seqlen}"
+            )
         if seqlens is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 1):
-            raise ValueError(
+            raise RequestError(
                 "with seqlens only the last position of each row can be kept: logits_to_keep "
                 "must be 1"
             )
@@ -413,8 +421,30 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return torch.layer_norm(x, norm.normalized_shape, *weight_and_bias(norm), norm.eps)
 
 
-def _spec(backend: str | BackendSpec | None) -> BackendSpec | None:
-    return ladder.resolve(backend) if isinstance(backend, str) else backend
+def _specs(attention: object, decode_attention: object) -> tuple[BackendSpec | None, ...]:
+    """Return the backends of both arguments; raises RequestError for a wrong type."""
+    if callable(attention):
+        attention = _function_backend(attention)
+    return _spec("attention", attention), _spec("decode_attention", decode_attention)
+
+
+def _spec(name: str, backend: object) -> BackendSpec | None:
+    spec = ladder.resolve(backend) if isinstance(backend, str) else backend
+    if not isinstance(spec, BackendSpec | None):
+        raise RequestError(f"{name} must be a backend or its name, not {spec!r}")
+    return spec
+
+
+def _function_backend(function: AttentionFunction) -> BackendSpec:
+    """Return a backend that calls a function; its name is the function's own."""
+    return BackendSpec(
+        name=getattr(function, "__name__", type(function).__name__),
+        family="function",
+        summary="A Python function.",
+        loader=lambda: Kernels(function),
+        precisions=PLAIN_PRECISIONS,
+        cuda_graphs=False,  # it may wait for the device
+    )
 
 
 def _attention_dtype(config: GPT2Config, dtype: torch.dtype) -> torch.dtype:

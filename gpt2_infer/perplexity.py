@@ -111,7 +111,7 @@ def token_nats(
             f"{model.config.n_positions}, the model's positions"
         )
     stream = torch.tensor(ids, device=model.device)
-    nats = torch.empty(len(ids) - 1, dtype=torch.float64)
+    nats = torch.empty(len(ids) - 1, dtype=torch.float64, device="cpu")
     done = 0
     while done < len(nats):
         # The first window has no context to keep.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from gpt2_infer.checks import check_flag, check_integer
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import RequestError
 from gpt2_infer.sampling import Sampling
@@ -43,13 +43,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise RequestError(f"max-new-tokens must be 1 or more, not {self.max_new_tokens}")
+        check_integer("max-new-tokens", self.max_new_tokens, 1)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("check_finite", self.check_finite)
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"sampling must be a Sampling, not {self.sampling!r}")
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(stops):
-            raise RequestError("a stop string must not be empty")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        stops = tuple(_listed(stop, "stop must be a text or a list of texts"))
+        if not all(isinstance(text, str) and text for text in stops):
+            raise RequestError(f"stop strings must be texts that are not empty, not {stop!r}")
         if stops and self.tokenizer is None:
             raise RequestError("stop strings need a model with a tokenizer")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
@@ -78,14 +82,8 @@ def encode_prompts(
 
     Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
     """
-    try:
-        count = len(prompts)
-    except TypeError as error:
-        raise RequestError(f"prompts are texts or lists of token ids: {error}") from error
-    if count == 0:
-        raise RequestError("there is no prompt")
     rows = []
-    for prompt in prompts:
+    for prompt in _listed(prompts, "prompts must be a list of texts or of lists of token ids"):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise RequestError("this model has no tokenizer: give the prompt as token ids")
@@ -94,16 +92,31 @@ def encode_prompts(
             except UnicodeEncodeError as error:
                 raise RequestError(f"the prompt is not valid text: {error.reason}") from error
             ids = tokenizer.encode(prompt)
-            if not ids and tokenizer.end_of_text is not None:
+            if not ids:
+                if tokenizer.end_of_text is None:
+                    raise RequestError(
+                        "the prompt is empty and there is no end-of-text token to begin with"
+                    )
                 ids = [tokenizer.end_of_text]
         else:
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise RequestError(f"a prompt is a text or a list of ids: {error}") from error
-        if not ids:
-            raise RequestError(
-                "the prompt is empty and there is no end-of-text token to begin with"
-            )
+            ids = [
+                token.item() if hasattr(token, "item") else token
+                for token in _listed(prompt, "a prompt must be a text or a list of token ids")
+            ]
+            if odd := [token for token in ids if type(token) is not int]:
+                raise RequestError(f"token ids must be integers, not {odd[0]!r}")
+            if not ids:
+                raise RequestError("a list of token ids must not be empty")
         rows.append(ids)
+    if not rows:
+        raise RequestError("there is no prompt")
     return rows
+
+
+def _listed(value: object, expected: str) -> list[Any]:
+    """Return a sequence, a tensor or an array as a list; raises RequestError for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise RequestError(f"{expected}, not {type(value).__name__}")
+    return list(value)

@@ -7,12 +7,12 @@ others share its batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gpt2_infer.checks import check_integer, check_number
 from gpt2_infer.errors import RequestError
 
 MIN_TEMPERATURE = 1e-6  # below it, logits over the temperature overflow
@@ -32,19 +32,17 @@ class Sampling:
     """Row i of a batch is drawn from seed + i."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature must be a number of 0 or more, not {self.temperature}")
-        if 0 < self.temperature < MIN_TEMPERATURE:
+        check_number("temperature", self.temperature)
+        if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
             raise RequestError(
                 f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, "
                 f"not {self.temperature}"
             )
-        if self.top_k < 0:
-            raise RequestError(f"top-k must be 0 (off) or more, not {self.top_k}")
+        check_integer("top-k", self.top_k, 0)
+        check_number("top-p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top-p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise RequestError(f"the seed must be between 0 and 2^63 - 1, not {self.seed}")
+        check_integer("the seed", self.seed, 0, 2**63 - 1)
         if self.is_greedy and (self.top_k > 0 or self.top_p < 1):
             raise RequestError(
                 "top-k and top-p need a temperature above 0: at 0 the most likely token is taken"
@@ -57,11 +55,10 @@ class Sampling:
 
     def uniforms(self, rows: int, steps: int, device: torch.device) -> Tensor:
         """Return float32 (rows, steps) in [0, 1); row i depends on seed + i alone."""
-        draws = [
-            torch.rand(steps, generator=torch.Generator().manual_seed((self.seed + row) % 2**63))
-            for row in range(rows)
-        ]
-        return torch.stack(draws).to(device)
+        draws = torch.empty(rows, steps, device="cpu")  # whatever torch's default device is
+        for row, draw in enumerate(draws):
+            draw.uniform_(generator=torch.Generator().manual_seed((self.seed + row) % 2**63))
+        return draws.to(device)
 
     def log_weights(self, logits: Tensor) -> Tensor:
         """Return scaled float32 logits, (..., vocab_size), with -inf for tokens not to be chosen.

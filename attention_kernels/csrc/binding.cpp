@@ -211,7 +211,9 @@ Tensor launch(AnyParams params, const Tensor& q) {
   // Freed on return, while the kernel may still run: the allocator gives it to later work on this
   // stream only.
   std::optional<Tensor> scratch;
-  if (const int64_t floats = version.scratch_floats(&params); floats > 0) {
+  const int64_t floats = version.scratch_floats(&params);
+  if (floats < 0) fail("scratch_floats() returned " + std::to_string(floats) + ", less than 0");
+  if (floats > 0) {
     scratch = empty({floats}, aoti_torch_dtype_float32(), q);
     params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
     poison(*scratch, stream);

@@ -246,7 +246,7 @@ class _Slots:
         self.upload(padded, self.prompts)
         self.upload([len(prompt) for prompt in prompts], self.prompt_lengths)
         if not self.sampling.is_greedy:
-            uniforms = torch.zeros(self.prompt_uniforms.shape)
+            uniforms = torch.zeros(self.prompt_uniforms.shape, device="cpu")
             for draws, row in zip(uniforms, rows.values(), strict=False):
                 new_tokens = row.request.max_new_tokens
                 draws[:new_tokens] = row.request.sampling.uniforms(1, new_tokens, draws.device)[0]
@@ -275,7 +275,7 @@ class _Slots:
 
     def upload(self, values: Tensor | list[Any], to: Tensor | None = None) -> Tensor:
         """Copy values to the device; for memory that is not pinned the host would wait."""
-        on_host = torch.as_tensor(values)
+        on_host = torch.as_tensor(values, device="cpu")
         to = on_host.new_empty(on_host.shape, device=self.model.device) if to is None else to
         return to.copy_(on_host.pin_memory() if to.is_cuda else on_host, non_blocking=True)
 

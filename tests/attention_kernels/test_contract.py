@@ -32,10 +32,16 @@ def test_broken_arguments_are_all_named(q, k, v, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_scale_must_be_finite(scale):
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, "0.5", True, 1j])
+def test_scale_must_be_a_finite_number(scale):
     with pytest.raises(ArgumentError, match="softmax_scale must be a finite number"):
         attention(GOOD, GOOD, GOOD, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("is_causal", ["no", 0, None])
+def test_is_causal_must_be_true_or_false(is_causal):
+    with pytest.raises(ArgumentError, match="is_causal must be True or False"):
+        attention(GOOD, GOOD, GOOD, is_causal=is_causal)
 
 
 def test_default_scale_is_one_over_root_head_dim():

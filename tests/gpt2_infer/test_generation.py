@@ -3,10 +3,11 @@ from __future__ import annotations
 import itertools
 import types
 
+import numpy as np
 import pytest
 import torch
 
-from attention_kernels import UnavailableBackendError, UnsupportedError
+from attention_kernels import KernelError, OutputError, UnavailableBackendError, UnsupportedError
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
@@ -312,24 +313,80 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
     ("arguments", "words"),
     [
         ({"prompts": []}, "there is no prompt"),
-        ({"prompts": [[]]}, "the prompt is empty"),
+        ({"prompts": [[]]}, "a list of token ids must not be empty"),
         ({"prompts": [[8192]]}, "outside the vocabulary of 8192"),
-        ({"max_new_tokens": 0}, "max-new-tokens must be 1 or more"),
+        ({"max_new_tokens": 0}, "max-new-tokens must be an integer of 1 or more, not 0"),
         ({"max_new_tokens": 1024}, "1024 positions"),
         ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
-        ({"stop": [""]}, "a stop string must not be empty"),
-        (
-            {"prompts": 3},
-            "prompts are texts or lists of token ids: object of type 'int'",
-        ),
-        ({"prompts": [[1.5]]}, "a prompt is a text or a list of ids"),
-        ({"prompts": [1, 2]}, "a prompt is a text or a list of ids"),
-        ({"max_new_tokens": 2.0}, "max-new-tokens must be 1 or more"),
+        ({"stop": [""]}, "stop strings must be texts that are not empty"),
+        ({"stop": b"x"}, "stop must be a text or a list of texts, not bytes"),
+        ({"stop": [3]}, "stop strings must be texts"),
+        ({"stop": None}, "stop must be .*, not NoneType"),
+        ({"prompts": 3}, "prompts must be a list of texts or of lists of token ids, not int"),
+        ({"prompts": b"ab"}, "prompts must be .*, not bytes"),
+        ({"prompts": [b"ab"]}, "a prompt must be a text or a list of token ids, not bytes"),
+        ({"prompts": [{"a": 1}]}, "a prompt must be .*, not dict"),
+        ({"prompts": [1, 2]}, "a prompt must be .*, not int"),
+        ({"prompts": [[1.5]]}, "token ids must be integers, not 1.5"),
+        ({"prompts": [[True]]}, "token ids must be integers, not True"),
+        ({"prompts": torch.tensor([[0.5]])}, "token ids must be integers, not 0.5"),
+        ({"max_new_tokens": 2.0}, "max-new-tokens must be an integer of 1 or more, not 2.0"),
+        ({"max_new_tokens": True}, "max-new-tokens must be an integer of 1 or more, not True"),
+        ({"sampling": 0.7}, "sampling must be a Sampling, not 0.7"),
+        ({"sampling": 0}, "sampling must be a Sampling, not 0"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"check_finite": 1}, "check_finite must be True or False, not 1"),
     ],
 )
 def test_requests_that_cannot_be_met(arguments, words, demo):
     with pytest.raises(RequestError, match=words):
         generate(demo, **({"prompts": "The"} | arguments))
+
+
+@pytest.mark.parametrize(
+    "prompts", [torch.tensor([[40, 50]]), np.array([[40, 50]]), [[np.int64(40), 50]], [(40, 50)]]
+)
+def test_token_ids_in_other_containers(prompts, demo):
+    assert Request(config=demo.config, tokenizer=None, prompts=prompts).rows == [[40, 50]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torchs_default_device_changes_nothing(mode, demo):
+    options = {"max_new_tokens": 4, "mode": mode, "sampling": Sampling(1.0, seed=3)}
+    expected = generate(demo, PROMPTS, **options).tokens
+    with torch.device("meta"):
+        assert generate(demo, PROMPTS, **options).tokens == expected
+        model = GPT2.from_pretrained("demo", device="cpu")
+        assert generate(model, PROMPTS, **options).tokens == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_computes_attention(mode, demo):
+    calls = 0
+
+    def my_attention(q, k, v, softmax_scale, is_causal):
+        nonlocal calls
+        calls += 1
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    result = generate(demo.with_attention(my_attention), PROMPTS, max_new_tokens=3, mode=mode)
+    assert result.tokens == generate(demo, PROMPTS, max_new_tokens=3, mode=mode).tokens
+    assert result.attention == "my_attention"
+    assert calls == (6 if mode == "kv-cache" else 18)  # 6 layers, once or for each token
+    assert result.decode_attention in (None, "PYTORCH_SDPA_FLASH_ATTENTION")
+
+
+def test_a_function_that_is_wrong_is_named(demo):
+    def my_attention(q, k, v):
+        return q
+
+    with pytest.raises(KernelError, match="my_attention raised TypeError"):
+        generate(demo.with_attention(my_attention), "The")
+    with pytest.raises(OutputError, match="<lambda> returned"):
+        generate(demo.with_attention(lambda q, k, v, scale, causal: q.mT), "The")
+    for wrong in ({"attention": 3}, {"attention": None, "decode_attention": my_attention}):
+        with pytest.raises(RequestError, match="attention must be a backend or its name, not"):
+            demo.with_attention(**wrong)
 
 
 def test_backends_are_checked_before_the_work():

@@ -312,7 +312,7 @@ def _arguments(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool, transposed_k: bool
 ) -> Tensor:
-    contract.check_attention(q, k, v, softmax_scale)
+    contract.check_attention(q, k, v, softmax_scale, is_causal)
     if q.device.type == "cpu":
         return _interpret(q, k, v, softmax_scale, is_causal, transposed_k)  # type: ignore[no-any-return]
     o = q.new_empty(q.shape)

@@ -10,6 +10,7 @@ import torch
 
 from attention_kernels import (
     BackendSpec,
+    KernelError,
     UnavailableBackendError,
     UnsupportedError,
     get_backend,
@@ -139,6 +140,17 @@ int64_t scratch_floats(const Params&) { return 0; }
 cudaError_t launch(const Params&, cudaStream_t) { return cudaSuccess; }
 }  // namespace attention::ATTENTION_VERSION
 """
+
+
+@pytest.mark.slow
+def test_scratch_of_less_than_nothing_is_an_error(tmp_path):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    text = HEADER.format(name="v01", title="it wants less than nothing") + NOTHING
+    (tmp_path / "v01_less.cu").write_text(text.replace("return 0", "return -5"))
+    q = torch.zeros(1, 1, 1, 32)
+    with pytest.raises(KernelError, match=r"scratch_floats\(\) returned -5, less than 0"):
+        ladder.resolve(str(tmp_path / "v01_less.cu")).attention(q, q, q)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         '{"prompt": "a", "id": [1]}': "its id is neither a text nor an integer",
         '{"prompt": "a", "id": "\\ud800"}': "its id is not valid text",
         '{"prompt": "\\ud800", "id": "x"}': "the prompt is not valid text",
-        '{"prompt": {"a": 1}, "id": "y"}': "a prompt is a text or a list of ids",
+        '{"prompt": {"a": 1}, "id": "y"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
         json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones are 66",
         '{"id": null, "prompt": "a", "deep": '

@@ -42,6 +42,14 @@ def make_requests(model, count, *, sampling=SAMPLING, **fields):
     ]
 
 
+def test_torchs_default_device_changes_nothing():
+    model = make_model("cpu")
+    requests = make_requests(model, 2)
+    expected = dict(Continuous(model, batch=2).run(requests))
+    with torch.device("meta"):
+        assert dict(Continuous(model, batch=2).run(requests)) == expected
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
