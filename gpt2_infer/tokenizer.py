@@ -1,4 +1,8 @@
-"""A checkpoint's own tokenizer, through transformers."""
+"""A checkpoint's own tokenizer, with text that can be streamed.
+
+GPT-2's needs the tokenizers library alone; others go through transformers, whose import takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
 from gpt2_infer.errors import WeightsError
 from gpt2_infer.files import read_json_object
 
+END_OF_TEXT = "<|endoftext|>"
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+# What tokenizer_config.json may say of GPT-2's tokenizer, and fields that change neither ids nor
+# text.
+_GPT2S = {
+    "tokenizer_class": ("GPT2Tokenizer", "GPT2TokenizerFast"),
+    "bos_token": (END_OF_TEXT,),
+    "eos_token": (END_OF_TEXT,),
+    "unk_token": (END_OF_TEXT,),
+    "pad_token": (None, END_OF_TEXT),
+    "add_prefix_space": (False,),
+    "add_bos_token": (False,),
+}
+_WITHOUT_EFFECT = {
+    "backend",
+    "clean_up_tokenization_spaces",
+    "errors",
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+}
 
 
 class Tokenizer:
@@ -21,20 +48,45 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read the tokenizer in `folder`; raises WeightsError where none can be read."""
-        from transformers import AutoTokenizer
-
-        config = folder / "tokenizer_config.json"
-        if config.is_file() and read_json_object(config).get("auto_map"):
+        config, says = folder / "tokenizer_config.json", dict[str, Any]()
+        if config.is_file() and (says := read_json_object(config)).get("auto_map"):
             raise WeightsError(f"{config}: auto_map is set: a checkpoint's own code is never run")
         # Without these AutoTokenizer builds an empty tokenizer from config.json alone.
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
+            if (gpt2s := _load_gpt2s(folder, says)) is not None:
+                return cls(gpt2s)
+            from transformers import AutoTokenizer
+
+            wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            return _TransformersTokenizer(wrapped)
         # transformers and tokenizers raise many kinds, bare Exception among them.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise WeightsError(f"{folder} holds no tokenizer that can be read: {reason}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, without those added to the vocabulary later."""
+        return int(self._wrapped.get_vocab_size(with_added_tokens=False))
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that an empty prompt stands for (GPT-2's convention), if the tokenizer has one."""
+        return int(self._wrapped.token_to_id(END_OF_TEXT))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, nothing added."""
+        return list(self._wrapped.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return str(self._wrapped.decode(list(ids), skip_special_tokens=False))
+
+
+class _TransformersTokenizer(Tokenizer):
+    """A tokenizer that transformers loaded."""
 
     @property
     def vocab_size(self) -> int:
@@ -56,3 +108,48 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def _load_gpt2s(folder: Path, says: dict[str, Any]) -> tokenizers.Tokenizer | None:
+    """Return GPT-2's tokenizer with the folder's vocabulary, or None if another one may be meant.
+
+    says: tokenizer_config.json.
+    """
+    for key, value in says.items():
+        if key not in _WITHOUT_EFFECT and value not in _GPT2S.get(key, ()):
+            return None
+    if "tokenizer_class" not in says:
+        config = folder / "config.json"
+        if not config.is_file() or read_json_object(config).get("model_type") != "gpt2":
+            return None
+    if any((folder / name).is_file() for name in ("added_tokens.json", "special_tokens_map.json")):
+        return None
+    whole, vocabulary, merges = (
+        folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+    )
+    if whole.is_file():
+        stored = tokenizers.Tokenizer.from_file(str(whole))
+        return stored if _is_gpt2s(stored) else None
+    if not (vocabulary.is_file() and merges.is_file()):
+        return None
+    made = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+    return made
+
+
+def _is_gpt2s(stored: tokenizers.Tokenizer) -> bool:
+    """Tell whether a tokenizer differs from GPT-2's in its vocabulary alone."""
+    model = stored.model
+    if not isinstance(model, models.BPE) or not isinstance(stored.decoder, decoders.ByteLevel):
+        return False
+    options: list[Any] = [model.dropout, model.unk_token, model.continuing_subword_prefix]
+    options += [model.end_of_word_suffix, model.fuse_unk, model.byte_fallback, model.ignore_merges]
+    options += [stored.normalizer, stored.truncation, stored.padding]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return (
+        not any(options)
+        and repr(stored.pre_tokenizer) == repr(plain)
+        and [token.content for token in stored.get_added_tokens_decoder().values()] == [END_OF_TEXT]
+    )

@@ -151,8 +151,6 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
 def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, Any]) -> None:
     """Be one of several processes: report rows, and an error that is to be expected."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import transformers.models.auto.tokenization_auto  # noqa: F401 (while the job is planned)
-
     try:
         job = pipe.recv()
     except EOFError:
