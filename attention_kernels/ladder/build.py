@@ -1,12 +1,14 @@
 """From a version file to a shared library, through a cache of builds.
 
 ninja runs the compilers, in a folder of its own that is deleted afterwards. The library moves into
-the cache in one step, under a name with a digest of all that went into it, so a library is never
-overwritten and a build that is killed leaves nothing to trip over. Beside it lies a manifest: the
-files that the compiler's depfiles name and the library, each with its SHA-256. A library is used
-again if everything still has its digest. ninja's own rule, rebuild what is newer, is not enough: it
-would take a source that was restored with an old date for unchanged. A lock only saves two
-processes from doing the same work.
+the cache in one step, under a name with a digest of all that went into it: compilers, flags, and
+the contents of the version file and of what it includes. A library with that name is used again, so
+nothing compares dates, no library is ever overwritten, and a build that is killed leaves nothing to
+trip over. A lock only saves two processes from doing the same work.
+
+What the cache holds runs in this process, so like ssh with its keys, nothing is loaded that another
+user owns or could have written. The last bytes of each file are the SHA-256 of the others, so that
+a damaged file is built again.
 
 Environment: ATTENTION_KERNELS_CACHE is the folder of the cache; ATTENTION_KERNELS_FLAGS adds
 compiler flags, e.g. -DATTENTION_POISON or, for the emulator, "-fsanitize=address -g".
@@ -18,15 +20,15 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import json
+import itertools
 import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +42,12 @@ from attention_kernels.ladder.compilers import (
     Target,
     binding_flags,
     compile_flags,
-    cuda_root,
     cuda_runtime,
     extra_flags,
     find_gxx,
     find_ninja,
     first_error,
     identity,
-    output_of,
     shell_safe,
 )
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -57,6 +57,7 @@ LOCK_TIMEOUT_S = 300.0
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # What -O2 would inline: a bound is checked where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-O1", "-finline-small-functions", "-finline-functions")
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
 rule run
@@ -73,9 +74,9 @@ class _Plan:
     target: Target
     arch: str
     stem: str
-    """The beginning of its files' names in the cache; a digest of all that is not a source file."""
+    """How its files in the cache are named, with a digest of everything that it is built from."""
     binding: str
-    """The same of binding.cpp, which many versions share."""
+    """The same for binding.cpp, which many versions share."""
     label: str
 
 
@@ -111,19 +112,9 @@ def build_many(
 
 
 def sources(version: VersionHeader) -> list[Path]:
-    """Return the files that a version's library is built from, as the preprocessor lists them.
-
-    Raises BuildError.
-    """
-    command = [
-        *compile_flags(version.builds()[0], "emulator", ""),
-        "-MM",
-        "-x",
-        "c++",
-        str(version.path),
-    ]
-    names = _names(output_of(command))
-    return sorted({csrc_of(version) / "binding.cpp", *(Path(os.path.normpath(n)) for n in names)})
+    """Return the files that a version's library is built from, without the system's and torch's."""
+    csrc = csrc_of(version)
+    return [*map(Path, _digests([version.path, csrc / "binding.cpp"], csrc, "emulator"))]
 
 
 # The cache
@@ -211,42 +202,46 @@ def _lock(file: Path, label: str) -> Iterator[bool]:
             lock.release()
 
 
-def _digest(file: Path | str) -> str | None:
+def _check_trusted(path: Path, status: os.stat_result) -> None:
+    """Raise BuildError if another user owns a path of the cache or may write to it."""
+    other = "or name another folder with ATTENTION_KERNELS_CACHE"
+    if status.st_uid not in (os.geteuid(), 0):
+        raise BuildError(
+            f"{path} belongs to another user, whose kernels would run as yours: delete it, {other}"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        close = shlex.join(["chmod", "go-w", str(path)])
+        raise BuildError(
+            f"other users may write to {path}, whose kernels run as yours: {close}, {other}"
+        )
+
+
+def _find(file: Path) -> Path | None:
+    """Return a file of the cache if it is there and whole.
+
+    Raises BuildError if another user could have written it.
+    """
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:  # missing, or a folder in its place
+        _check_trusted(file.parent, file.parent.stat())
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        _check_trusted(file, status)
+        contents = file.read_bytes()
+    except OSError:  # missing, most often; else the build says what is wrong
         return None
+    size = hashlib.sha256().digest_size
+    return file if hashlib.sha256(contents[:-size]).digest() == contents[-size:] else None
 
 
-def _find(cache: Path, stem: str) -> Path | None:
-    """Return what is cached under a stem, if its inputs and itself are what they were."""
-    try:
-        manifest = json.loads((cache / f"{stem}.json").read_text("utf-8"))
-        found, digest = cache / str(manifest["output"]), manifest["sha256"]
-        inputs = dict(manifest["inputs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    same = all(_digest(file) == known for file, known in inputs.items())
-    return found if same and _digest(found) == digest else None
-
-
-def _keep(cache: Path, stem: str, output: Path, inputs: Iterable[str], started: float) -> Path:
-    """Move a build's output into the cache and describe it there."""
-    digests = {name: _digest(name) for name in sorted(inputs)}
-    contents = hashlib.sha256(repr(digests).encode()).hexdigest()[:16]
-    kept = cache / f"{stem}-{contents}{output.suffix}"
+def _keep(output: Path, kept: Path) -> Path:
+    """Move a file that was built into the cache, with its SHA-256 as its last bytes."""
+    with output.open("ab") as file:
+        file.write(hashlib.sha256(output.read_bytes()).digest())
+    output.chmod(0o755)  # whatever the umask
     if kept.is_dir():
         _remove(kept)
-    sha256 = _digest(output)
     os.replace(output, kept)
-    # What changed while the compiler read it is built again next time.
-    if all(os.stat(name).st_mtime < started for name in digests):
-        manifest, written = cache / f"{stem}.json", output.with_suffix(".json")
-        record = {"output": kept.name, "sha256": sha256, "inputs": digests}
-        written.write_text(json.dumps(record, indent=1), "utf-8")
-        if manifest.is_dir():
-            _remove(manifest)
-        os.replace(written, manifest)
     return kept
 
 
@@ -259,19 +254,67 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     extra, gxx = extra_flags(), str(find_gxx())
     compilers = [identity(name, Path(name).stat().st_mtime) for name in sorted({flags[0], gxx})]
     nvcc_flags = [os.environ.get(name) for name in FLAGS[1:]] if target == "cuda" else []
-    common = [str(csrc), gxx, compilers, extra, nvcc_flags, torch.__version__, torch.__file__]
+    common = [gxx, compilers, extra, nvcc_flags, torch.__version__, torch.__file__]
     where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
     purpose = "for the CPU" if version.is_host else "for the CPU emulator"
     if target == "cuda":
         purpose = f"for sm_{arch.replace(',', ', sm_')}"
+    binding = _stem(
+        f"binding-{target}",
+        binding_flags(target, csrc),
+        common,
+        _digests([csrc / "binding.cpp"], csrc, target, extra),
+    )
+    digests = _digests([version.path], csrc, target, extra)
     return _Plan(
         version,
         target,
         arch,
-        stem=_stem(f"{version.op}-{where}", flags, str(version.path), common),
-        binding=_stem(f"binding-{target}", binding_flags(target, csrc), common),
+        stem=_stem(f"{version.op}-{where}", flags, binding, digests),
+        binding=binding,
         label=f"{label or version.path.name} {purpose}",
     )
+
+
+def _digests(
+    files: Iterable[Path], csrc: Path, target: Target, flags: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the SHA-256 of each of these files and of what they include, directly or not.
+
+    Headers are looked for beside the file, in csrc and in the folders of -I among `flags`. What a
+    condition leaves out counts, too, and so does a file that a nearer one hides: then a build is
+    repeated that need not be. The headers of the system, the toolkit and torch are not looked for.
+    """
+    emulator = f"{csrc}/emulator/"
+    folders = [f"{csrc}", *([emulator] if target == "emulator" else [])]
+    folders += [
+        flag[2:] or following
+        for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue="")
+        if flag.startswith("-I")
+    ]
+    found: dict[str, str] = {}
+    wanted = [str(file) for file in files]
+    while wanted:
+        file = os.path.normpath(wanted.pop())
+        if file in found or (target == "cuda" and file.startswith(emulator)):
+            continue
+        try:
+            status = os.stat(file)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            found[file], names = _read(file, status.st_mtime_ns, status.st_ctime_ns)
+        except (OSError, ValueError):  # most are headers of the system, which lie elsewhere
+            continue
+        around = [os.path.dirname(file), *folders]
+        wanted += [os.path.join(folder, name) for name in names for folder in around]
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _read(file: str, _mtime: int, _ctime: int) -> tuple[str, list[str]]:
+    """Return the SHA-256 of a file and what it includes; read again when it has changed."""
+    text = Path(file).read_bytes()
+    return hashlib.sha256(text).hexdigest(), [*map(os.fsdecode, INCLUDE.findall(text))]
 
 
 def _stem(name: str, *parts: object) -> str:
@@ -302,18 +345,25 @@ def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]
 def _missing(
     plans: Iterable[_Plan], cache: Path, built: dict[_Plan, Path | BuildError]
 ) -> list[_Plan]:
-    """Add to `built` what is in the cache; return the plans that are not."""
-    found = {plan: _find(cache, plan.stem) for plan in plans}
-    built |= {plan: library for plan, library in found.items() if library}
-    return [plan for plan, library in found.items() if not library]
+    """Add to `built` what is in the cache, or why it is refused; return the plans to build."""
+    missing = []
+    for plan in plans:
+        try:
+            found: Path | BuildError | None = _find(cache / f"{plan.stem}.so")
+        except BuildError as error:
+            found = error
+        if found is None:
+            missing.append(plan)
+        else:
+            built[plan] = found
+    return missing
 
 
 def _run_ninja(
     plans: Sequence[_Plan], cache: Path, folder: Path, *, progress: bool
 ) -> dict[_Plan, Path | BuildError]:
     """Build plans in an empty folder and move what comes of it into the cache."""
-    started = time.time()
-    bindings = {plan.binding: _find(cache, plan.binding) for plan in plans}
+    bindings = {plan.binding: _find(cache / f"{plan.binding}.o") for plan in plans}
     edges: dict[str, _Edge] = {}
     for plan in plans:
         bound = str(bindings[plan.binding] or f"{plan.binding}.o")
@@ -336,17 +386,19 @@ def _run_ninja(
     )
     built: dict[_Plan, Path | BuildError] = {}
     for plan in plans:
-        if (library := folder / f"{plan.stem}.so").exists():
-            inputs = {*_inputs(folder, plan, plan.stem), *_binding_inputs(folder, plan, cache)}
-            built[plan] = _keep(cache, plan.stem, library, inputs, started)
-        else:
+        if not (library := folder / f"{plan.stem}.so").exists():
             steps = (f"{plan.binding}.o", f"{plan.stem}.o", library.name)
             told = (done.stdout or b"").decode(errors="replace")
             built[plan] = _error(plan, folder, cache, [s for s in steps if s in edges], edges, told)
-    for plan in {plan.binding: plan for plan in plans if bindings[plan.binding] is None}.values():
-        if (compiled_binding := folder / f"{plan.binding}.o").exists():
-            inputs = {*_inputs(folder, plan, plan.binding)}
-            _keep(cache, plan.binding, compiled_binding, inputs, started)
+        elif _plan(plan.version, plan.target, plan.arch, "").stem != plan.stem:
+            file = plan.version.path.name
+            built[plan] = BuildError(f"{file}, or what it includes, changed while it was built")
+        else:
+            built[plan] = _keep(library, cache / library.name)
+    for plan in plans:
+        unchanged = _plan(plan.version, plan.target, plan.arch, "").binding == plan.binding
+        if unchanged and (binding := folder / f"{plan.binding}.o").exists():
+            _keep(binding, cache / binding.name)
     return built
 
 
@@ -381,7 +433,8 @@ def _error(
     failed = next(step for step in steps if not (folder / step).exists())
     file, log = folder / f"{failed}.log", cache / f"{plan.stem}.log"
     output = file.read_text("utf-8", "replace") if file.exists() else told
-    log.write_text(f"$ {shlex.join(edges[failed].command)}\n{output}", "utf-8")
+    file.write_text(f"$ {shlex.join(edges[failed].command)}\n{output}", "utf-8")
+    os.replace(file, log)
     return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
 
 
@@ -397,7 +450,7 @@ def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
     else:
         flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]
         source = f"{shell_safe(plan.version.path.parent, folder)}/{plan.version.path.name}"
-    return [*flags, *extra_flags(), *_depfile(plan.stem), "-c", source, "-o", f"{plan.stem}.o"]
+    return [*flags, *extra_flags(), "-c", source, "-o", f"{plan.stem}.o"]
 
 
 def _compile_binding(plan: _Plan, folder: Path) -> list[str]:
@@ -407,7 +460,7 @@ def _compile_binding(plan: _Plan, folder: Path) -> list[str]:
     flags += hidden if plan.target == "emulator" else [f"-Xcompiler={','.join(hidden)}"]
     headers = shell_safe(Path(torch.__file__).parent / "include", folder)
     source = f"{shell_safe(csrc, folder)}/binding.cpp"
-    flags += ["-O1", "-isystem", headers, *extra_flags(), *_depfile(plan.binding)]
+    flags += ["-O1", "-isystem", headers, *extra_flags()]
     return [*flags, "-c", source, "-o", f"{plan.binding}.o"]
 
 
@@ -423,33 +476,3 @@ def _link(plan: _Plan, binding: str) -> list[str]:
         return [*command, "-pthread", "-ldl", EMULATOR_WRAPS]
     cudart = cuda_runtime(flags[0])
     return [*command, str(cudart), f"-Wl,-rpath,{cudart.parent}"]
-
-
-def _depfile(stem: str) -> list[str]:
-    return ["-MMD", "-MF", f"{stem}.d"]
-
-
-def _names(rule: str) -> list[str]:
-    """Return the prerequisites of a make rule, which is what a depfile is."""
-    names = re.findall(r"(?:\\.|\S)+", rule.replace("\\\n", " ").split(": ", 1)[1])
-    return [re.sub(r"\\(.)", r"\1", name).replace("$$", "$") for name in names]
-
-
-def _inputs(folder: Path, plan: _Plan, stem: str) -> list[str]:
-    """Return the files that a compilation read, but for the toolkit's and the system's."""
-    names = _names((folder / f"{stem}.d").read_text("utf-8"))
-    # A relative name goes through one of shell_safe()'s links.
-    paths = [
-        os.path.normpath(name) if os.path.isabs(name) else os.path.realpath(folder / name)
-        for name in names
-    ]
-    if plan.target == "emulator":
-        return paths
-    toolkit = cuda_root(compile_flags(plan.version, plan.target, plan.arch)[0])
-    return [path for path in paths if toolkit not in Path(os.path.realpath(path)).parents]
-
-
-def _binding_inputs(folder: Path, plan: _Plan, cache: Path) -> list[str]:
-    if (folder / f"{plan.binding}.d").exists():
-        return _inputs(folder, plan, plan.binding)
-    return [*json.loads((cache / f"{plan.binding}.json").read_text("utf-8"))["inputs"]]

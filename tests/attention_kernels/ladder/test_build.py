@@ -100,16 +100,17 @@ def damage(library: Path, how: str) -> None:
     library.unlink()
     if how == "a folder":
         (library / "inside").mkdir(parents=True)
+    elif how == "a pipe":
+        os.mkfifo(library)
     elif how != "missing":
         library.write_bytes({"truncated": data[: len(data) // 2], "empty": b""}[how])
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "a folder", "missing"])
-@pytest.mark.parametrize("kind", [".so", pytest.param(".json", marks=pytest.mark.slow)])
-def test_what_is_broken_in_the_cache_is_built_again(how, kind, first, calls):
+@pytest.mark.parametrize("how", ["truncated", "empty", "a folder", "a pipe", "missing"])
+def test_what_is_broken_in_the_cache_is_built_again(how, first, calls):
     library = build.build(first, "emulator")
     size = library.stat().st_size
-    damage(next(library.parent.glob(f"{first.op}-*{kind}")), how)
+    damage(library, how)
     assert build.build(first, "emulator") == library
     assert library.stat().st_size == size
     calls()
@@ -125,6 +126,67 @@ def test_a_loaded_library_is_never_overwritten(first, calls):
         file.write(b"more")
     build.build(first, "emulator")
     assert library.stat().st_ino != inode
+
+
+def test_a_damaged_binding_is_compiled_again(csrc, first, calls):
+    library = build.build(first, "emulator")
+    (binding,) = library.parent.glob("binding-*")
+    damage(binding, "truncated")
+    calls()
+    build.build(header.versions(csrc / "fp32")[1], "emulator")
+    assert len(calls()) == 3
+
+
+@pytest.mark.parametrize("what", ["cache", "library"])
+@pytest.mark.parametrize("how", ["owner", "group", "others"])
+def test_what_another_user_could_have_planted_is_refused(what, how, first, calls, monkeypatch):
+    library = build.build(first, "emulator")
+    path = library if what == "library" else library.parent
+    if how != "owner":
+        path.chmod(path.stat().st_mode | {"group": 0o020, "others": 0o002}[how])
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        path = library.parent  # both are another user's now
+    with pytest.raises(BuildError) as caught:
+        build.build(first, "emulator")
+    told = f"{path} belongs to another user" if how == "owner" else f"chmod go-w {path}, or name"
+    assert told in str(caught.value)
+    assert str(caught.value).endswith("name another folder with ATTENTION_KERNELS_CACHE")
+
+
+def test_what_is_built_is_trusted_whatever_the_umask(first, calls):
+    umask = os.umask(0)
+    try:
+        library = build.build(first, "emulator")
+    finally:
+        os.umask(umask)
+    assert build.build(first, "emulator") == library
+
+
+def test_a_file_that_changes_while_it_is_compiled_is_not_kept(first, calls):
+    compiler = Path(os.environ["CXX"])
+    text = compiler.read_text()
+    compiler.write_text(text.replace("sleep ", f"echo // more >> {first.path}; sleep "))
+    with pytest.raises(BuildError, match=r"v01_first\.cu, or what it includes, changed while"):
+        build.build(first, "emulator")
+    assert not [path for path in build.cache_entries() if path.suffix == ".so"]
+    compiler.write_text(text)
+    assert build.build(first, "emulator").exists()
+
+
+def test_the_folders_of_include_flags_are_searched(first, calls, tmp_path, monkeypatch):
+    first.path.write_text(first.path.read_text() + "#include <sizes.h>\n")
+    sizes = tmp_path / "more" / "sizes.h"
+    sizes.parent.mkdir()
+    libraries = set()
+    for flag in (f"-I{sizes.parent}", f"-I {sizes.parent}"):
+        monkeypatch.setenv("ATTENTION_KERNELS_FLAGS", flag)
+        for number in ("1", "2"):
+            sizes.write_text(f"constexpr int kSize = {number};\n")
+            libraries.add(build.build(first, "emulator"))
+    assert len(libraries) == 4
 
 
 def test_the_cache_is_listed_and_emptied(first, calls):
