@@ -18,7 +18,9 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 
-Kind = Literal["normal", "offset", "equal"]
+Kind = Literal[
+    "normal", "offset", "equal", "tiny", "huge", "alternating", "halves", "one large column"
+]
 Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 
 SCALES = (0.02, 1.0, 8.0)
@@ -36,6 +38,9 @@ NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 8.0),
     ("offset", 1.0),
 )
+EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one large column")
+# What lies where a kernel must not look: finite, and its products with 8 still are.
+LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
 # Multiplications of a score with a value in one random case, at most.
 LARGEST_WORK = 3e8
@@ -57,7 +62,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     kind: Kind = "normal"
-    """offset: the mean of v is 2.5. equal: all scores are equal, and v is first 1 and then 3."""
+    """See of_kind()."""
     layout: Layout = "fused"
     """How q, k and v lie in memory; see arrange()."""
 
@@ -117,7 +122,7 @@ class DecodeCase:
         qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
-            row[length:] *= 1e3
+            row[length:] = row[length:].sign() * LARGE[self.dtype]
         _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
         seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
@@ -140,13 +145,32 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    """Change normal numbers in place to a kind: (batch, seqlen, 3, num_heads, head_dim)."""
+    """Change normal numbers in place to a kind: (batch, seqlen, 3, num_heads, head_dim).
+
+    offset: the mean of v is 2.5. equal: all scores are equal, and v is first 1 and then 3. tiny and
+    huge: v at the ends of float32's range. alternating and halves: rows of v of very different
+    sizes. one large column: a row of v has one number, 2^30 times as large as the others are.
+    """
+    v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
-        qkv[:, :, 2] += 2.5
-    if kind == "equal":
+        v += 2.5
+    elif kind == "equal":
         qkv[:, :, :2] = scale
-        qkv[:, :, 2] = 1.0
-        qkv[:, qkv.shape[1] // 2 :, 2] = 3.0
+        v[:] = 1.0
+        v[:, half:] = 3.0
+    elif kind == "tiny":
+        v *= 1e-30
+    elif kind == "huge":
+        v *= 1e36
+    elif kind == "alternating":
+        v[:, ::2] *= 1e-19
+        v[:, 1::2] *= 1e19
+    elif kind == "halves":
+        v[:, :half] *= 1e-25
+        v[:, half:] *= 1e16
+    elif kind == "one large column":
+        v[:, half, :, 0] *= 2.0**30
+        v[:, half, :, 1:] = 0.0
     return qkv
 
 
@@ -214,6 +238,14 @@ def hard_cases(head_dim: int, dtype: torch.dtype, seed: int, *, is_emulated: boo
     if not is_emulated and dtype == torch.float32:
         found += [Case(4096, head_dim, num_heads=1, **fields)]
     return found
+
+
+def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    """Yield cases whose values differ by many orders of magnitude, which float16 cannot hold."""
+    if dtype == torch.float16:
+        return
+    for kind, is_causal in itertools.product(EXTREMES, (True, False)):
+        yield Case(100, head_dim, is_causal=is_causal, dtype=dtype, seed=seed, kind=kind)
 
 
 def every_length(

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels.cases import (
+    LARGE,
     LENGTHS,
     SCALES,
     Case,
@@ -141,8 +142,9 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
     """
     past, future = _inputs(case, device), _inputs(case, device)
     before = _call(spec, case, past)
-    future.given["k"][:, cut:] *= -3
-    future.given["v"][:, cut:] += 1e4
+    for name in ("k", "v"):
+        later = future.given[name][:, cut:]
+        later.copy_(later.sign() * -LARGE[case.dtype])
     changed = before[:, :cut] != _call(spec, case, future)[:, :cut]  # NaN is not equal to itself
     if fault := past.fault(before):
         return fault

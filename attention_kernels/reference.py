@@ -1,14 +1,19 @@
 """The truth that every backend is held to: float64 attention and the error that it allows.
 
-Two rules, both of which an output must keep, for every row i (one query of one head):
+Three rules, all of which an output must keep, for every row i (one query of one head) and every
+column c (one number of that head's output, over all queries):
 
-    max|o - ref|              <= factor * max(naive, max condition)   + sums + 4 eps max|ref|
-    ||o_i - ref_i||/||ref_i|| <= factor * max(naive_row, condition_i) + sums + 4 eps' + eps/2
+    max|o - ref|               <= factor * max(naive, max condition)      + sums + 4 eps max|ref|
+    ||o_i - ref_i||/||ref_i||  <= factor * max(naive_row, condition_i)    + sums + 4 eps' + eps/2
+    ||o_c - ref_c||/||size_c|| <= factor * max(naive_column, condition_c) + sums + 4 eps' + eps/2
 
 The core is FlashAttention's rule (Dao-AILab/flash-attention, tests): a kernel may be `factor` times
-as far from float64 as plain PyTorch in the same dtype (naive: its largest error; naive_row: its
-largest relative error of a row). The second rule exists because the first rows of causal attention
-set the maximum, which hides an error that grows with the length.
+as far from float64 as plain PyTorch in the same dtype (naive: its largest error; naive_row and
+naive_column: its largest relative error of a row and of a column). The second rule exists because
+the first rows of causal attention set the maximum, which hides an error that grows with the length.
+The third exists because one large column of V sets the length of a row, which hides an error in the
+others. A column may cancel to nothing, so its error is relative to what was added up:
+size_ic = sum_j p_ij |v_jc|.
 
 Plain PyTorch's error is one draw of a random variable: by luck it may be many times smaller than
 that of an equally good kernel that rounds elsewhere. Two terms, computed from the inputs, keep luck
@@ -26,7 +31,7 @@ sums: eps'/2 sqrt(n) |ref|, with n = 1 / sum_j p_ij^2 the number of keys that co
     reference drifts as the output does, so float64 gets twice the term.
 
 A version file whose algorithm needs more says how much and why (`Error: 2x: ...` in its header):
-both budgets are then BackendSpec.error_slack times as large.
+all budgets are then BackendSpec.error_slack times as large.
 """
 
 from __future__ import annotations
@@ -90,6 +95,12 @@ class Verdict:
     """Of that row."""
     naive_row_error: float = 0.0
     """Plain PyTorch's largest, over all rows."""
+    column_error: float = 0.0
+    """||out_c - ref_c|| / ||size_c|| of the column nearest to its budget, or farthest over it."""
+    column_budget: float = math.inf
+    """Of that column."""
+    naive_column_error: float = 0.0
+    """Plain PyTorch's largest, over all columns."""
     where: str = ""
     """Of a failure: its worst element, and which elements are over the budget."""
     fault: str = ""
@@ -103,14 +114,19 @@ class Verdict:
             and 0 < self.budget < math.inf
             and self.error <= self.budget
             and self.row_error <= self.row_budget
+            and self.column_error <= self.column_budget
         )
 
     @property
     def nearness(self) -> float:
-        """The larger error over its budget; infinite if it failed for any other reason."""
+        """The largest error over its budget; infinite if it failed for any other reason."""
         if not self.passed and not 0 < self.budget < math.inf:
             return math.inf
-        ratio = max(self.error / self.budget, self.row_error / self.row_budget)
+        ratio = max(
+            self.error / self.budget,
+            self.row_error / self.row_budget,
+            self.column_error / self.column_budget,
+        )
         return ratio if self.passed or ratio > 1 else math.inf
 
     @property
@@ -121,13 +137,41 @@ class Verdict:
         return "borderline" if self.nearness > BORDERLINE else "passed"
 
     def __str__(self) -> str:
-        """Return both errors with their budgets; for a failure, also where it is."""
+        """Return the errors with their budgets; for a failure, also where it is."""
         if self.fault:
             return self.fault
         errors = f"error {self.error:.2e}, budget {self.budget:.2e}"
         rows = f"by row {self.row_error:.2e}, budget {self.row_budget:.2e}"
+        columns = f"by column {self.column_error:.2e}, budget {self.column_budget:.2e}"
         where = f"; {self.where}" if self.where else ""
-        return f"{errors}; {rows}{where}"
+        return f"{errors}; {rows}; {columns}{where}"
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The relative errors of rows or of columns that plain PyTorch and rounding make in a call."""
+
+    dim: int
+    """The dimension of the output that the lengths are taken along."""
+    lengths: Tensor
+    """What errors are relative to, of every row or column."""
+    naive_error: float
+    """Plain PyTorch's largest."""
+    condition: Tensor
+    sums: Tensor
+
+    def errors(self, difference: Tensor) -> Tensor:
+        """Return the relative error of every row or column."""
+        errors: Tensor = difference.norm(dim=self.dim) / self.lengths
+        return errors
+
+    def budgets(self, precision: str, dtype: torch.dtype, slack: float = 1.0) -> Tensor:
+        """Return how large each of errors() may be."""
+        naive = torch.full_like(self.condition, self.naive_error)
+        absolute = ABSOLUTE_TERM_ULPS * _sum_eps(dtype) + _eps(dtype) / 2
+        # Unlike Python's max(), torch's keeps a NaN.
+        expected = _factor(precision) * naive.maximum(self.condition)
+        return slack * (_last_place(precision) * (expected + absolute) + self.sums)
 
 
 @dataclass(frozen=True)
@@ -139,27 +183,19 @@ class Truth:
     dtype: torch.dtype
     """Of the inputs."""
     naive_error: float
-    naive_row_error: float
     condition: float
     """The largest of an element; see the module's docstring."""
-    row_condition: Tensor
-    """Relative to each row's length, (batch, rows, num_heads); row_sums, too."""
     sums: float
-    row_sums: Tensor
+    rows: Relative
+    """Of (batch, rows, num_heads)."""
+    columns: Relative
+    """Of (batch, num_heads, head_dim)."""
 
     def budget(self, precision: str, slack: float = 1.0) -> float:
         """Return how large max|out - ref| may be in a precision class, `slack` times over."""
         expected = _larger(self.naive_error, self.condition)
         largest = self.reference.abs().max().item()
         return slack * (error_budget(precision, self.dtype, expected, largest) + self.sums)
-
-    def row_budgets(self, precision: str, slack: float = 1.0) -> Tensor:
-        """Return how large the relative error of each row may be, (batch, rows, num_heads)."""
-        naive = torch.full_like(self.row_condition, self.naive_row_error)
-        absolute = ABSOLUTE_TERM_ULPS * _sum_eps(self.dtype) + _eps(self.dtype) / 2
-        # Unlike Python's max(), torch's keeps a NaN.
-        expected = _factor(precision) * naive.maximum(self.row_condition)
-        return slack * (_last_place(precision) * (expected + absolute) + self.row_sums)
 
     def judge(self, out: Tensor, precision: str, slack: float = 1.0) -> Verdict:
         """Hold an output against the reference. A wrong shape or dtype is a fault.
@@ -176,10 +212,10 @@ class Truth:
             fault = f"the output is {got}, not {wanted}"
             return Verdict(math.inf, budget, naive, math.inf, math.inf, fault=fault)
         difference = (out.double() - reference).abs()
-        row_errors = _relative_rows(difference, reference)
-        row_budgets = self.row_budgets(precision, slack)
-        nearness = (row_errors / row_budgets).nan_to_num(nan=math.inf)
-        row = int(nearness.argmax())
+        row_errors, row_budgets, row = self._nearest(self.rows, difference, precision, slack)
+        column_errors, column_budgets, column = self._nearest(
+            self.columns, difference, precision, slack
+        )
         relative = (difference / reference.abs()).where(reference.abs() > RELATIVE_FROM, 0.0)
         verdict = Verdict(
             error=_finite(difference.max().item()),
@@ -188,18 +224,30 @@ class Truth:
             relative_error=relative.max().item(),
             row_error=_finite(row_errors.flatten()[row].item()),
             row_budget=row_budgets.flatten()[row].item(),
-            naive_row_error=self.naive_row_error,
+            naive_row_error=self.rows.naive_error,
+            column_error=_finite(column_errors.flatten()[column].item()),
+            column_budget=column_budgets.flatten()[column].item(),
+            naive_column_error=self.columns.naive_error,
         )
         if verdict.passed:
             return verdict
-        # A NaN is the worst.
-        worst = int(difference.nan_to_num(nan=math.inf).argmax())
-        value, right = (x.flatten()[worst].item() for x in (out, reference))
         over = ~(difference <= budget)
         if not over.any():
             over = ~(row_errors <= row_budgets)[..., None].expand_as(over)
+        if not over.any():
+            over = ~(column_errors <= column_budgets)[:, None].expand_as(over)
+        # A NaN is the worst.
+        worst = int(difference.nan_to_num(nan=math.inf).where(over, -1.0).argmax())
+        value, right = (x.flatten()[worst].item() for x in (out, reference))
         where = f"{value:.6g} instead of {right:.6g} at {place(worst, out.shape)}"
         return dataclasses.replace(verdict, where=f"{where}; over the budget are {extent(over)}")
+
+    def _nearest(
+        self, of: Relative, difference: Tensor, precision: str, slack: float
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return errors, budgets, and the index of the error that is nearest to its budget."""
+        errors, budgets = of.errors(difference), of.budgets(precision, self.dtype, slack)
+        return errors, budgets, int((errors / budgets).nan_to_num(nan=math.inf).argmax())
 
 
 def naive_attention(
@@ -231,26 +279,36 @@ def truth(
     """
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     rounding = torch.empty_like(reference)
-    row_sums = reference.new_empty(q.shape[:3])
+    sizes = torch.empty_like(reference)
     naive = torch.empty_like(reference)
+    row_sums = reference.new_empty(q.shape[:3])
     offset = k.shape[1] - q.shape[1]
     for batch, rows, heads in _parts(q, k.shape[1]):
         part = batch, rows, heads
         seen = batch, slice(offset + rows.stop if is_causal else None), heads
         inputs = q[part], k[seen], v[seen]
-        reference[part], rounding[part], row_sums[part] = _rounding(
+        reference[part], rounding[part], sizes[part], row_sums[part] = _rounding(
             *inputs, softmax_scale, is_causal
         )
         naive[part] = _naive_difference(*inputs, softmax_scale, is_causal, reference[part])
+    sums = row_sums[..., None] * reference.abs()
+    # A row may cancel to nothing: float64 knows it no better than this.
+    resolution = torch.finfo(torch.float64).eps * sizes
+
+    def relative(dim: int, size: Tensor) -> Relative:
+        lengths = size.norm(dim=dim).clamp(min=1e-300)
+        parts = (naive.norm(dim=dim), rounding.norm(dim=dim), sums.norm(dim=dim))
+        errors, condition, drift = (part / lengths for part in parts)
+        return Relative(dim, lengths, errors.max().item(), condition, drift)
+
     return Truth(
         reference=reference,
         dtype=q.dtype,
         naive_error=naive.max().item(),
-        naive_row_error=_relative_rows(naive, reference).max().item(),
         condition=rounding.max().item(),
-        row_condition=_relative_rows(rounding, reference),
-        sums=(row_sums * reference.abs().amax(3)).max().item(),
-        row_sums=row_sums,
+        sums=sums.max().item(),
+        rows=relative(3, reference.abs().maximum(resolution)),
+        columns=relative(1, sizes),
     )
 
 
@@ -264,7 +322,7 @@ def judge(
     *,
     precision: str = "ieee-fp32",
 ) -> Verdict:
-    """Hold `out` against the float64 reference, by both rules of the module's docstring.
+    """Hold `out` against the float64 reference, by the rules of the module's docstring.
 
     If the kernel could write to its inputs, pass copies made before the call.
     """
@@ -323,8 +381,8 @@ def _scores(q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool) 
 
 def _rounding(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the reference, the condition of each element and each row's term for sums."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the reference, each element's condition and size, and each row's term for sums."""
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     eps, sum_eps = _eps(q.dtype), _sum_eps(q.dtype)
     is_float64 = q.dtype == torch.float64
@@ -333,6 +391,7 @@ def _rounding(
     weights = torch.softmax(scores, dim=3)
     v = v.transpose(1, 2)
     o = weights @ v
+    size = weights @ v.abs()
     weights.square_()
     drift = sum_eps if is_float64 else sum_eps / 2
     sums = drift * weights.sum(3).rsqrt()
@@ -346,7 +405,8 @@ def _rounding(
     total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))
     moved = (second - 2 * o * first + o.square() * total).clamp_(min=0)
     condition = (moved + (eps / 2) ** 2 * stored).sqrt_()
-    return o.transpose(1, 2), condition.transpose(1, 2), sums.transpose(1, 2)
+    o, condition, size, sums = (x.transpose(1, 2) for x in (o, condition, size, sums))
+    return o, condition, size, sums
 
 
 def _naive_difference(
@@ -368,14 +428,6 @@ def _naive_difference(
         scale = _eps(torch.float64) / _eps(torch.float32)
     out = naive_attention(q, k, v, softmax_scale, is_causal)
     return scale * (out.double() - reference).abs()
-
-
-def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
-    """Return ||difference_i|| / ||reference_i||, finite where a row of the reference is zero."""
-    lengths: Tensor = reference.norm(dim=3)
-    least = torch.finfo(torch.float64).eps * lengths.max().clamp(min=1e-300)
-    errors: Tensor = difference.norm(dim=3)
-    return errors / lengths.maximum(least)
 
 
 def _factor(precision: str) -> float:

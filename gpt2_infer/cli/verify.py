@@ -118,8 +118,9 @@ def _print_findings(report: Report) -> None:
         for name, error, budget, naive in (
             ("error", verdict.error, verdict.budget, verdict.naive_error),
             ("by row", verdict.row_error, verdict.row_budget, verdict.naive_row_error),
+            ("by column", verdict.column_error, verdict.column_budget, verdict.naive_column_error),
         ):
-            show(f"    {name:<6} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
+            show(f"    {name:<9} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
 
 
 def _nvcc_compiles(version: VersionHeader) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.conformance import Case
+from attention_kernels.cases import EXTREMES, Case
 from attention_kernels.reference import (
     Verdict,
     error_budget,
@@ -55,21 +55,29 @@ def test_the_budget_is_a_multiple_of_plain_pytorchs_error_and_four_ulps(precisio
     assert error_budget(precision, torch.float32, 1e-6, 3.0) == factor * 1e-6 + 4 * eps * 3.0
     q, k, v = Case(33, 32).inputs("cpu")
     right = truth(q, k, v)
-    wider = dataclasses.replace(right, naive_error=1.0, naive_row_error=1.0)
-    assert wider.budget(precision) == pytest.approx(factor, rel=1e-3)
-    assert wider.row_budgets(precision).max().item() == pytest.approx(factor, rel=1e-3)
+    assert dataclasses.replace(right, naive_error=1.0).budget(precision) == pytest.approx(
+        factor, rel=1e-3
+    )
+    for relative in (right.rows, right.columns):
+        wider = dataclasses.replace(relative, naive_error=1.0)
+        largest = wider.budgets(precision, torch.float32).max().item()
+        assert largest == pytest.approx(factor, rel=1e-3)
 
 
 def test_tf32_may_be_as_far_off_as_its_bits_are_fewer():
     right = truth(*Case(33, 32).inputs("cpu"))
-    plain, coarse = (right.row_budgets(name) - right.row_sums for name in ("ieee-fp32", "tf32"))
-    assert torch.allclose(coarse, 2**13 * plain)
+    for relative in (right.rows, right.columns):
+        plain, coarse = (
+            relative.budgets(name, torch.float32) - relative.sums for name in ("ieee-fp32", "tf32")
+        )
+        assert torch.allclose(coarse, 2**13 * plain)
     assert right.budget("tf32") > 2**12 * right.budget("ieee-fp32")
 
 
 def luckless(right):
     """The truth without plain PyTorch's error, which may be small by luck."""
-    return dataclasses.replace(right, naive_error=0.0, naive_row_error=0.0)
+    rows, columns = (dataclasses.replace(x, naive_error=0.0) for x in (right.rows, right.columns))
+    return dataclasses.replace(right, naive_error=0.0, rows=rows, columns=columns)
 
 
 def sums_one_by_one(q, k, v, softmax_scale, is_causal):
@@ -172,11 +180,12 @@ def test_an_error_that_grows_with_the_length_fails(mean):
     assert right.judge(in_tiles(q, k, v, 64**-0.5, False, divide=True), "ieee-fp32").passed
 
 
-def test_slack_multiplies_both_budgets():
+def test_slack_multiplies_the_budgets():
     right = truth(*Case(200, 32).inputs("cpu"))
     one, two = (right.judge(right.reference.float(), "ieee-fp32", slack) for slack in (1.0, 2.0))
     assert two.budget == pytest.approx(2 * one.budget)
     assert two.row_budget == pytest.approx(2 * one.row_budget)
+    assert two.column_budget == pytest.approx(2 * one.column_budget)
 
 
 def test_weights_that_are_rounded_to_16_bits_pass():
@@ -204,6 +213,40 @@ def test_the_rows_decide_where_the_maximum_does_not():
     assert verdict.row_error == pytest.approx(1e-5, rel=0.1)
     assert not verdict.passed
     assert verdict.where.endswith("over the budget are 64 of 65536 elements, in row 1000")
+
+
+def test_a_large_column_hides_no_error_of_the_others():
+    q, k, v = Case(100, 32, is_causal=False, kind="one large column").inputs("cpu")
+    right = truth(q, k, v, is_causal=False)
+    out = right.reference.float()
+    assert right.judge(out, "ieee-fp32").passed
+    out[:, :, 1, 7] *= 1 + 1e-3
+    verdict = right.judge(out, "ieee-fp32")
+    assert verdict.error <= verdict.budget
+    assert verdict.row_error <= verdict.row_budget
+    assert verdict.column_error > 100 * verdict.column_budget
+    assert not verdict.passed
+    assert verdict.where.endswith("in head 1, column 7")
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_right_kernel_passes_values_of_any_size(kind, is_causal):
+    case = Case(100, 32, is_causal=is_causal, kind=kind)
+    q, k, v = case.inputs("cpu")
+    right = luckless(truth(q, k, v, is_causal=is_causal))
+    for name, kernel in RIGHT.items():
+        verdict = right.judge(kernel(q, k, v, 32**-0.5, is_causal), "ieee-fp32")
+        assert verdict.status == "passed", (name, verdict)
+
+
+def test_small_rows_beside_large_ones_are_judged():
+    q, k, v = Case(100, 32, kind="halves").inputs("cpu")
+    right = truth(q, k, v)
+    out = right.reference.float()
+    out[0, 20] *= 1 + 1e-4
+    verdict = right.judge(out, "ieee-fp32")
+    assert verdict.where.endswith(" in row 20")
 
 
 def test_double_precision_is_not_held_to_the_error_of_float32():
@@ -235,7 +278,7 @@ def test_a_failure_says_where_it_is():
         "384 of 12288 elements, in batch 1, rows 40 to 63, head 2, 16 of 32 columns (1, 3, 5, ...)"
     )
     assert verdict.where == f"{worst}; over the budget are {over}"
-    assert str(verdict).endswith(f"budget {verdict.row_budget:.2e}; {verdict.where}")
+    assert str(verdict).endswith(f"budget {verdict.column_budget:.2e}; {verdict.where}")
     wrong[0, 3, 1, 5] = torch.nan  # worse than any number, an infinity too
     wrong[0, 0, 0, 0] = torch.inf
     where = judge(wrong, q, k, v).where
@@ -259,10 +302,12 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     parts = judge(wrong, q, k, v)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
     assert parts.row_error == pytest.approx(whole.row_error, rel=1e-9)
+    assert parts.column_error == pytest.approx(whole.column_error, rel=1e-9)
     assert parts.where.endswith("32 of 12480 elements, in batch 1, row 64, head 2")
     # Batched products may round differently.
     assert parts.budget == pytest.approx(whole.budget, rel=0.2)
     assert parts.row_budget == pytest.approx(whole.row_budget, rel=0.2)
+    assert parts.column_budget == pytest.approx(whole.column_budget, rel=0.2)
     last_row = truth(q[:, -1:], k, v).reference
     torch.testing.assert_close(last_row, truth(q, k, v).reference[:, -1:])
     for place in ((0, 0, 0, 0), (1, 64, 2, 31)):  # in the first part and in the last
