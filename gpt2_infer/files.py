@@ -1,18 +1,33 @@
-"""JSON files that somebody else wrote."""
+"""Files that somebody else wrote."""
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from gpt2_infer.errors import WeightsError
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError for what cannot be read to an end, such as a FIFO, and for a missing file."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder says what it is
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file; raises OSError."""
+    check_regular(path)
+    return path.read_bytes()
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises WeightsError if the file is missing, malformed or hostile."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(read_file(path).decode("utf-8"))
     except FileNotFoundError:
         raise WeightsError(f"{path.parent} has no {path.name}") from None
     except RecursionError:

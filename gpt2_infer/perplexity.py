@@ -12,6 +12,7 @@ import torch
 
 from attention_kernels import BackendSpec
 from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.files import read_file
 from gpt2_infer.model import GPT2
 
 END_OF_TEXT = "<|endoftext|>"
@@ -67,7 +68,7 @@ def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text
     Raises RequestError for what is no text, or a model that cannot begin a document.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path)
         text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8-sig")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -138,7 +138,7 @@ def record(
         reasons.append("only a kernel's accesses are counted, and this is host code")
     if version.role != "attention":
         reasons.append("only an attention kernel's accesses are counted, and this one decodes")
-    source = version.path.read_text("utf-8")
+    source = version.source
     reasons += [why for found, why in _UNCOUNTED.items() if re.search(found, source, re.MULTILINE)]
     reasons += case_faults(
         version, seqlens=[seqlen], head_dim=head_dim, batch=batch, num_heads=num_heads
@@ -199,7 +199,7 @@ def _accesses(
     version: VersionHeader, rows: list[list[str]], places: dict[str, list[tuple[str, int]]]
 ) -> Iterator[Access]:
     """Yield the accesses of the recorder's rows that are in the version's own file."""
-    text = version.path.read_text("utf-8").splitlines()
+    text = version.source.split("\n")
     for memory, kind, *counts, block, warp, cost, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)

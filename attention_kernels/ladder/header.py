@@ -69,6 +69,11 @@ class VersionHeader:
     """How many times the budget of its precision class its algorithm needs."""
 
     @property
+    def source(self) -> str:
+        """The file's text; a comment's bytes that are not UTF-8 are replaced."""
+        return self.path.read_text("utf-8", "replace")
+
+    @property
     def dtype(self) -> str:
         """The dtype of a version that takes one, as each of builds() does."""
         (dtype,) = self.dtypes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_infer.errors import RequestError
+from gpt2_infer.files import check_regular
 
 BOM = codecs.BOM_UTF8
 MAX_DEPTH = 100  # of JSON; Python writes no deeper than its stack
@@ -79,6 +80,7 @@ Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or why t
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
+        check_regular(path)
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line := line.removeprefix(BOM if number == 1 else b"").strip(b"\r\n"):

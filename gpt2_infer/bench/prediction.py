@@ -85,7 +85,7 @@ def predict_version(
 
     timed: earlier results; git tells whether the version file is still the one of their commit.
     """
-    digest = environment.version_digest(version.path.read_text("utf-8"))
+    digest = environment.version_digest(version.source)
     (head_dim, batch, num_heads, is_causal) = (
         cells[0].head_dim,
         cells[0].batch,
@@ -140,7 +140,7 @@ def _timing(path: Path) -> KernelTiming | None:
 
 def _has_code(version: VersionHeader, timing: KernelTiming) -> bool:
     """Return whether some version file had the same code at the commit that results are of."""
-    return environment.version_digest(version.path.read_text("utf-8")) in _codes(
+    return environment.version_digest(version.source) in _codes(
         str(version.path.parent), timing.provenance.commit or ""
     )
 

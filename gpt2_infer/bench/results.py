@@ -16,6 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from gpt2_infer.errors import GPT2InferError
+from gpt2_infer.files import read_file
 
 BASELINE = "NAIVE_PYTORCH"
 FREE_ATTENTION = "FREE_ATTENTION"
@@ -24,6 +25,10 @@ _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Dtype: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(float16|bfloat16|float32|float64)$")]
 Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
 """failed: its check failed; refused: it does not take this; emulated: checked, but not timed."""
 
@@ -44,8 +49,8 @@ class Gpu(_Record, kw_only=True):
 
     name: str
     compute_capability: str
-    multiprocessors: int
-    memory_bytes: int
+    multiprocessors: AtLeastOne
+    memory_bytes: AtLeastOne
     cuda: str
     driver_version: str | None = None
     clocks_max_sm: str | None = msgspec.field(default=None, name="clocks.max.sm")
@@ -70,13 +75,13 @@ class Provenance(_Record, kw_only=True):
     python: str
     platform: str
     cpu: str
-    cpu_threads: int = 0
+    cpu_threads: Count = 0
     gpu: Gpu | None
     build_flags: dict[str, str] = {}
     packages: dict[str, str]
     precision: dict[str, bool | str] = {}
     """TF32 and matmul settings during the run."""
-    limits: dict[str, float] = {}
+    limits: dict[str, Positive] = {}
     """What the GPU reached in this run: copy_gbps and matmul_<dtype>_tflops."""
     resumed_from: list[str] = []
     """Dates of the interrupted runs that this one completed."""
@@ -93,11 +98,11 @@ class Provenance(_Record, kw_only=True):
 class KernelCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call of attention() over (batch, seqlen, num_heads, head_dim)."""
 
-    seqlen: int
-    batch: int = 1
-    num_heads: int = 12
-    head_dim: int = 64
-    dtype: str = "float32"
+    seqlen: AtLeastOne
+    batch: AtLeastOne = 1
+    num_heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    dtype: Dtype = "float32"
     is_causal: bool = True
 
     def __str__(self) -> str:
@@ -130,9 +135,9 @@ class KernelCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GenerationCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Greedy text of max_tokens, the prompt included, for a batch of equal prompts."""
 
-    max_tokens: int
-    batch: int = 1
-    dtype: str = "float32"
+    max_tokens: AtLeastOne
+    batch: AtLeastOne = 1
+    dtype: Dtype = "float32"
     mode: Literal["recompute", "kv-cache"] = "recompute"
 
     def __str__(self) -> str:
@@ -152,15 +157,15 @@ class GenerationCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Check(_Record, kw_only=True):
     """How far a backend was from float64 before it was timed; None for what is not finite."""
 
-    error: float | None
+    error: NotNegative | None
     """The largest absolute error."""
-    budget: float | None
-    naive_error: float | None
+    budget: NotNegative | None
+    naive_error: NotNegative | None
     """The error of plain PyTorch in the same dtype."""
-    relative_error: float | None
-    row_error: float | None = None
+    relative_error: NotNegative | None
+    row_error: NotNegative | None = None
     """The relative error of a row, of the row nearest to its budget."""
-    row_budget: float | None = None
+    row_budget: NotNegative | None = None
 
 
 class Sampled(_Record, kw_only=True):
@@ -171,7 +176,7 @@ class Sampled(_Record, kw_only=True):
     status: Status = "ok"
     reason: str = ""
     """Why there are no samples; empty where status is "ok"."""
-    samples: list[float] = []
+    samples: list[Positive] = []
 
     @property
     def median(self) -> float:
@@ -205,7 +210,7 @@ class KernelSeries(Series, kw_only=True):
 
     unit: Literal["us"] = "us"
     cell: KernelCell
-    workspace_bytes: int | None = None
+    workspace_bytes: Count | None = None
     """Device memory that a call took beyond inputs and output; None on the CPU."""
     checked_again: bool | None = None
     """Whether it passed once more after it was timed; None in files older than that check."""
@@ -231,13 +236,13 @@ class GenerationSeries(Series, kw_only=True):
     """Whether its text was compared with the baseline's."""
     diverges: str | None = None
     """What diverge.examine() says of a text other than the baseline's."""
-    peak_memory_bytes: int | None = None
-    call_s: list[float] = []
+    peak_memory_bytes: Count | None = None
+    call_s: list[NotNegative] = []
     """The whole call, warm-up included."""
-    warm_up_s: list[float] = []
+    warm_up_s: list[NotNegative] = []
     """Capturing CUDA graphs, once before the first token."""
-    prefill_s: list[float] = []
-    generation_s: list[float] = []
+    prefill_s: list[NotNegative] = []
+    generation_s: list[NotNegative] = []
     """From the prompt to the last token."""
 
 
@@ -245,7 +250,7 @@ class DecodeCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A greedy text with random weights."""
 
     model: str
-    dtype: str
+    dtype: Dtype
     batch: AtLeastOne
     prompt_tokens: AtLeastOne
     new_tokens: AtLeastOne
@@ -261,11 +266,11 @@ class DecodeSeries(Sampled, kw_only=True):
     unit: Literal["s"] = "s"
     cell: DecodeCell
     program: Literal["gpt2-infer", "transformers", "recipe"]
-    weight_bytes: int
+    weight_bytes: AtLeastOne
     """What a step must read of the weights."""
     same_text: bool | None = None
     """In float32: whether its text is the first engine's."""
-    marks: list[list[float]] = []
+    marks: list[list[Positive]] = []
     """Of each sample, seconds to every 64th token and the last; a peer's to the last alone."""
 
     @property
@@ -291,16 +296,16 @@ class BatchSeries(Sampled, kw_only=True):
 
     unit: Literal["s"] = "s"
     program: Literal["gpt2-infer", "transformers"]
-    dtype: str
-    batch: int
+    dtype: Dtype
+    batch: Count
     """Rows at a time; 0: what the program chose."""
-    prompts: int
-    tokens: int
+    prompts: AtLeastOne
+    tokens: AtLeastOne
     """All new ones."""
-    same_rows: float | None = None
+    same_rows: NotNegative | None = None
     """The part of the rows that are the same, bit for bit, in another order; for transformers,
     whose tokens are ours."""
-    start_s: float = 0.0
+    start_s: NotNegative = 0.0
     """What a job of two rows takes, one for each process, where whole commands are timed."""
 
     @property
@@ -313,21 +318,21 @@ class PerplexitySeries(_Record, kw_only=True):
     """How well a model predicts a text with one backend; see gpt2_infer.perplexity.Score."""
 
     name: str
-    dtype: str
+    dtype: Dtype
     precision: str
     reason: str = ""
     """Why there is no score."""
-    bits_per_byte: float = 0.0
-    perplexity: float = 0.0
+    bits_per_byte: NotNegative = 0.0
+    perplexity: NotNegative = 0.0
     difference: float = 0.0
-    standard_error: float = 0.0
+    standard_error: NotNegative = 0.0
 
 
 class BuildSeries(Sampled, kw_only=True):
     """Seconds to build a ladder from nothing with one compiler."""
 
     unit: Literal["s"] = "s"
-    versions: int
+    versions: AtLeastOne
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -369,14 +374,14 @@ class GenerationTiming(_File, kw_only=True, tag="generation"):
     backends: list[str]
     cells: list[GenerationCell]
     model: str
-    prompt_tokens: int
+    prompt_tokens: AtLeastOne
     timed: Literal["generation", "call"] = "generation"
     """What a sample is: from the prompt to the last token, or the whole call with its warm-up."""
     prompt_digest: str | None = None
     weights_digest: str | None = None
-    dtype_of_digest: str | None = None
+    dtype_of_digest: Dtype | None = None
     """The dtype of the weights that weights_digest is of."""
-    graph_length_step: int | None = None
+    graph_length_step: AtLeastOne | None = None
     series: list[GenerationSeries]
 
 
@@ -384,7 +389,7 @@ class DecodeTiming(_File, kw_only=True, tag="decode"):
     """Our engines, and peers beside them."""
 
     rounds: AtLeastOne
-    read_gb_s: float
+    read_gb_s: Positive
     """The GPU's bandwidth for reading, measured in the same run."""
     series: list[DecodeSeries]
 
@@ -393,7 +398,7 @@ class BuildTiming(_File, kw_only=True, tag="build"):
     """A cold build of the float32 ladder, by compiler."""
 
     rounds: AtLeastOne
-    jobs: int
+    jobs: AtLeastOne
     series: list[BuildSeries]
 
 
@@ -402,7 +407,7 @@ class BatchTiming(_File, kw_only=True, tag="batch"):
 
     rounds: AtLeastOne
     model: str
-    new_tokens: int
+    new_tokens: AtLeastOne
     series: list[BatchSeries]
 
 
@@ -410,19 +415,19 @@ class Perplexity(_File, kw_only=True, tag="perplexity"):
     """The score of every backend on the bundled model's held-out books."""
 
     model: str
-    tokens: int
-    bytes: int
-    window: int
+    tokens: AtLeastOne
+    bytes: AtLeastOne
+    window: AtLeastOne
     series: list[PerplexitySeries]
 
 
 class Shape(_Record, kw_only=True):
     """The one shape in which the versions of a ladder were profiled or inspected."""
 
-    batch: int
-    heads: int
-    seqlen: int
-    head_dim: int
+    batch: AtLeastOne
+    heads: AtLeastOne
+    seqlen: AtLeastOne
+    head_dim: AtLeastOne
     full: bool
 
     def __str__(self) -> str:
@@ -434,9 +439,9 @@ class Profiled(_Record, kw_only=True):
     """What Nsight Compute counted in one call of a version."""
 
     name: str
-    kernels: int
+    kernels: AtLeastOne
     """How many kernels the version launches."""
-    metrics: dict[str, float]
+    metrics: dict[str, NotNegative]
 
 
 class Profile(_File, kw_only=True, tag="profile"):
@@ -455,7 +460,7 @@ class Inspected(_Record, kw_only=True):
 
     name: str
     change: str
-    metrics: dict[str, float]
+    metrics: dict[str, NotNegative]
     refused: str = ""
     """Why its accesses were not counted."""
 
@@ -482,14 +487,14 @@ class Predicted(_Record, kw_only=True):
     """The source_digest of earlier series that git says were made from the same code."""
     refused: str = ""
     """Why there is no prediction."""
-    time_us: float = 0.0
+    time_us: NotNegative = 0.0
     bound: str = ""
-    needs_us: dict[str, float] = {}
-    waiting_us: float = 0.0
-    uneven_us: float = 0.0
-    launch_us: float = 0.0
-    load_wavefronts: int = 0
-    store_wavefronts: int = 0
+    needs_us: dict[str, NotNegative] = {}
+    waiting_us: NotNegative = 0.0
+    uneven_us: NotNegative = 0.0
+    launch_us: NotNegative = 0.0
+    load_wavefronts: Count = 0
+    store_wavefronts: Count = 0
 
     def is_of(self, series: KernelSeries) -> bool:
         """Return whether a series timed the same version file in the same cell."""
@@ -537,7 +542,7 @@ class Published(_File, kw_only=True, tag="published"):
     """Somebody else's published seconds, which were not measured here."""
 
     note: str
-    seconds: dict[str, dict[str, float]]
+    seconds: dict[str, dict[str, Positive]]
     """By implementation, then by card."""
 
 
@@ -591,7 +596,7 @@ def encode(record: msgspec.Struct) -> bytes:
 def read(path: Path) -> Results:
     """Read and validate a finished run's file; raises ResultsError, in one line."""
     try:
-        results: Results = _decoder.decode(path.read_bytes())
+        results: Results = _decoder.decode(read_file(path))
     except OSError as error:
         raise ResultsError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.ValidationError as error:

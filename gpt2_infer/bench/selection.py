@@ -157,7 +157,7 @@ def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> d
     }
     if version := spec.version:
         found |= {"flags": " ".join(version.flags), "change": version.title}
-        found["version_digest"] = environment.version_digest(version.path.read_text("utf-8"))
+        found["version_digest"] = environment.version_digest(version.source)
     return found
 
 

@@ -37,7 +37,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0, 1 where verify fails or diverge finds a bug, 2 for bad input, 130 after Ctrl-C.
+    0, 1 where verify fails or diverge finds a bug, 2 for bad input, 70 for a bug in gpt2-infer, 130
+    after Ctrl-C.
     """
     console.prepare_streams()
     command, arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -54,10 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.discard_output()
         return 0
     except Exception as error:
-        if arguments.debug or not _is_expected(error):
+        if arguments.debug:
             raise
-        console.print_error("gpt2-infer", f"{error}{_hint(error)}")
-        return console.EXIT_BAD_INPUT
+        if _is_expected(error):
+            console.print_error("gpt2-infer", f"{error}{_hint(error)}")
+            return console.EXIT_BAD_INPUT
+        from attention_kernels.errors import describe
+
+        what = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
+        console.print_error("gpt2-infer", what)
+        return console.EXIT_BUG
 
 
 def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
@@ -102,4 +109,6 @@ def _is_expected(error: Exception) -> bool:
     from attention_kernels import AttentionError
     from gpt2_infer.errors import GPT2InferError
 
-    return isinstance(error, (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError))
+    expected = (GPT2InferError, AttentionError, OSError, MemoryError, torch.OutOfMemoryError)
+    # PyTorch has no class of its own for a CPU that is out of memory.
+    return isinstance(error, expected) or "DefaultCPUAllocator" in str(error)

@@ -9,6 +9,7 @@ from gpt2_infer.errors import GPT2InferError
 
 EXIT_FAILED = 1  # verify found a failure, diverge a bug
 EXIT_BAD_INPUT = 2
+EXIT_BUG = 70  # sysexits.h: an internal software error
 EXIT_INTERRUPTED = 130
 
 

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{version.path.name} on {gpu.name}: B={arguments.batch} H={arguments.heads} "
         f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
     )
-    digest = environment.version_digest(version.path.read_text("utf-8"))
+    digest = environment.version_digest(version.source)
     timings = timed_on(gpu, files)
     # Predictions know earlier results of the same file.
     earlier = [

@@ -23,7 +23,7 @@ def prediction(
     cell = KernelCell(
         1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=not is_full
     )
-    digest = environment.version_digest(version.path.read_text("utf-8"))
+    digest = environment.version_digest(version.source)
     found = [
         one
         for file in results

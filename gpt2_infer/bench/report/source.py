@@ -80,7 +80,7 @@ class Kernel:
     @cached_property
     def lines(self) -> list[Line]:
         """The source, with the accesses of each line."""
-        text = self.version.path.read_text("utf-8", errors="replace")
+        text = self.version.source
         pairs = zip(text.split("\n"), _highlight(text), strict=True)
         found = [Line(number, plain, html) for number, (plain, html) in enumerate(pairs, 1)]
         for access in self.recording.accesses if self.recording else ():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -117,6 +118,46 @@ def test_an_error_of_another_file_is_not_standard_outputs(capsys, monkeypatch):
     status, _, err = run(capsys, *DEMO)
     assert status == 2
     assert err == "gpt2-infer: error: [Errno 28] No space left on device\n"
+
+
+def test_a_bug_is_one_line_and_no_bad_input(capsys, monkeypatch):
+    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", lambda *_, **__: {}["x"])
+    status, _, err = run(capsys, *DEMO)
+    assert status == 70
+    assert err.startswith(
+        "gpt2-infer: error: this is a bug in gpt2-infer: KeyError: 'x' (test_main"
+    )
+    assert err.count("\n") == 1
+    with pytest.raises(KeyError):
+        main([*DEMO, "--debug"])
+
+
+def test_a_cpu_out_of_memory_is_no_bug(capsys, monkeypatch):
+    def allocate(*_, **__):
+        torch.empty(2**62, dtype=torch.uint8)
+
+    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", allocate)
+    status, _, err = run(capsys, *DEMO)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "you tried to allocate" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "{fifo}.json"],
+        ["perplexity", "{fifo}.txt", "--model", "demo", "--max-tokens", "2"],
+        ["batch", "{fifo}.jsonl", "--model", "demo", "--out", "{fifo}.out"],
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end_is_refused(words, capsys, tmp_path):
+    fifo = str(tmp_path / "fifo")
+    for word in words:
+        if word.startswith("{fifo}") and not word.endswith(".out"):
+            os.mkfifo(word.format(fifo=fifo))
+    status, _, err = run(capsys, *(word.format(fifo=fifo) for word in words))
+    assert status == 2
+    assert "Not a regular file" in err.splitlines()[-1]
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch):
