@@ -386,11 +386,12 @@ def _terms(operand: str, wide: bool) -> list[tuple[str, bool, int]]:
     Each has its register or number, whether it is of 64 bits, and its factor.
     """
     found = []
-    for term in re.split(r"\+(?=-?\w)", operand.rpartition("[")[2].rstrip("]")):
+    inner = operand.rpartition("[")[2].rstrip("]")
+    for term in re.split(r"\+(?=-?\w)", inner):
         name, *modifiers = term.split(".")
         factor = next((int(m[1:]) for m in modifiers if re.fullmatch(r"X\d+", m)), 1)
         # A register of 32 bits beside a uniform one of 64 is an offset.
-        pair = "64" in modifiers or (wide and (name[0] == "U" or "+" not in operand))
+        pair = "64" in modifiers or (wide and (name[0] == "U" or "UR" not in inner))
         number = name[0] in "-0"
         found.append((name, number or (pair and "U32" not in modifiers), factor))
     return found
@@ -539,21 +540,20 @@ def _shift_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
 
 
 def _shift(block: Blocks, one: Instruction) -> Word:
+    """SHF: one word of a pair, shifted; the upper one with .HI."""
     low, amount, high = (np.asarray(block.read(x)) for x in one.operands[1:4])
     parts = one.parts
-    both = any(part.endswith("64") for part in parts)
-    by = np.minimum(amount, 64 if both else 32)
-    source = low | high << 32 if both else high if "HI" in parts and parts[0] == "R" else low
+    most = 64 if any(part.endswith("64") for part in parts) else 32
+    by = amount % most if "W" in parts else np.minimum(amount, most)
+    pair = low | high << 32
     if parts[0] == "L":
-        found = np.where(by >= 64, 0, source << np.minimum(by, 63))
-    elif "S32" in parts:
-        found = _signed(source & _LOW) >> by
-    elif "S64" in parts:
-        found = source >> np.minimum(by, 63)
+        found = np.where(by >= 64, 0, pair << np.minimum(by, 63))
+    elif {"S32", "S64"} & {*parts}:
+        found = pair >> np.minimum(by, 63)
     else:
-        shifted = source.astype(np.uint64) >> np.minimum(by, 63).astype(np.uint64)
+        shifted = pair.astype(np.uint64) >> np.minimum(by, 63).astype(np.uint64)
         found = np.where(by >= 64, 0, shifted.astype(np.int64))
-    return found >> 32 if both and "HI" in parts else found
+    return found >> 32 if "HI" in parts else found
 
 
 def _table(lut: int, a: Word, b: Word, c: Word) -> Word:
@@ -617,8 +617,12 @@ def _minimum(block: Blocks, one: Instruction) -> Word:
 def _permute(block: Blocks, one: Instruction) -> Word:
     a, select, b = (block.read(x) for x in one.operands[1:4])
     pair = a | np.int64(b) << 32
-    picked = (pair >> (select >> 4 * i & 7) * 8 & 255 for i in range(4))
-    return sum(byte << 8 * i for i, byte in enumerate(picked))
+    total = 0
+    for i in range(4):
+        byte = pair >> (select >> 4 * i & 7) * 8 & 255
+        is_sign = select >> 4 * i & 8 != 0  # the byte's sign, eight times
+        total = total | np.where(is_sign, (byte >> 7) * 255, byte) << 8 * i
+    return total
 
 
 def _load_constant(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
