@@ -655,7 +655,7 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
     return Prediction(
-        version=program.version.op,
+        version=program.version.label,
         gpu=gpu.name,
         seqlen=0,
         time_us=finished + gpu.launch_us,

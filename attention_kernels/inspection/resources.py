@@ -132,7 +132,7 @@ def resource_table(
         for future in tqdm(compiled.values(), "compiling kernels", unit=""):
             future.exception()
     return [
-        _row(version.op, arch, build.dtype, launch, compiled[build.op, arch].result())
+        _row(version.label, arch, build.dtype, launch, compiled[build.op, arch].result())
         for version, build in builds
         for arch in archs
         if build.compiles_for(arch)

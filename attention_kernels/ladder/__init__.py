@@ -12,6 +12,7 @@ from attention_kernels.ladder.op import (
     families,
     register_ladder,
     resolve,
+    resolve_all,
     versions,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "families",
     "register_ladder",
     "resolve",
+    "resolve_all",
     "versions",
 ]

@@ -44,6 +44,8 @@ class VersionHeader:
     """The version's namespace, e.g. "v07"."""
     op: str
     """Its op in torch.ops.attention_kernels; with several dtypes, how their ops' names begin."""
+    label: str
+    """What tables call it: its op, or its file's name if it belongs to no ladder."""
     title: str
     change: str
     why: str
@@ -159,7 +161,8 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     except ValueError as error:
         raise HeaderError(f"Flags: {error}") from error
     prose = {name.lower(): value for name, value in values.items()}
-    names = {"name": named[1], "op": op_prefix + named[1], "title": title[1]}
+    op = op_prefix + named[1]
+    names = {"name": named[1], "op": op, "label": op, "title": title[1]}
     return VersionHeader(
         path.absolute(),
         version_number(path),

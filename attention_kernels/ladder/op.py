@@ -14,6 +14,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,8 @@ def register_ladder(
 def resolve(what: str) -> BackendSpec:
     """Return the backend of a name, or of a version file, *.cu, that belongs to no ladder.
 
-    A backend of a file has the file's name; if another file or a registered backend has it too, a
-    digest of the path is added. Raises UnknownBackendError, or HeaderError if the file cannot be
-    read as a version.
+    A backend of a file has the file's name. Raises UnknownBackendError, or HeaderError if the file
+    cannot be read as a version.
     """
     if not what.endswith(".cu"):
         return get_backend(what)
@@ -81,12 +81,21 @@ def resolve(what: str) -> BackendSpec:
     if not file.is_file():
         raise HeaderError(f"there is no file {file}")
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
-    version = header.parse_header(file, f"file_{place}_")
-    name = version.path.stem.upper()
-    registered = any(spec.name == name for spec in list_backends())
-    if registered or _files.setdefault(name, version.path) != version.path:
-        name = f"{name}_{place.upper()}"
-    return backend(name, "file", version)
+    version = replace(header.parse_header(file, f"file_{place}_"), label=file.stem)
+    return backend(file.stem.upper(), "file", version)
+
+
+def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
+    """Return resolve() of each; raises HeaderError also for two files that make one name."""
+    found = [resolve(what) for what in whats]
+    paths: dict[str, Path] = {}
+    for spec in found:
+        if spec.version is None:
+            continue
+        path = paths.setdefault(spec.name, spec.version.path)
+        if path != spec.version.path:
+            raise HeaderError(f"{path} and {spec.version.path} are both {spec.name}: rename one")
+    return found
 
 
 def versions(family: str | None = None) -> dict[str, VersionHeader]:
@@ -273,7 +282,6 @@ def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Call
 
 
 _lock = threading.RLock()
-_files: dict[str, Path] = {}  # which file outside of the ladders has a name
 _libraries: dict[tuple[str, str], Path] = {}  # what each op runs, by device type
 
 

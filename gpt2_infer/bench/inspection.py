@@ -71,7 +71,7 @@ def inspect_ladder(
             Inspected(
                 name=name,
                 change=version.title,
-                metrics=resources([row for row in rows if row.version == version.op]) | accesses,
+                metrics=resources([row for row in rows if row.version == version.label]) | accesses,
                 refused=reason,
             )
             for (name, version), (accesses, reason) in zip(versions.items(), counted, strict=True)

@@ -68,7 +68,7 @@ def select(
         if spec.family in families or not (families or names)
     }
     specs = [spec for spec, reason in reasons.items() if reason is None]
-    specs += [ladder.resolve(name) for name in names]
+    specs += ladder.resolve_all(names)
     left_out = []
     for family in dict.fromkeys(families):
         of_it = [reason for spec, reason in reasons.items() if spec.family == family]

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{engines[0]} is an engine: diverge compares two of a kind")
     attention = None
     if not engines:
-        a, b = ladder.resolve(a), ladder.resolve(b)
+        a, b = ladder.resolve_all([a, b])
         attention = a
     mode: Mode = "kv-cache" if arguments.kv_cache else "recompute"
     new_tokens = arguments.max_new_tokens

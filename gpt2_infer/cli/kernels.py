@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.names:
         if arguments.family:
             raise RequestError("--family is for all of a ladder: name it, or backends")
-        versions = dict(map(version_of, arguments.names))
+        versions = versions_of(arguments.names)
         if host := [name for name, version in versions.items() if version.is_host]:
             raise UnsupportedError(host[0], ["it is host code, and no kernel of a GPU"])
     else:
@@ -71,12 +72,20 @@ def version_of(what: str) -> tuple[str, VersionHeader]:
 
     Raises UnsupportedError for a backend without a version file.
     """
+    ((name, version),) = versions_of([what]).items()
+    return name, version
+
+
+def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
+    """Return version_of() each; raises HeaderError also for two files that make one name."""
     from attention_kernels import UnsupportedError, ladder
 
-    spec = ladder.resolve(what)
-    if spec.version is None:
-        raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
-    return spec.name, spec.version
+    versions = {}
+    for spec in ladder.resolve_all(whats):
+        if spec.version is None:
+            raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
+        versions[spec.name] = spec.version
+    return versions
 
 
 def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from gpt2_infer.cli.console import show
-from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.kernels import usual_head_dim, versions_of
 from gpt2_infer.cli.options import POSITIVE, seconds
 from gpt2_infer.errors import RequestError
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     files = [Path(name) for name in arguments.names if name.endswith(".json")]
     versions = selection.versions_of(arguments.family) if arguments.family else {}
-    own = dict(version_of(name) for name in arguments.names if not name.endswith(".json"))
+    own = versions_of(name for name in arguments.names if not name.endswith(".json"))
     versions |= own
     if not versions and not files:
         raise RequestError(

@@ -70,14 +70,19 @@ def decoder() -> BackendSpec:
     return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
 
 
-def test_two_files_of_one_name_are_two_backends(tmp_path):
-    names = []
-    for folder in ("a", "b", "a"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        shutil.copy(DECODER / "v01_warp_per_head.cu", tmp_path / folder / "v01_twice.cu")
-        names.append(ladder.resolve(str(tmp_path / folder / "v01_twice.cu")).name)
-    assert names[0] == names[2] == "V01_TWICE"
-    assert names[1].startswith("V01_TWICE_")
+def test_a_files_backend_has_the_files_name_and_two_of_one_name_are_refused_together(tmp_path):
+    files = [tmp_path / folder / "v01_twice.cu" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        shutil.copy(DECODER / "v01_warp_per_head.cu", file)
+    specs = [ladder.resolve(str(file)) for file in files]
+    assert [spec.name for spec in specs] == ["V01_TWICE"] * 2
+    assert [spec.version.label for spec in specs] == ["v01_twice"] * 2
+    assert specs[0].version.op != specs[1].version.op
+    again = ladder.resolve_all([str(files[0]), "NAIVE_PYTORCH", str(files[0])])
+    assert [spec.name for spec in again] == ["V01_TWICE", "NAIVE_PYTORCH", "V01_TWICE"]
+    with pytest.raises(header.HeaderError, match=r"b/v01_twice\.cu are both V01_TWICE: rename one"):
+        ladder.resolve_all(map(str, files))
 
 
 def decode_arguments(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
