@@ -171,7 +171,7 @@ def _attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = functools.partial(spec.attention, softmax_scale=scaling, is_causal=causal)
     else:
-        decoder = named_decoder or _default_decoder(spec, q.device.type, q.dtype, q.shape[3])
+        decoder = named_decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
         seqlens = torch.full((q.shape[0],), seqlen_k, dtype=torch.int32, device=q.device)
         call = functools.partial(decoder.decode, seqlens=seqlens, softmax_scale=scaling)
     return _ForwardOnly.apply(spec.name, call, q, k, v), None  # type: ignore[no-untyped-call]
@@ -179,14 +179,14 @@ def _attention(
 
 @functools.cache
 def _default_decoder(
-    spec: BackendSpec, device_type: str, dtype: torch.dtype, head_dim: int
+    spec: BackendSpec, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> BackendSpec:
     """Return the backend that decodes if none was named; cached, so that it warns once."""
-    if spec.has_decode(device_type):
+    if spec.has_decode(device.type):
         return spec
-    decoder = default_decode_backend(device_type, dtype, head_dim)
+    decoder = default_decode_backend(device, dtype, head_dim)
     logging.getLogger(__name__).warning(
-        f"{spec.name} has no decode kernel on {device_type}: with a cache, {decoder.name} decodes "
+        f"{spec.name} has no decode kernel on {device.type}: with a cache, {decoder.name} decodes "
         "(attention_kernels.hf.register(decode_backend=...) names another)"
     )
     return decoder

@@ -84,10 +84,10 @@ class BackendSpec:
     """How many times the budget of its precision class its algorithm needs; see reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
-    chooses: Callable[[torch.dtype, int, str, int | None], BackendSpec] | None = field(
+    chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
         default=None, repr=False
     )
-    """For an alias: returns what serves a dtype, a head_dim, a device type and a seqlen."""
+    """For an alias: returns what serves a dtype, a head_dim, a device and a seqlen."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,33 +113,32 @@ class BackendSpec:
         """The names of the dtypes that it takes."""
         return tuple(self.precisions)
 
-    def unavailable_reason(self, device_type: str | None = None) -> str | None:
-        """Return why it cannot run on this machine, or None if it can; nothing is compiled.
+    def unavailable_reason(self, device: torch.device | str | None = None) -> str | None:
+        """Return why it cannot run on a device, or None if it can; nothing is compiled.
 
-        Without a device type, one that it can run on is enough.
+        Without a device, one that it can run on is enough. "cuda" is the current one.
         """
         missing = [name for name in self.modules if not _is_installed(name)]
         if missing:
             return f"needs the Python package{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        wanted = self.device_types if device_type is None else (device_type,)
-        reasons = {name: self._device_reason(name) for name in wanted}
-        if None in reasons.values():
-            return None
-        return "; ".join(dict.fromkeys(reason for reason in reasons.values() if reason))
+        wanted = self.device_types if device is None else (device,)
+        reasons = [self._device_reason(torch.device(one)) for one in wanted]
+        return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
 
-    def _device_reason(self, device_type: str) -> str | None:
+    def _device_reason(self, device: torch.device) -> str | None:
+        device_type = device.type
         if device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device_type}"
         if device_type == "cuda":
             # torch asks NVML where it can, which creates no context.
             if torch.cuda.device_count() == 0:
                 return "needs a CUDA device, and there is none"
-            if self.is_too_new(device_type):
+            if self.is_too_new(device):
                 need, have = (
                     ".".join(map(str, capability))
                     for capability in (
                         self.min_compute_capability or (),
-                        torch.cuda.get_device_capability(),
+                        torch.cuda.get_device_capability(device),
                     )
                 )
                 return f"needs compute capability {need} or higher, and this device has {have}"
@@ -148,10 +147,12 @@ class BackendSpec:
         except (Exception, SystemExit) as error:  # a listing shows the others all the same
             return f"its probe raised {describe(error)}"
 
-    def is_too_new(self, device_type: str) -> bool:
-        """Tell whether it needs a higher compute capability than the CUDA device has."""
+    def is_too_new(self, device: torch.device) -> bool:
+        """Tell whether it needs a higher compute capability than a CUDA device has."""
         least = self.min_compute_capability
-        return bool(device_type == "cuda" and least and torch.cuda.get_device_capability() < least)
+        if device.type != "cuda" or least is None:
+            return False
+        return torch.cuda.get_device_capability(device) < least
 
     def unsupported_reasons(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
@@ -240,7 +241,11 @@ class BackendSpec:
         return self._run(kernel, q, k, v, scale, is_causal)
 
     def chosen(
-        self, dtype: torch.dtype, head_dim: int, device_type: str, seqlen: int | None = None
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device | str,
+        seqlen: int | None = None,
     ) -> BackendSpec:
         """Return the backend that serves such calls: itself, or what an alias stands for there.
 
@@ -249,9 +254,12 @@ class BackendSpec:
         """
         if self.chooses is None:
             return self
-        if reasons := self.static_reasons(dtype, head_dim, device_type):
+        device = torch.device(device)
+        if reasons := self.static_reasons(dtype, head_dim, device.type):
             raise UnsupportedError(self.name, reasons)
-        return self.chooses(dtype, head_dim, device_type, seqlen)
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self.chooses(dtype, head_dim, device, seqlen)
 
     def has_attention(self) -> bool:
         """Return whether it has an attention kernel, not only one for decoding (loads it)."""
@@ -399,7 +407,7 @@ def default_backend(device_type: str) -> BackendSpec:
     )
 
 
-def default_decode_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> BackendSpec:
+def default_decode_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendSpec:
     """Return the backend to decode with where none is named, or the one named cannot decode.
 
     On CUDA it is ours, which splits the keys of a head over blocks, if nvcc is here and it takes
@@ -407,22 +415,23 @@ def default_decode_backend(device_type: str, dtype: torch.dtype, head_dim: int) 
     flash kernel.
     """
     return get_backend(
-        _default_cuda_decoder(dtype, head_dim)
-        if device_type == "cuda"
+        _default_cuda_decoder(device, dtype, head_dim)
+        if device.type == "cuda"
         else "PYTORCH_SDPA_FLASH_ATTENTION"
     )
 
 
-def _default_cuda_decoder(dtype: torch.dtype, head_dim: int) -> str:
-    if (dtype, head_dim) not in _cuda_decoders:  # every token asks
+def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    key = device, dtype, head_dim
+    if key not in _cuda_decoders:  # every token asks
         ours = get_backend("DECODE_SPLIT_KV_VERSION_1")
         takes = not ours.static_reasons(dtype, head_dim, "cuda")
-        serves = takes and not ours.unavailable_reason("cuda")
-        _cuda_decoders[dtype, head_dim] = ours.name if serves else "NAIVE_PYTORCH"
-    return _cuda_decoders[dtype, head_dim]
+        serves = takes and not ours.unavailable_reason(device)
+        _cuda_decoders[key] = ours.name if serves else "NAIVE_PYTORCH"
+    return _cuda_decoders[key]
 
 
-_cuda_decoders: dict[tuple[torch.dtype, int], str] = {}
+_cuda_decoders: dict[tuple[torch.device, torch.dtype, int], str] = {}
 # torch.compile runs it as it is; see BackendSpec._load().
 _default_cuda_decoder._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -250,9 +250,9 @@ class GPT2(nn.Module):
         Raises WeightsError, UnavailableBackendError or UnsupportedError.
         """
         config = checkpoint.config
-        check_backend(attention or default_backend(device.type), config, dtype, device.type)
+        check_backend(attention or default_backend(device.type), config, dtype, device)
         if decode_attention is not None:
-            check_backend(decode_attention, config, dtype, device.type, decode=True)
+            check_backend(decode_attention, config, dtype, device, decode=True)
         model = checkpoint.load(
             lambda: cls(config, attention=attention, decode_attention=decode_attention),
             device,
@@ -296,13 +296,13 @@ class GPT2(nn.Module):
             return self._decode_attention
         if self._attention is not None and self._attention.has_decode(self.device.type):
             return self._attention
-        dtype, head_dim, device_type = self._attention_kind
-        return default_decode_backend(device_type, dtype, head_dim)
+        dtype, head_dim, device = self._attention_kind
+        return default_decode_backend(device, dtype, head_dim)
 
     @property
-    def _attention_kind(self) -> tuple[torch.dtype, int, str]:
+    def _attention_kind(self) -> tuple[torch.dtype, int, torch.device]:
         dtype = _attention_dtype(self.config, self.dtype)
-        return dtype, self.config.head_dim, self.device.type
+        return dtype, self.config.head_dim, self.device
 
     @property
     def decodes_with_named_backend(self) -> bool:
@@ -330,14 +330,14 @@ class GPT2(nn.Module):
 
     def check_backends(self, *, decode: bool = False) -> None:
         """Raise UnavailableBackendError or UnsupportedError now, not in the middle of the work."""
-        check_backend(self.attention, self.config, self.dtype, self.device.type)
+        check_backend(self.attention, self.config, self.dtype, self.device)
         if decode:
             self.check_decode()
 
     def check_decode(self) -> None:
         """Raise UnavailableBackendError or UnsupportedError if the model cannot decode."""
         spec = self.decode_attention
-        check_backend(spec, self.config, self.dtype, self.device.type, decode=True)
+        check_backend(spec, self.config, self.dtype, self.device, decode=True)
 
     @torch.inference_mode()
     def forward(
@@ -455,21 +455,21 @@ def check_backend(
     spec: BackendSpec,
     config: GPT2Config,
     dtype: torch.dtype,
-    device_type: str,
+    device: torch.device,
     *,
     decode: bool = False,
 ) -> None:
     """Raise UnavailableBackendError or UnsupportedError where `spec` cannot serve this model."""
-    reason = spec.unavailable_reason(device_type)
+    reason = spec.unavailable_reason(device)
     if reason:
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
-    reasons = spec.static_reasons(dtype, config.head_dim, device_type)
-    if not reasons and decode and not spec.has_decode(device_type):
-        reasons = [f"it has no decode kernel on {device_type}"]
+    reasons = spec.static_reasons(dtype, config.head_dim, device.type)
+    if not reasons and decode and not spec.has_decode(device.type):
+        reasons = [f"it has no decode kernel on {device.type}"]
     if not reasons and not decode:
         shape = (1, 16, config.n_head, config.head_dim)
-        q = torch.zeros(shape, dtype=dtype, device=device_type)
+        q = torch.zeros(shape, dtype=dtype, device=device)
         reasons = spec.unsupported_reasons(q, q, q)
     if reasons:
         raise UnsupportedError(spec.name, reasons)

@@ -41,7 +41,7 @@ SHORT_OR_WIDE = "CUSTOM_CUDA_VERSION_15"
 
 
 def choose(
-    dtype: torch.dtype, head_dim: int, device_type: str, seqlen: int | None = None
+    dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
 ) -> BackendSpec:
     """Return what CUSTOM_CUDA stands for: the last rung of csrc/fp32 that is float32 throughout.
 
@@ -53,29 +53,29 @@ def choose(
     """
     # Not in one expression: torch.compile makes constants of both branches where seqlen varies.
     if head_dim == 128 or (seqlen is not None and seqlen <= SHORT_SEQLEN):
-        return get_backend(_chosen_name(dtype, head_dim, device_type, True))
-    return get_backend(_chosen_name(dtype, head_dim, device_type, False))
+        return get_backend(_chosen_name(dtype, head_dim, device, True))
+    return get_backend(_chosen_name(dtype, head_dim, device, False))
 
 
-def _chosen_name(dtype: torch.dtype, head_dim: int, device_type: str, is_special: bool) -> str:
-    key = dtype, head_dim, device_type, is_special
+def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool) -> str:
+    key = dtype, head_dim, device, is_special
     if key not in _chosen_names:  # every layer asks
         _chosen_names[key] = _first_that_serves(*key).name
     return _chosen_names[key]
 
 
-_chosen_names: dict[tuple[torch.dtype, int, str, bool], str] = {}
+_chosen_names: dict[tuple[torch.dtype, int, torch.device, bool], str] = {}
 # torch.compile runs it as it is; see BackendSpec._load().
 _chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _first_that_serves(
-    dtype: torch.dtype, head_dim: int, device_type: str, is_special: bool
+    dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool
 ) -> BackendSpec:
-    row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device_type)
+    row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
     for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
-        if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device_type):
+        if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device):
             continue
         reasons = spec.unsupported_reasons(row, row, row)
         if not reasons:
@@ -100,7 +100,7 @@ def load() -> Kernels:
     """Return a kernel that hands each call on."""
 
     def chosen(q: Tensor) -> BackendSpec:
-        return choose(q.dtype, q.shape[3], q.device.type, q.shape[1])
+        return choose(q.dtype, q.shape[3], q.device, q.shape[1])
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
         return chosen(q).attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)

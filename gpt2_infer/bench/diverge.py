@@ -215,7 +215,7 @@ def diverge(
         raise RequestError("a float64 model has no finer reference to be held to")
     specs = tuple(model.with_attention(x).attention for x in (a, b))
     for spec in specs:
-        check_backend(spec, model.config, model.dtype, model.device.type)
+        check_backend(spec, model.config, model.dtype, model.device)
     rows = encode_prompts(model.tokenizer, [prompt] if isinstance(prompt, str) else [[*prompt]])
     runs = [
         generate(

@@ -219,9 +219,22 @@ def test_a_backend_that_only_decodes_says_so():
 def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expected, monkeypatch):
     monkeypatch.setattr(registry, "_cuda_decoders", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
-    assert registry.default_decode_backend("cuda", dtype, head_dim).name == expected
-    cpu = registry.default_decode_backend("cpu", dtype, head_dim)
+    cuda, cpu = (
+        registry.default_decode_backend(torch.device(device), dtype, head_dim)
+        for device in ("cuda:0", "cpu")
+    )
+    assert cuda.name == expected
     assert cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
+
+
+def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
+    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda _, d: "old" if d.index else None)
+    names = [
+        registry.default_decode_backend(torch.device("cuda", i), torch.float32, 64).name
+        for i in (1, 0, 1)
+    ]
+    assert names == ["NAIVE_PYTORCH", "DECODE_SPLIT_KV_VERSION_1", "NAIVE_PYTORCH"]
 
 
 def test_needs_contiguous_is_met(clean_registry):
@@ -258,10 +271,12 @@ def test_missing_modules_and_devices_are_reasons(clean_registry):
     ],
 )
 def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    capabilities = {None: (9, 0), 1: capability}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
     register(name="TEST_OLD", min_compute_capability=(8, 0), **FIELDS)(Kernels)
-    assert get_backend("TEST_OLD").unavailable_reason("cuda") == reason
+    assert get_backend("TEST_OLD").unavailable_reason("cuda:1") == reason
+    assert get_backend("TEST_OLD").unavailable_reason("cuda") is None
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:

@@ -131,7 +131,7 @@ def test_a_model_that_upcasts_asks_its_backends_for_float32(
     assert model.decode(torch.zeros(1, dtype=torch.long), cache).dtype == torch.bfloat16
     assert seen == {(method, *[torch.float32] * 3) for method in ("attention", "decode")}
     spec = add("TEST_FLOAT32", naive_attention)
-    check = functools.partial(check_backend, spec, device_type="cpu")
+    check = functools.partial(check_backend, spec, device=torch.device("cpu"))
     check(config=model.config, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="dtype bfloat16"):
         check(config=GPT2Config(), dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ from attention_kernels import (
     get_backend,
     ladder,
     list_backends,
+    registry,
 )
 from attention_kernels.backends import cuda
 from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
@@ -509,6 +510,18 @@ def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
 def test_the_alias_passes_over_versions_that_the_gpu_is_too_old_for(alias, monkeypatch):
     monkeypatch.setattr(BackendSpec, "is_too_new", lambda spec, _: spec.name in IEEE[-2:])
     assert alias.chosen(torch.float32, 64, "cpu").name == IEEE[-3]
+
+
+def test_each_gpu_has_the_version_that_serves_it(alias, clean_registry, monkeypatch):
+    last = get_backend(IEEE[-1])
+    registry._specs[last.name] = dataclasses.replace(last, min_compute_capability=(8, 0))
+    zeros, capabilities = torch.zeros, {0: (7, 5), 1: (9, 0)}
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **(k | {"device": "cpu"})))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
+    monkeypatch.setattr(BackendSpec, "unsupported_reasons", lambda *_: [])
+    names = [alias.chosen(torch.float32, 64, f"cuda{i}").name for i in (":0", ":1", ":0", "")]
+    assert names == [IEEE[-2], IEEE[-1], IEEE[-2], IEEE[-1]]
 
 
 def test_the_alias_never_falls_back_from_a_version_that_cannot_be_built(alias, monkeypatch):
