@@ -1,6 +1,7 @@
 """Files of prompts, completed by any number of processes, with nothing lost and nothing twice."""
 
-from gpt2_infer.batch.job import BatchError, Job, Settings, entries
+from gpt2_infer.batch.folder import BatchError
+from gpt2_infer.batch.job import Entry, Job, Settings, entries
 from gpt2_infer.batch.workers import find_devices, run
 
-__all__ = ["BatchError", "Job", "Settings", "entries", "find_devices", "run"]
+__all__ = ["BatchError", "Entry", "Job", "Settings", "entries", "find_devices", "run"]

@@ -21,7 +21,8 @@ from ray.data.block import BlockAccessor, BlockMetadata
 from ray.data.checkpoint import CheckpointConfig
 from ray.data.datasource import BlockBasedFileDatasink
 
-from gpt2_infer.batch.job import BatchError, Job, Settings, as_table, complete, load, locked, plan
+from gpt2_infer.batch.folder import BatchError, locked
+from gpt2_infer.batch.job import Job, Settings, as_table, complete, load, plan
 from gpt2_infer.batch.rows import read_rows
 from gpt2_infer.batch.workers import find_devices
 from gpt2_infer.engines.continuous import Continuous

@@ -15,24 +15,25 @@ import contextlib
 import hashlib
 import io
 import itertools
-import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
-from filelock import FileLock, Timeout
 
 from attention_kernels import BackendSpec, ladder
 from gpt2_infer import __version__
+from gpt2_infer.batch import folder
+from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from gpt2_infer.checks import check_integer
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
-from gpt2_infer.errors import GPT2InferError, RequestError
+from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 from gpt2_infer.sampling import Sampling
@@ -40,13 +41,10 @@ from gpt2_infer.sampling import Sampling
 Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
+LARGEST_BATCH = 2**16
 BATCHES_AT_ONCE = 16  # or a part, if that is more
 # torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
 CPU_DECODE = "NAIVE_PYTORCH"
-
-
-class BatchError(GPT2InferError):
-    """A job that has stopped; `resume` completes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +68,45 @@ class Settings:
     """Rows of a part, about."""
     batch_size: int | None = None
     """None: 32 on a CPU, on a GPU what its memory holds, up to 512."""
+
+    def __post_init__(self) -> None:
+        check_integer("part-rows", self.part_rows, 1)
+        if self.batch_size is not None:
+            check_integer("batch-size", self.batch_size, 1, LARGEST_BATCH)
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job is asked to do, as _job.json holds it: a job is resumed with the same."""
+
+    settings: Settings
+    """Without a batch_size, which has been chosen."""
+    inputs: tuple[tuple[str, str], ...]
+    """Name and digest."""
+    weights: tuple[str, ...]
+    """Digests, or the commit on the hub."""
+    kernels: tuple[str, ...]
+    """Digests of version files."""
+    rows: int
+    parts: int
+    batch_size: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_BATCH)]
+    device: str
+    on_ray: bool
+    versions: dict[str, str]
+
+    def differences(self, other: Asked) -> list[str]:
+        """Return the names of what differs."""
+        a, b = map(msgspec.to_builtins, (self, other))
+        a, b = ({**asked.pop("settings"), **asked} for asked in (a, b))
+        return [name for name in a if a[name] != b[name]]
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part that is complete, as the manifest holds it."""
+
+    file: str
+    sha256: str
+    rows: Annotated[int, msgspec.Meta(ge=0)]
+    errors: Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -103,12 +140,9 @@ def plan(
 ) -> Job:
     """Read the inputs once, write or compare _job.json, and find the parts that are missing.
 
-    Raises RequestError for two rows of one id, for a folder that has rows of a job unless `resume`,
-    and then for a job that asks for something else; UnknownBackendError.
+    Raises RequestError for two rows of one id, for a folder that has files of no job, or rows of a
+    job unless `resume`, and then for a job that is damaged or another; UnknownBackendError.
     """
-    for name, count in (("part-rows", settings.part_rows), ("batch-size", settings.batch_size)):
-        if count is not None and count < 1:
-            raise RequestError(f"{name} must be 1 or more, not {count}")
     if settings.format == "parquet":
         pyarrow_parquet()
     _backends(settings)  # raises for a name that no backend has
@@ -128,34 +162,37 @@ def plan(
         raise RequestError("there is no row to complete")
     batch = settings.batch_size or _batch_size(checkpoint.config, device, rows)
     parts = -(-rows // settings.part_rows)
-    asked = {
-        **asdict(settings),
-        "stop": list(settings.stop),
-        "inputs": [[path.name, _digest(path)] for path in inputs],
-        "weights": _weights(checkpoint),
-        "kernels": [
-            _digest(Path(name))
+    asked = Asked(
+        settings=replace(settings, batch_size=None),
+        inputs=tuple((path.name, folder.digest(path)) for path in inputs),
+        weights=_weights(checkpoint),
+        kernels=tuple(
+            folder.digest(Path(name))
             for name in (settings.backend, settings.decode_backend)
             if name and name.endswith(".cu")
-        ],
-        "rows": rows,
-        "parts": parts,
-        "batch_size": batch,
-        "device": device.type,
-        "on_ray": on_ray,
-        "versions": {"gpt2-infer": __version__, "torch": torch.__version__},
-    }
+        ),
+        rows=rows,
+        parts=parts,
+        batch_size=batch,
+        device=device.type,
+        on_ray=on_ray,
+        versions={"gpt2-infer": __version__, "torch": str(torch.__version__)},
+    )
     file = out / "_job.json"
-    if file.exists() and any(path.suffix in (".jsonl", ".parquet") for path in out.iterdir()):
-        if not resume:
-            raise RequestError(f"{out} has a job: --resume completes it")
-        known = json.loads(file.read_text("utf-8"))
-        if settings.batch_size is None:
-            batch = asked["batch_size"] = known["batch_size"]
-        if changed := [name for name in asked if asked[name] != known.get(name)]:
-            raise RequestError(f"the job in {out} is another, by its {', '.join(changed)}")
+    begun = next(_files(out), None)
+    if begun is None:
+        folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
+    elif not file.exists():
+        raise RequestError(f"{out} holds {begun.name}, which is of no job: name an empty folder")
+    elif not resume:
+        raise RequestError(f"{out} has a job: --resume completes it")
     else:
-        _write(file, json.dumps(asked, indent=2).encode())
+        known = folder.read(file, Asked)
+        if settings.batch_size is None:
+            batch = known.batch_size
+            asked = msgspec.structs.replace(asked, batch_size=batch)
+        if changed := asked.differences(known):
+            raise RequestError(f"the job in {out} is another, by its {', '.join(changed)}")
     for left in [*out.glob(".*.writing"), *(out / "_manifest").glob(".*.writing")]:
         left.unlink()
     (out / "_manifest").mkdir(exist_ok=True)
@@ -163,13 +200,21 @@ def plan(
     return replace(job, missing=tuple(p for p in range(parts) if not _is_done(job, p)))
 
 
-def _weights(checkpoint: Checkpoint) -> list[str]:
+def _files(out: Path) -> Iterator[Path]:
+    """Yield the folder's files, but for those that a job without rows leaves."""
+    for path in out.rglob("*"):
+        is_left = path.name in (".lock", "_job.json") or path.suffix == ".writing"
+        if not (is_left or path.is_dir()):
+            yield path
+
+
+def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what tells weights from others: digests, or the commit on the hub."""
     if checkpoint.random_weights:
-        return []
+        return ()
     if checkpoint.hub_id is not None:
-        return [checkpoint.folder.name]
-    return [_digest(path) for path in sorted(checkpoint.folder.glob("*.safetensors"))]
+        return (checkpoint.folder.name,)
+    return tuple(folder.digest(path) for path in sorted(checkpoint.folder.glob("*.safetensors")))
 
 
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
@@ -181,26 +226,6 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
     return max(1, min(MAX_BATCH, rows, fits))
 
 
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Be the only one who works in the folder `out`.
-
-    Raises RequestError if somebody else does, or if there can be no such folder.
-    """
-    lock = FileLock(out / ".lock", blocking=False)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise RequestError(f"another process is completing the job in {out}") from None
-    except OSError as error:
-        raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def part_file(job: Job, part: int) -> Path:
     """Return where a part's rows are."""
     return job.out / f"part-{part:05d}.{job.settings.format}"
@@ -210,10 +235,10 @@ def _entry_file(job: Job, part: int) -> Path:
     return job.out / "_manifest" / f"{part:05d}.json"
 
 
-def entries(job: Job) -> list[dict[str, Any]]:
-    """Return the manifest's entries."""
+def entries(job: Job) -> list[Entry]:
+    """Return the manifest's entries; raises RequestError for one that is damaged."""
     files = [_entry_file(job, part) for part in range(job.parts)]
-    return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    return [folder.read(file, Entry) for file in files if file.exists()]
 
 
 def _is_done(job: Job, part: int) -> bool:
@@ -221,42 +246,11 @@ def _is_done(job: Job, part: int) -> bool:
     file, entry = part_file(job, part), _entry_file(job, part)
     if not entry.exists():
         return False
-    digest: str = json.loads(entry.read_text("utf-8"))["sha256"]
-    if file.exists() and _digest(file) == digest:
+    digest = folder.read(entry, Entry).sha256
+    if file.is_file() and folder.digest(file) == digest:
         return True
     entry.unlink()
     return False
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, even if the power fails.
-
-    Raises BatchError where that cannot be done.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror or error
-        raise BatchError(f"{path} cannot be written: {reason}; --resume goes on") from error
 
 
 def _backends(settings: Settings) -> list[BackendSpec | None]:
@@ -322,14 +316,11 @@ def _parts_at_once(job: Job) -> int:
 def _write_part(job: Job, part: int, written: list[dict[str, Any]]) -> None:
     """Write a part's file and enter it in the manifest."""
     data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
-    _write(part_file(job, part), data)
-    entry = {
-        "file": part_file(job, part).name,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "rows": len(written),
-        "errors": sum(row["error"] is not None for row in written),
-    }
-    _write(_entry_file(job, part), json.dumps(entry).encode())
+    file = part_file(job, part)
+    folder.write(file, data)
+    errors = sum(row["error"] is not None for row in written)
+    entry = Entry(file.name, hashlib.sha256(data).hexdigest(), len(written), errors)
+    folder.write(_entry_file(job, part), msgspec.json.encode(entry))
 
 
 def complete(
@@ -425,7 +416,7 @@ def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
     types |= {"tokens": pa.list_(pa.int32()), "logprob": pa.float64(), "seed": pa.int64()}
     columns = {
         name: pa.array(
-            [json.dumps(row[name], default=str) if name == "input" else row[name] for row in rows],
+            [_as_json(row[name]).decode() if name == "input" else row[name] for row in rows],
             column,
         )
         for name, column in types.items()
@@ -434,7 +425,12 @@ def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
 
 
 def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
+    return b"".join(_as_json(row) + b"\n" for row in rows)
+
+
+def _as_json(value: object) -> bytes:
+    """Return JSON: what it has no form for is a text, and NaN and infinity are null."""
+    return msgspec.json.encode(value, enc_hook=str)
 
 
 def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:

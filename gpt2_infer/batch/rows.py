@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_regular
 
 BOM = codecs.BOM_UTF8
-MAX_DEPTH = 100  # of JSON; Python writes no deeper than its stack
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of the input, or the reason why it is none."""
+    """A row of the input, or the reason why it cannot be one."""
 
     index: int
     id: str
@@ -92,27 +92,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _read_jsonl(path: Path) -> Iterator[Line]:
     for number, line in _lines(path):
         try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                value = "it is no JSON object"
-            elif line.count(b"[") + line.count(b"{") > MAX_DEPTH < _depth(value):
-                value = f"it is nested more than {MAX_DEPTH} deep"
-            yield number, value
-        except (ValueError, RecursionError) as error:
-            yield number, f"it is not JSON: {error}"
-
-
-def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    return depth
+            value = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            value = f"it cannot be read as JSON: {error}"
+        else:
+            value = value if isinstance(value, dict) else "it is not a JSON object"
+        yield number, value
 
 
 def _read_text(path: Path) -> Iterator[Line]:
@@ -129,6 +114,7 @@ def _read_parquet(path: Path) -> Iterator[Line]:
 
     number = 0
     try:
+        check_regular(path)
         for batch in parquet.ParquetFile(path).iter_batches():
             try:
                 rows = batch.to_pylist()

@@ -20,7 +20,8 @@ import torch
 
 from attention_kernels import AttentionError
 from attention_kernels.inspection.child import ending
-from gpt2_infer.batch.job import BatchError, Job, Settings, locked, plan, work
+from gpt2_infer.batch.folder import BatchError, locked
+from gpt2_infer.batch.job import Job, Settings, plan, work
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
 
@@ -70,16 +71,16 @@ def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
     try:
-        box: list[Job | GPT2InferError | None] = [None]
+        box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
                 box = [prepare()]
-            except GPT2InferError as error:
-                box = [error]
+            except (GPT2InferError, AttentionError, OSError) as error:
+                box = [RequestError(str(error))]  # what errors of backends hold is not pickled
         dist.broadcast_object_list(box)
         (job,) = box
-        if not isinstance(job, Job):
-            raise job or BatchError("rank 0 sent no job")
+        if isinstance(job, RequestError):
+            raise job
         yield job
         dist.barrier()
     finally:

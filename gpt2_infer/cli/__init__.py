@@ -37,17 +37,19 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0, 1 where verify fails or diverge finds a bug, 2 for bad input, 70 for a bug in gpt2-infer, 130
-    after Ctrl-C.
+    See the statuses in docs/cli.md.
     """
     console.prepare_streams()
-    command, arguments = parse(sys.argv[1:] if argv is None else argv)
+    debug = False
     try:
+        console.show(end="")  # if it is closed, before the work
+        command, arguments = parse(sys.argv[1:] if argv is None else argv)
+        debug = arguments.debug
         status: int = command.run(arguments)
         console.show(end="")
         return status
     except KeyboardInterrupt:
-        if arguments.debug:
+        if debug:
             raise
         print("gpt2-infer: interrupted", file=sys.stderr)
         return console.EXIT_INTERRUPTED
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.discard_output()
         return 0
     except Exception as error:
-        if arguments.debug:
+        if debug:
             raise
         if _is_expected(error):
             console.print_error("gpt2-infer", f"{error}{_hint(error)}")

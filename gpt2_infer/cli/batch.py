@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import EXIT_NO_ROW, print_error, show
 from gpt2_infer.cli.generate import BACKEND
 from gpt2_infer.cli.options import (
     POSITIVE,
@@ -104,9 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             strict=arguments.strict,
         )
-        show(f"rows: {rows}, errors: {errors}, in {arguments.out}")
-        print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
-        return 0
+        return _report(arguments, rows, errors, started)
     with tqdm(unit="row", disable=None) as bar:
         job = batch.run(
             arguments.input,
@@ -120,7 +118,17 @@ def run(arguments: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0  # the first of torchrun's processes speaks for all
     done = batch.entries(job)
-    rows, errors = (sum(entry[name] for entry in done) for name in ("rows", "errors"))
-    show(f"rows: {rows}, errors: {errors}, files: {len(done)}, in {arguments.out}")
-    print(f"{time.perf_counter() - started:.1f} s, batches of {job.batch}", file=sys.stderr)
-    return 0
+    rows, errors = sum(entry.rows for entry in done), sum(entry.errors for entry in done)
+    print(f"batches of {job.batch}", file=sys.stderr)
+    return _report(arguments, rows, errors, started)
+
+
+def _report(arguments: argparse.Namespace, rows: int, errors: int, started: float) -> int:
+    """Print what a job wrote and return the exit status."""
+    files = len([*arguments.out.glob(f"*.{arguments.format}")])
+    show(f"rows: {rows}, errors: {errors}, files: {files}, in {arguments.out}")
+    print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
+    if errors < rows:
+        return 0
+    print_error("gpt2-infer", "no row could be completed: the column error says why")
+    return EXIT_NO_ROW

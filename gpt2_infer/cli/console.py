@@ -9,6 +9,7 @@ from gpt2_infer.errors import GPT2InferError
 
 EXIT_FAILED = 1  # verify found a failure, diverge a bug
 EXIT_BAD_INPUT = 2
+EXIT_NO_ROW = 3  # batch could complete no row
 EXIT_BUG = 70  # sysexits.h: an internal software error
 EXIT_INTERRUPTED = 130
 
@@ -22,6 +23,8 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
     Raises BrokenPipeError if the reader has gone, StandardOutputError for any other failure.
     """
+    if sys.stdout is None:
+        raise StandardOutputError("standard output is closed")
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -31,12 +34,11 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
 
 def prepare_streams() -> None:
-    """Replace closed standard streams, and characters that a terminal cannot show."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the rest of the process)
-        elif hasattr(stream, "reconfigure"):
+    """Replace a closed standard error, and characters that a terminal cannot show."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error
+from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, show
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
     from gpt2_infer.sampling import Sampling
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
@@ -60,6 +63,13 @@ def seconds(text: str) -> float:
 
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors; the scripts use it too."""
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Write what --help and --version show; argparse's own ignores what goes wrong."""
+        if file is sys.stdout:
+            show(message, end="")
+        else:
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         """End the process with the message and a pointer to --help."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,12 @@ def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatc
 def test_what_is_neither_a_folder_nor_a_hub_id(name):
     with pytest.raises(WeightsError, match="there is no folder"):
         load(name)
+
+
+def test_a_pipe_in_the_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read as JSON: .*Not a regular"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):

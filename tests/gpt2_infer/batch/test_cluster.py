@@ -38,7 +38,7 @@ def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
     how = {"address": "local", "devices": "cpu:2"}
     counts = run_on_ray([file], out, settings, **how)
     assert lines("ray") == expected
-    assert counts == (40, sum(b'"error": null' not in line for line in expected))
+    assert counts == (40, sum(b'"error":null' not in line for line in expected))
     # Rows that the checkpoint lacks are completed, and no other.
     first, *others = sorted((out / "_checkpoint").glob("*"))
     for left in others:

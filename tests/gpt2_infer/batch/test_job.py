@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import weakref
 from pathlib import Path
 
@@ -60,19 +62,18 @@ def test_every_row_is_what_generate_writes(settings, tmp_path):
 def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     lines = {
         '{"prompt": "a", "id": 7}': None,
-        '{"prompt": "a", "id"': "it is not JSON: ",
-        "[1]": "it is no JSON object",
+        '{"prompt": "a", "id"': "it cannot be read as JSON: ",
+        "[1]": "it is not a JSON object",
         '{"id": "none"}': "it has no prompt",
         '{"prompt": "a", "id": [1]}': "its id is neither a text nor an integer",
-        '{"prompt": "a", "id": "\\ud800"}': "its id is not valid text",
-        '{"prompt": "\\ud800", "id": "x"}': "the prompt is not valid text",
+        '{"prompt": "a", "id": "\\ud800"}': "it cannot be read as JSON: ",
+        '{"prompt": "a", "e": 1e999}': "it cannot be read as JSON: Number out of range",
+        '{"prompt": [true], "id": "x"}': "token ids must be integers, not True",
+        '{"prompt": [], "id": "e"}': "a list of token ids must not be empty",
         '{"prompt": {"a": 1}, "id": "y"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
         json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones are 66",
-        '{"id": null, "prompt": "a", "deep": '
-        + "[" * 900
-        + "]" * 900
-        + "}": "nested more than 100",
+        '{"id": null, "prompt": "a", "deep": ' + "[" * 200_000: "recursion depth",
     }
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\xff\r\n")
@@ -82,14 +83,14 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     batch.run(inputs, tmp_path / "out", settings, devices=CPU)
     rows = rows_of(tmp_path / "out")
     ids = ["7", *(f"in.jsonl:{n}" for n in (3, 5)), "none", *(f"in.jsonl:{n}" for n in (9, 11))]
-    ids += ["x", "y", "z", "long", "in.jsonl:21"]
+    ids += ["in.jsonl:13", "x", "e", "y", "z", "long", "in.jsonl:25"]
     for row_id, error in zip(ids, lines.values(), strict=True):
         assert (error or "") in (rows[row_id]["error"] or "")
         assert (rows[row_id]["tokens"] is None) is (error is not None)
     for text in inputs[1:]:  # of one name
         assert rows[f"{text}:1"]["input"] == {"prompt": "a b"}
     assert rows[f"{inputs[1]}:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
-    assert len(rows) == 14
+    assert len(rows) == 16
     with pytest.raises(batch.BatchError, match="row "):
         batch.run(inputs, tmp_path / "strict", settings, devices=CPU, strict=True)
 
@@ -146,7 +147,7 @@ def test_a_poisoned_row_is_one_error_row(
 def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeypatch):
     file, expected, out = write_input(tmp_path / "in.jsonl"), tmp_path / "a", tmp_path / "b"
     batch.run([file], expected, settings, devices=CPU)
-    original, calls = jobs._write, []
+    original, calls = jobs.folder.write, []
 
     def failing(path, data):
         calls.append(path)
@@ -154,7 +155,7 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
             raise batch.BatchError("no room")
         original(path, data)
 
-    monkeypatch.setattr(jobs, "_write", failing)
+    monkeypatch.setattr(jobs.folder, "write", failing)
     with pytest.raises(batch.BatchError, match="no room"):
         batch.run([file], out, settings, devices=CPU)
     monkeypatch.undo()
@@ -170,6 +171,73 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
     assert contents(out) == contents(expected)
     assert batch.run([file], out, settings, devices=CPU, resume=True).missing == ()
     assert contents(out) == contents(expected)
+
+
+JOB, ENTRY = "_job.json", "_manifest/00000.json"
+DAMAGE = [  # what is there instead; a function changes what was there; None is a pipe
+    (JOB, b""),
+    (JOB, b"{"),
+    (JOB, b"[1]"),
+    (JOB, b"{}"),
+    (JOB, b'"\xff"'),
+    (JOB, b"[" * 200_000),
+    (JOB, lambda job: job | {"batch_size": "4"}),
+    (JOB, lambda job: job | {"batch_size": -1}),
+    (JOB, lambda job: job | {"settings": job["settings"] | {"part_rows": 0}}),
+    (JOB, None),
+    (ENTRY, b""),
+    (ENTRY, b'{"file": "x"}'),
+    (ENTRY, lambda entry: entry | {"rows": -1}),
+    (ENTRY, None),
+]
+
+
+def test_a_damaged_folder_is_called_damaged(small_job):
+    file, out, settings = small_job
+    for name, damage in DAMAGE:
+        path = out / name
+        before = path.read_bytes()
+        path.unlink()
+        if damage is None:
+            os.mkfifo(path)
+        else:
+            data = damage if isinstance(damage, bytes) else damage(json.loads(before))
+            path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+        with pytest.raises(RequestError, match=f"{re.escape(str(path))} is damaged: "):
+            batch.run([file], out, settings, devices=CPU, resume=True)
+        path.unlink()
+        path.write_bytes(before)
+    assert batch.run([file], out, settings, devices=CPU, resume=True).missing == ()
+
+
+@pytest.fixture
+def small_job(settings, tmp_path):
+    """A job of two rows that is done: its input, its folder and its settings."""
+    file, out = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out"
+    settings = dataclasses.replace(settings, max_new_tokens=1)
+    batch.run([file], out, settings, devices=CPU)
+    return file, out, settings
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("left", ["part-00000.jsonl", "_manifest/00000.json", "notes.txt"])
+def test_files_of_no_job_are_neither_taken_for_a_jobs_nor_replaced(
+    settings, tmp_path, left, resume
+):
+    out = tmp_path / "out"
+    (out / left).parent.mkdir(parents=True)
+    (out / left).write_text('{"prompt": "a"}')
+    file = out / left if left.endswith(".jsonl") else write_input(tmp_path / "in.jsonl", 2)
+    before = contents(out)
+    with pytest.raises(RequestError, match=f"holds {Path(left).name}, which is of no job"):
+        batch.run([file], out, settings, devices=CPU, resume=resume)
+    assert contents(out) == before
+
+
+def test_a_batch_size_need_not_be_repeated(small_job):
+    file, out, settings = small_job
+    settings = dataclasses.replace(settings, batch_size=None)
+    assert batch.run([file], out, settings, devices=CPU, resume=True).batch == 4
 
 
 def test_parquet_holds_the_same_rows(settings, tmp_path):
@@ -239,11 +307,13 @@ def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
 def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl")
     for field, value in (
-        ("max_new_tokens", 64),
         ("part_rows", 0),
         ("batch_size", 0),
-        ("stop", ("",)),
+        ("batch_size", 99999999999999),
     ):
+        with pytest.raises(RequestError, match="must be an integer"):
+            dataclasses.replace(settings, **{field: value})
+    for field, value in (("max_new_tokens", 64), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
             batch.run([file], tmp_path / "out", other, devices=CPU)
@@ -280,3 +350,8 @@ def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
     assert "batches of 2" in err
     assert run(capsys, *words)[0] == 2
     assert run(capsys, *words, "--resume")[:2] == (0, out)
+    file.write_text("x\n")
+    words[3] = str(tmp_path / "none")
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (3, f"rows: 1, errors: 1, files: 1, in {tmp_path / 'none'}\n")
+    assert "no row could be completed" in err

@@ -169,6 +169,7 @@ def test_ranks_share_a_job_and_a_refusal(job, tmp_path, monkeypatch):
     assert ranks(lambda: run(out)) == [0, 0]
     assert contents(out) == expected
     assert ranks(lambda: run(out, max_new_tokens=6)) == [97, 97]
+    assert ranks(lambda: run(out, backend="UNKNOWN")) == [97, 97]
 
 
 def test_devices_by_name(monkeypatch):
