@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 
+ARCH = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu")
-    add("--arch", nargs="+", metavar="SM", help="compute capabilities (default: 75 80 90 120)")
+    add("--arch", nargs="+", type=arch, metavar="SM", help=ARCH)
     add(
         "--head-dim",
         nargs="+",
@@ -31,6 +35,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--family", help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)")
     add("--json", action="store_true", help="print a JSON list")
+
+
+def arch(text: str) -> str:
+    """Return the digits of a compute capability, given as 90 or sm_90."""
+    found = re.fullmatch(r"(?:sm_)?(\d{2,3})", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"must be a compute capability, such as 90 or sm_90, not {text[:40]!r}"
+        )
+    return found[1]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ def test_one_ladder_is_shown(capsys, tmp_path, clean_registry):
     only = ["--arch", "90", "--head-dim", "64"]
     assert main(["kernels", *only, "--json", "--family", "mine"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["version"] for row in rows] == ["mine_v01", "mine_v02"]  # v06 is host code
+    assert [row["version"] for row in rows] == ["mine_v01", "mine_v02"]  # v07 is host code
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
     assert main(["kernels", "--family", "fp16"]) == 2
     assert "there is no ladder fp16: there are fp32, " in capsys.readouterr().err
@@ -32,11 +32,19 @@ def test_kernels_takes_backends_and_version_files(capsys, tmp_path):
     file = tmp_path / "v13_mine.cu"
     right = (header.CSRC / "fp32" / "v01_naive_flash.cu").read_text()
     file.write_text(right.replace("// v01 - ", "// v13 - "))
-    only = ["--arch", "90", "--head-dim", "64", "--json"]
-    assert main(["kernels", str(file), "custom-cuda-version-1", *only]) == 0
+    only = ["--arch", "sm_90", "--head-dim", "64"]
+    assert main(["kernels", str(file), "custom-cuda-version-1", *only, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row.pop("version") for row in rows] == ["v13_mine", "v01"]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("word", ["v01_mine.cu", "hopper", "sm_", "9"])
+def test_an_architecture_is_a_compute_capability(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["kernels", "--arch", "90", word])
+    words = f"--arch: must be a compute capability, such as 90 or sm_90, not '{word}'"
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
