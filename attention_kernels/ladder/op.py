@@ -275,9 +275,10 @@ def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Call
     The op takes a tensor on the device to run on and the kernel's parameters, uint8 on the CPU.
     Raises BuildError.
     """
-    library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
-    define_op(version.op, "(Tensor on, Tensor params) -> ()")
-    _load_library(library, version, device_type)
+    with _lock:
+        library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
+        define_op(version.op, "(Tensor on, Tensor params) -> ()")
+        _load_library(library, version, device_type)
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,27 @@ def test_a_version_file_can_decode(head_dim, device, decoder):
     o = decoder.decode(*arguments, softmax_scale=0.2)
     torch.testing.assert_close(o, expected, rtol=0, atol=2e-6)
     assert (decoder.has_attention(), decoder.has_decode(device)) == (False, True)
+
+
+def test_the_first_use_of_a_kernel_by_many_threads_builds_it_once(decoder, monkeypatch):
+    arguments = decode_arguments(32)
+    expected = decoder.decode(*arguments, softmax_scale=0.2)
+    spec, ready = ladder.resolve(str(decoder.version.path)), threading.Barrier(8)
+    right, built = build.build, []
+
+    def slow_build(*arguments, **options):
+        built.append(arguments)
+        time.sleep(0.05)
+        return right(*arguments, **options)
+
+    def use(_):
+        ready.wait(timeout=60)
+        return spec.decode(*arguments, softmax_scale=0.2)
+
+    monkeypatch.setattr(build, "build", slow_build)
+    with ThreadPoolExecutor(8) as threads:
+        assert all(torch.equal(o, expected) for o in threads.map(use, range(8)))
+    assert len(built) == 1
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
     status, out, err = run(capsys, *DEMO, "--prompt", "Once upon")
     assert status == 130
     assert len(out.strip()) > len("Once upon")
-    assert "new tokens  3, ended by interrupted" in err
+    assert "new tokens  4, ended by interrupted" in err
 
 
 def test_generate_may_be_named(capsys):
