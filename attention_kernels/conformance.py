@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from attention_kernels import ladder
 from attention_kernels.cases import (
     LARGE,
     LENGTHS,
@@ -304,6 +305,8 @@ def verify(
         (case, functools.partial(run_case, spec, case, device)) for case in todo
     ]
     checks[CHEAP:CHEAP] = _more_checks(spec, device, wanted[0], seed)
+    if device in spec.emulated_on and spec.version is not None:
+        checks[:0] = _race_checks(spec, device, wanted, seed)
     if spec.has_attention():
         checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
     report = Report(seed=seed, total=len(todo))
@@ -372,6 +375,27 @@ def _future_checks(
     if device not in spec.emulated_on:
         long = Case(1500, head_dims[0], num_heads=1, dtype=dtypes[0], seed=seed)
         yield str(long), lambda: future(long)
+
+
+def _race_checks(
+    spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
+) -> Iterator[_Check]:
+    """Yield calls of an emulated version built to report races in shared memory."""
+    assert spec.version is not None
+    checked = ladder.backend(spec.name, spec.family, ladder.race_checked(spec.version))
+
+    def call(case: Case | DecodeCase) -> None:
+        _call(checked, case, _inputs(case, device))
+
+    for dtype, head_dim in itertools.product(dtypes, spec.head_dims):
+        found: list[Case | DecodeCase] = [DecodeCase(head_dim, dtype, seed)]
+        if spec.has_attention():  # several tiles, and rows whose largest scores differ much
+            found = [
+                Case(130, head_dim, 4.0, num_heads=1, is_causal=causal, dtype=dtype, seed=seed)
+                for causal in (True, False)
+            ]
+        for case in found:
+            yield f"races in shared memory, {case}", functools.partial(call, case)
 
 
 def _more_checks(spec: BackendSpec, device: str, dtype: torch.dtype, seed: int) -> Iterator[_Check]:

@@ -30,6 +30,7 @@
 #ifdef ATTENTION_EMULATOR
 #include "emulator/cuda_emulator.h"
 #include "emulator/runtime.cpp"
+#include "emulator/thread_sanitizer.cpp"
 #else
 #include <cuda_runtime.h>
 #endif

@@ -8,6 +8,7 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -169,6 +170,12 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         error_slack=version.error_slack,
         version=version,
     )
+
+
+def race_checked(version: VersionHeader) -> VersionHeader:
+    """Return a version whose build for the emulator reports races in shared memory as errors."""
+    flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
+    return dataclasses.replace(version, op=f"{version.op}_races", flags=flags)
 
 
 def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:

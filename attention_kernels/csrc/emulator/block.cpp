@@ -50,6 +50,7 @@ Words Site::text() const { return Words{} + name + "() at " + place(file, line).
 // ---- Scheduling -------------------------------------------------------------------------------
 
 void Block::begin_interval() {
+  if (races != nullptr) races->begin_interval();
   const uint64_t at = number << 20 ^ interval;
   uint64_t order = 0;  // ascending; ~0 is descending, and other bits are other permutations
   if (launch->order == Launch::kShuffle) {
@@ -156,6 +157,8 @@ Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned 
     record_divergence(*site, *warp->wait[other].site, *warp->fibers[other]);
     abandon();
   }
+  if (races != nullptr && op == WarpOp::kSync && (warp->waiting & mask) == 0)
+    races->synchronize(this_fiber().thread / kWarpSize * kWarpSize, mask & warp->exists);
   return next_or_abandon();
 }
 
@@ -316,6 +319,7 @@ bool Block::run(uint64_t number_in_grid) {
     cluster = &launch->clusters[number / launch->cluster];
     __atomic_store_n(&cluster->blocks[number % launch->cluster], this, __ATOMIC_RELEASE);
   }
+  if (races != nullptr) races->begin_block();
   begin_interval();
   switch_context(main, *next_ready());
   if (launch->cluster > 0)

@@ -16,6 +16,7 @@
 
 #include <vector>
 
+#include "races.h"
 #include "shared_memory.h"
 #include "warp.h"
 
@@ -121,6 +122,7 @@ struct Block {
   SharedMemory shared;
   std::vector<BulkCopy> copies;  // on their way
   Cluster* cluster = nullptr;
+  Races* races = nullptr;  // where the version file is compiled to look for them
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {

@@ -21,7 +21,8 @@
 //
 // Limits. There is no inline PTX, no clock64() and no cooperative groups: the compiler says so.
 // Threads that wait at different __syncthreads() are an error, as CUDA's documentation has it,
-// though hardware forgives it. A shuffle orders memory accesses here, which CUDA does not promise.
+// though hardware forgives it. A shuffle orders memory accesses here, which CUDA does not promise:
+// compiled with -fsanitize=thread, a kernel that relies on it is reported (races.h).
 // A thread that spins until another writes spins until the block's time is up. A library of
 // emulated kernels must have no thread_local of its own, not from a static C++ library either (see
 // Library).
@@ -205,7 +206,7 @@ namespace attention::emulator {
 
 // Blocks run on several OS threads, so an atomic is one. Returns the value before.
 template <typename T, typename Function>
-T atomic_update(T* address, Function function) {
+ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t,
                                   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
@@ -228,7 +229,7 @@ T atomic_update(T* address, Function function) {
 
 #define ATTENTION_EMULATOR_ATOMIC(name, expression)                                             \
   template <typename T>                                                                         \
-  T name(T* address, std::common_type_t<T> value) {                                             \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value) {                   \
     return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }); \
   }
 ATTENTION_EMULATOR_ATOMIC(atomicAdd, old + value)
@@ -242,7 +243,8 @@ ATTENTION_EMULATOR_ATOMIC(atomicExch, (void(old), value))
 #undef ATTENTION_EMULATOR_ATOMIC
 
 template <typename T>
-T atomicCAS(T* address, std::common_type_t<T> expected, std::common_type_t<T> value) {
+ATTENTION_EMULATOR_INLINE T atomicCAS(T* address, std::common_type_t<T> expected,
+                                      std::common_type_t<T> value) {
   return attention::emulator::atomic_update(address,
                                             [&](T old) { return old == expected ? value : old; });
 }

@@ -28,25 +28,31 @@ ATTENTION_EMULATOR_INLINE void yield() {
   if (to != &self) switch_context(self, *to);
 }
 
-inline void complete_if_due(Barrier* barrier) {
+// How barriers count is no access of the kernel's to shared memory.
+#define ATTENTION_EMULATOR_UNSEEN __attribute__((no_sanitize("thread"))) inline
+
+ATTENTION_EMULATOR_UNSEEN void complete_if_due(Barrier* barrier) {
   if (barrier->left != 0 || barrier->bytes != 0) return;
   barrier->left = barrier->expected;
   barrier->phase ^= 1;
 }
 
-inline void barrier_init(Barrier* barrier, unsigned arrivals) {
+ATTENTION_EMULATOR_UNSEEN void barrier_init(Barrier* barrier, unsigned arrivals) {
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
 }
 inline void barrier_init_fence() {}
-inline void barrier_expect(Barrier* barrier, unsigned bytes) {
+ATTENTION_EMULATOR_UNSEEN void barrier_expect(Barrier* barrier, unsigned bytes) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (block.races != nullptr) block.races->release(barrier);
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
   complete_if_due(barrier);
 }
 inline void barrier_arrive(Barrier* barrier) { barrier_expect(barrier, 0); }
 
-ATTENTION_EMULATOR_INLINE bool barrier_test(Barrier* barrier, unsigned parity) {
-  auto& copies = emulator::this_fiber().block->copies;
+ATTENTION_EMULATOR_UNSEEN bool has_passed(Barrier* barrier, unsigned parity) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  auto& copies = block.copies;
   for (auto copy = copies.begin(); copy != copies.end();) {
     if (copy->barrier != barrier) {
       ++copy;
@@ -57,18 +63,28 @@ ATTENTION_EMULATOR_INLINE bool barrier_test(Barrier* barrier, unsigned parity) {
     copy = copies.erase(copy);
   }
   if (barrier->phase == parity) complete_if_due(barrier);
-  if (barrier->phase != parity) return true;
-  yield();
-  return barrier->phase != parity;
+  if (barrier->phase == parity) return false;
+  if (block.races != nullptr) block.races->acquire(barrier);
+  return true;
 }
 
-inline void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier,
-                      ATTENTION_EMULATOR_SITE) {
+ATTENTION_EMULATOR_INLINE bool barrier_test(Barrier* barrier, unsigned parity) {
+  if (has_passed(barrier, parity)) return true;
+  yield();
+  return has_passed(barrier, parity);
+}
+
+__attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsigned bytes,
+                                                Barrier* barrier, ATTENTION_EMULATOR_SITE) {
   emulator::Block& block = *emulator::this_fiber().block;
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0) {
     emulator::fail(cudaErrorMisalignedAddress,
                    emulator::Site{"copy_bulk", file, line}.text() +
                        ": addresses and size are multiples of 16 bytes");
+  }
+  if (block.races != nullptr) {
+    block.races->access(to, bytes, emulator::AccessKind::kWrite, __builtin_return_address(0));
+    block.races->release(barrier);  // as the copy's last act
   }
   block.shared.fill(static_cast<unsigned char*>(to), bytes, block.launch->poison);
   block.copies.push_back({to, from, bytes, barrier});
@@ -135,7 +151,9 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
 }
 
 inline void cluster_arrive() {
-  __atomic_fetch_add(&emulator::this_fiber().block->cluster->arrived, 1, __ATOMIC_RELEASE);
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (block.races != nullptr) block.races->release(block.cluster);
+  __atomic_fetch_add(&block.cluster->arrived, 1, __ATOMIC_RELEASE);
 }
 ATTENTION_EMULATOR_INLINE void cluster_wait() {
   emulator::Fiber& self = emulator::this_fiber();
@@ -147,6 +165,7 @@ ATTENTION_EMULATOR_INLINE void cluster_wait() {
       emulator::fail(emulatorErrorCluster, "another block of the cluster has failed");
     yield();
   }
+  if (self.block->races != nullptr) self.block->races->acquire(&cluster);
 }
 
 inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {

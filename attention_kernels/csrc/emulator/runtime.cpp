@@ -4,4 +4,5 @@
 #include "block.cpp"
 #include "faults.cpp"
 #include "grid.cpp"
+#include "races.cpp"
 #include "tensor_core.cpp"

@@ -187,6 +187,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     row_sum = row_scale * row_sum + tile_sum + __shfl_xor_sync(0xffffffff, tile_sum, 1);
     if (per_row) {
+      __syncwarp();  // all lanes have read S, in whose place O comes
       for (int d = 0; d < kHeadDim / kTile; ++d) {
         wmma::store_matrix_sync(sO + d * kTile, rO[d], kStrideO, wmma::mem_row_major);
       }

@@ -8,8 +8,10 @@ import functools
 import pytest
 import torch
 
+from attention_kernels import ladder
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.op import load_struct_op
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.bench.diverge import unregistered
@@ -108,7 +110,13 @@ def test_a_step_is_what_the_modules_compute(dtype, tolerance):
     ],
 )
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_the_others(dtype, lengths, tolerance):
+def test_a_row_does_not_depend_on_the_others_and_nothing_races(
+    dtype, lengths, tolerance, monkeypatch
+):
+    def load(version, *rest):
+        return load_struct_op(ladder.race_checked(version), *rest)
+
+    monkeypatch.setattr(fused, "load_struct_op", load)
     model = random_model(CONFIG, dtype)
     last = state_after(model, lengths)
     last = State(

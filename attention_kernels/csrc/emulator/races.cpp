@@ -1,0 +1,145 @@
+// How races in shared memory are found: see races.h.
+
+#include "races.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <string>
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+constexpr size_t kCellBytes = 2;
+
+template <typename T>
+T* zeros(size_t count) {
+  void* const memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<T*>(memory);
+}
+
+Races::Races(Block& of)
+    : block(of),
+      cells(zeros<Cell>((kSharedBytes + Library::instance().tls_bytes) / kCellBytes + 1)),
+      clocks(zeros<uint32_t>(kMaxThreads * kMaxThreads)) {}
+
+void Races::begin_block() {
+  released.clear();
+  begin_interval();
+}
+
+void Races::synchronize(unsigned first_thread, uint32_t lanes) {
+  // Other warps' pasts are news only where barriers of ptx.h hand them on.
+  const unsigned first = released.empty() ? first_thread : 0;
+  const unsigned end = released.empty() ? first_thread + kWarpSize : block.threads;
+  uint32_t all[kMaxThreads] = {};
+  for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+    const unsigned thread = first_thread + __builtin_ctz(rest);
+    for (unsigned of = first; of < end; ++of) all[of] = std::max(all[of], known(thread, of));
+    all[thread] = now(thread);
+  }
+  ++time;
+  for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+    const unsigned thread = first_thread + __builtin_ctz(rest);
+    std::copy(all + first, all + end, &known(thread, first));
+    own[thread] = time;
+  }
+}
+
+void Races::release(const void* barrier) {
+  const unsigned self = this_fiber().thread;
+  std::vector<uint32_t>& clock = released[barrier];
+  clock.resize(kMaxThreads);
+  for (unsigned of = 0; of < block.threads; ++of) clock[of] = std::max(clock[of], known(self, of));
+  clock[self] = now(self);
+  own[self] = ++time;
+}
+
+void Races::acquire(const void* barrier) {
+  const unsigned self = this_fiber().thread;
+  const std::vector<uint32_t>& clock = released[barrier];
+  for (unsigned of = 0; of < clock.size(); ++of)
+    known(self, of) = std::max(known(self, of), clock[of]);
+}
+
+bool Races::conflict(const Access& before, const Access& next) {
+  return before.clock > ordered && before.thread != next.thread &&
+         (before.bytes & next.bytes) != 0 && known(next.thread, before.thread) < before.clock &&
+         (before.kind != AccessKind::kAtomic || next.kind != AccessKind::kAtomic);
+}
+
+void Races::note_read(Cell& cell, const Access& read) {
+  auto& [last, lane, warp] = cell.reads;
+  if (last.clock <= ordered || last.thread / kWarpSize != read.thread / kWarpSize) {
+    warp = last;
+    lane = {};
+  } else if (last.thread != read.thread) {
+    lane = last;
+  }
+  last = read;
+}
+
+void Races::access(const void* memory, size_t bytes, AccessKind kind, const void* code) {
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const SharedMemory& shared = block.shared;
+  const Library& library = Library::instance();
+  uintptr_t first = address - reinterpret_cast<uintptr_t>(shared.dynamic);
+  if (first >= shared.dynamic_bytes) {
+    first = address - reinterpret_cast<uintptr_t>(shared.fixed);
+    if (first >= library.tls_bytes) return;
+    first += kSharedBytes;
+  }
+  const auto thread = static_cast<uint16_t>(this_fiber().thread);
+  const auto from = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - library.code);
+  Access next{now(thread), from, thread, 0, kind};
+  for (uintptr_t at = first; at < first + bytes;) {
+    uintptr_t end = at / kCellBytes * kCellBytes + kCellBytes;
+    if (end > first + bytes) end = first + bytes;
+    Cell& cell = cells[at / kCellBytes];
+    next.bytes = ((1u << (end - at)) - 1) << at % kCellBytes;
+    if (conflict(cell.write, next)) report(cell.write, next, address + (at - first));
+    if (kind == AccessKind::kRead) {
+      note_read(cell, next);
+    } else {
+      for (const Access& read : cell.reads)
+        if (conflict(read, next)) report(read, next, address + (at - first));
+      if (cell.write.clock == next.clock && cell.write.thread == thread)
+        next.bytes |= cell.write.bytes;
+      cell.write = next;
+    }
+    at = end;
+  }
+}
+
+void Races::report(const Access& before, const Access& next, uintptr_t address) {
+  const auto lane = [](const Access& access) {
+    return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
+           std::to_string(access.thread / kWarpSize);
+  };
+  // A return address is behind the access.
+  const auto at = [](const Access& access) {
+    return place(Library::instance().code + access.code - 1);
+  };
+  const bool is_dynamic =
+      address - reinterpret_cast<uintptr_t>(block.shared.dynamic) < block.shared.dynamic_bytes;
+  const std::string where =
+      is_dynamic
+          ? describe(block.shared, address)
+          : "byte " + std::to_string(address - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
+                " of static shared memory";
+  const std::string what = "race: " + lane(next) +
+                           (next.kind == AccessKind::kRead ? " reads " : " writes ") + where +
+                           at(next) + ", which " + lane(before) +
+                           (before.kind == AccessKind::kRead ? " has read" : " has written") +
+                           at(before) + ", with no barrier between";
+  block.record(cudaErrorLaunchFailure, what.c_str());
+  block.abandon();
+}
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

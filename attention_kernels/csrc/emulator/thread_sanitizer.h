@@ -1,0 +1,58 @@
+// What a file that is compiled with -fsanitize=thread calls at each load and store, in place of
+// ThreadSanitizer's library. Whoever includes this defines ON_ACCESS(address, bytes, kind).
+
+#pragma once
+
+#include "races.h"
+
+#pragma GCC visibility push(hidden)
+
+#define PLAIN(bytes)                                                         \
+  void __tsan_read##bytes(void* p) { ON_ACCESS(p, bytes, kRead); }           \
+  void __tsan_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }         \
+  void __tsan_unaligned_read##bytes(void* p) { ON_ACCESS(p, bytes, kRead); } \
+  void __tsan_unaligned_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }
+#define ATOMIC(bits)                                                                               \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                        \
+    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \
+  }                                                                                                \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int) {                     \
+    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
+    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                      \
+  }                                                                                                \
+  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t x, int) {       \
+    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
+    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                             \
+  }                                                                                                \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int) {        \
+    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
+    return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                                \
+  bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected,  \
+                                                     uint##bits##_t x, int, int) {                 \
+    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
+    return __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+  }
+
+extern "C" {
+PLAIN(1)
+PLAIN(2)
+PLAIN(4)
+PLAIN(8)
+PLAIN(16)
+ATOMIC(8)
+ATOMIC(16)
+ATOMIC(32)
+ATOMIC(64)
+void __tsan_read_range(void* p, size_t bytes) { ON_ACCESS(p, bytes, kRead); }
+void __tsan_write_range(void* p, size_t bytes) { ON_ACCESS(p, bytes, kWrite); }
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_init() {}
+}
+
+#undef ATOMIC
+#undef PLAIN
+
+#pragma GCC visibility pop

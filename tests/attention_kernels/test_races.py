@@ -1,0 +1,84 @@
+"""The emulator reports races in shared memory, and none in a kernel that has none."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import KernelError, get_backend, ladder
+from attention_kernels.conformance import _race_checks, verify
+from attention_kernels.ladder import compilers, header
+from tests.attention_kernels.backends.test_cuda import NAMES, for_each
+from tests.conftest import usable
+
+FILE = Path(__file__).parent / "negative" / "v06_races.cu"
+LINES = FILE.read_text("utf-8").splitlines()
+DECODERS = [name for name, version in ladder.versions().items() if version.role == "decode"]
+
+pytestmark = pytest.mark.skipif(
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+)
+
+
+@pytest.fixture(scope="module")
+def races():
+    version = ladder.race_checked(header.parse_header(FILE, "negative_"))
+    spec = ladder.backend("RACES", "test", version)
+    spec.prepare("cpu")
+
+    def launch(number: int) -> None:
+        x = torch.zeros(1, number, 1, 32)
+        spec.attention(x, x, x)
+
+    return launch
+
+
+@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1"])
+def test_what_is_ordered_is_no_race(races, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    races(1)
+
+
+@pytest.mark.parametrize("order", ["", "reverse"])
+@pytest.mark.parametrize("race", range(2, 10))
+def test_a_race_is_told_with_both_lanes_and_lines(races, race, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    with pytest.raises(KernelError) as caught:
+        races(race)
+    found = re.search(
+        r"race: lane \d+ of warp (\d) (?:reads|writes) byte \d+ of (?:256 |512 |static ).*?, "
+        r"at v06_races\.cu:(\d+), which lane \d+ of warp (\d) has (?:read|written), "
+        r"at v06_races\.cu:(\d+), with no barrier between; block \(0, 0, 0\), thread \(",
+        str(caught.value.__cause__),
+    )
+    assert found
+    lines = {n for n, line in enumerate(LINES, 1) if line.endswith(f"// {race}")}
+    assert {int(found[2]), int(found[4])} == lines
+    assert (found[1] == found[3]) == (race != 5)
+    races(1)
+
+
+def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
+    """WMMA's fourth version, as it was: a lane stores O where others read S, a shuffle between."""
+    source = get_backend("WMMA_FLASH_ATTENTION_2_VERSION_4").version.path
+    barrier = re.compile(r"^ *__syncwarp\(\);  // all lanes have read S.*\n", re.M)
+    text, count = barrier.subn("", source.read_text("utf-8"))
+    assert count == 1
+    file = tmp_path / source.name
+    file.write_text(text, "utf-8")
+    (failure,) = verify(ladder.resolve(str(file)), "cpu", max_failures=1).failures
+    assert failure.what.startswith("races in shared memory, seqlen 130")
+    reads = next(n for n, line in enumerate(text.splitlines(), 1) if "const float s = sS[" in line)
+    assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
+
+
+@for_each([*NAMES, *DECODERS])
+def test_a_version_has_no_race(name):
+    spec = usable(name, "cpu")
+    checks = _race_checks(spec, "cpu", [getattr(torch, spec.dtypes[0])], 0)
+    for _, check in itertools.islice(checks, 2):  # of the first head_dim
+        check()
