@@ -51,6 +51,9 @@ _SPREAD = 128  # blocks, where they do not
 _MAX_LANE_STEPS = 500_000_000  # of them together
 _MAX_GRID = 2**20  # blocks, each of which is handed out
 _MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
+LOAD_STORE_UNIT = "load-store unit"
+"""One wavefront a cycle: of shared memory, of a line of L1, or of a shuffle."""
+_PARTS_OF_IT = ("shared memory", "L1")
 # Where bank 0 holds the parameters, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 
@@ -114,8 +117,12 @@ class Prediction:
         parts = {**self.needs_us, "latency": self.waiting_us, "uneven blocks": self.uneven_us}
         parts["launch"] = self.launch_us
         most = max(self.needs_us, key=lambda name: self.needs_us[name])
-        kept = {most, "latency", "uneven blocks", "launch"}
-        return max(kept, key=lambda name: parts[name])
+        kept = (most, "latency", "uneven blocks", "launch")
+        found = max(kept, key=lambda name: parts[name])
+        if found == LOAD_STORE_UNIT:  # which most of its work is for, if there is such a thing
+            half = self.needs_us[LOAD_STORE_UNIT] / 2
+            found = next((x for x in _PARTS_OF_IT if self.needs_us[x] > half), found)
+        return found
 
 
 # ---- What is launched ----------------------------------------------------------------------------
@@ -638,7 +645,7 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
-    requests = total.get("lines", 0) + total.get("shuffle", 0)
+    lines = total.get("lines", 0)
     wavefronts = sum(total.get(kind, 0) for kind in ("loads", "stores", "copies"))
     integer = total.get("integer", 0) + total.get("multiply", 0)
     needs = {
@@ -647,7 +654,9 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
         "special functions": total.get("special", 0) * WARP / gpu.special_lanes / rate,
         "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / _SCHEDULERS / rate,
-        "shared memory": (wavefronts + requests) / rate,
+        LOAD_STORE_UNIT: (wavefronts + lines + total.get("shuffle", 0)) / rate,
+        "shared memory": wavefronts / rate,
+        "L1": lines / rate,
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
         "memory": min_bytes / gpu.memory_gb_s / 1e3,
     }

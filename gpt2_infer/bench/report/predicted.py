@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attention_kernels.inspection.predict import LOAD_STORE_UNIT
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, predict_version, timed_on
 from gpt2_infer.bench.report import svg
@@ -40,7 +41,8 @@ def prediction(
 
 def _chart(found: Predicted, card: str, timed: Sequence[KernelTiming]) -> Bars:
     needs = sorted(found.needs_us.items(), key=lambda need: -need[1])
-    rows = [(need, "", us, "o0") for need, us in needs if us >= 0.05]
+    notes = {LOAD_STORE_UNIT: "shared memory, L1 and shuffles together"}
+    rows = [(need, notes.get(need, ""), us, "o0") for need, us in needs if us >= 0.05]
     rows += [
         ("latency", "warps wait for results, barriers and each other", found.waiting_us, "o4"),
         ("uneven blocks", "multiprocessors without work", found.uneven_us, "o4"),

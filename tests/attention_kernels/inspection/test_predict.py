@@ -232,6 +232,38 @@ def test_a_grid_too_large_to_hand_out_is_refused() -> None:
         predict._line(program, launch)
 
 
+@pytest.mark.parametrize(
+    ("shared", "lines", "shuffles", "bound"),
+    [
+        (9.0, 0.0, 0.0, "shared memory"),
+        (6.0, 3.0, 1.0, "shared memory"),
+        (0.0, 8.0, 1.0, "L1"),
+        (0.0, 1.0, 8.0, "load-store unit"),
+        (4.0, 4.0, 1.0, "load-store unit"),
+        (1.0, 1.0, 1.0, "issue slots"),
+    ],
+)
+def test_the_load_store_unit_is_named_after_its_work(
+    shared: float, lines: float, shuffles: float, bound: str
+) -> None:
+    total = shared + lines + shuffles
+    needs = {"issue slots": 5.0, "load-store unit": total, "shared memory": shared, "L1": lines}
+    parts = {"waiting_us": 1.0, "uneven_us": 1.0, "launch_us": 1.0}
+    counts = dict.fromkeys(("launches", "instructions", "load_wavefronts", "store_wavefronts"), 1)
+    assert predict.Prediction("v01", "G", 8, 9.0, needs, **parts, **counts).bound == bound
+
+
+@needs_cuda_programs
+@pytest.mark.slow
+def test_a_version_without_shared_memory_has_no_need_of_it() -> None:
+    folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
+    version = parse_header(folder / "v01_warp_per_row.cu")
+    (found,) = predict.predict(version, H200, [256], head_dim=32)
+    assert found.needs_us["shared memory"] == 0
+    assert found.needs_us["load-store unit"] > found.needs_us["L1"] > 0
+    assert found.bound != "shared memory"
+
+
 @needs_cuda_programs
 @pytest.mark.slow
 def test_a_version_that_launches_nothing_is_refused(tmp_path: Path) -> None:
