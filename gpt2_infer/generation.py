@@ -17,9 +17,10 @@ import torch
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
-from gpt2_infer.engines import Engine, make_engine
+from gpt2_infer.engines import Engine, lend_engine
 from gpt2_infer.errors import NotFiniteError, RequestError
 from gpt2_infer.model import GPT2
+from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.stream import FinishReason, TextStream, Watcher
@@ -41,7 +42,7 @@ class Generation:
     length_step: int
     """Recompute ran at lengths rounded up to multiples of it."""
     warm_up_s: float
-    """Building kernels and capturing the first graphs."""
+    """Building kernels and capturing the first graphs, as far as no earlier call did."""
     prefill_s: float
     """From the start to the first new token."""
     generation_s: float
@@ -90,7 +91,8 @@ def generate(
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
     text becomes certain. engine: "eager", "graph", "fused" or "auto", the fastest that supports the
-    case. check_finite: see Request. KeyboardInterrupt ends generation early.
+    case; what the last two prepare is kept for later calls, see GPT2.release(). check_finite: see
+    Request. KeyboardInterrupt ends generation early.
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
@@ -124,8 +126,6 @@ def run(
     tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
     if wants_text and tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
-    rows, mode = request.rows, request.mode
-    engine = make_engine(model, request)
     eos = () if request.ignore_eos else model.config.eos_token_id
     watchers = [
         Watcher(
@@ -135,10 +135,25 @@ def run(
             TextStream(tokenizer) if tokenizer and wants_text else None,
             on_text,
         )
-        for i in range(len(rows))
+        for i in range(len(request.rows))
     ]
     watch = wants_text or bool(eos) or progress
+    try:
+        return _generate(model, request, watchers, watch=watch, progress=progress)
+    except torch.OutOfMemoryError:
+        if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
+            raise
+    torch.cuda.empty_cache()  # not above: the error has the memory of what failed
+    return _generate(model, request, watchers, watch=watch, progress=progress)
+
+
+def _generate(
+    model: GPT2, request: Request, watchers: list[Watcher], *, watch: bool, progress: bool
+) -> Generation:
+    """Generate; unless somebody watches, the watchers see the tokens at the end."""
+    rows, mode, tokenizer = request.rows, request.mode, model.tokenizer
     started = time.perf_counter()
+    engine, keep = lend_engine(model, request)
     interrupted = False
     marks = Marks(model.device)
     warm_up_s = 0.0
@@ -153,19 +168,19 @@ def run(
     marks.add()
     marks.synchronize()
 
-    done = engine.steps_done() if not interrupted or warm_up_s else 0
     if not watch:
+        done = request.max_new_tokens
+        if interrupted:
+            done = engine.steps_done() if warm_up_s else 0
         for step, tokens in enumerate(zip(*engine.new_tokens(done), strict=True)):
             _see(engine, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     texts = (
-        [w.text if wants_text else tokenizer.decode(w.tokens) for w in watchers]
-        if tokenizer
-        else []
+        [w.text if w.stream else tokenizer.decode(w.tokens) for w in watchers] if tokenizer else []
     )
     seconds = marks.seconds()  # the start, the first token, ... the end
-    return Generation(
+    generation = Generation(
         prompts=rows,
         tokens=[w.tokens for w in watchers],
         finish_reasons=[w.finish for w in watchers if w.finish is not None],
@@ -180,6 +195,9 @@ def run(
         intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])],
         texts=texts,
     )
+    if not interrupted:
+        keep()
+    return generation
 
 
 def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, progress: bool) -> None:
@@ -252,9 +270,9 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, not for other threads' work on it."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
     def wait(self, index: int) -> None:
         """Wait until the device has come to a mark."""

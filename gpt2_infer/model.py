@@ -35,6 +35,7 @@ from gpt2_infer.checkpoint import (
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import ConfigError, RequestError
 from gpt2_infer.linear import Linear, project, weight_and_bias, with_room
+from gpt2_infer.prepared import Prepared
 from gpt2_infer.tokenizer import Tokenizer
 
 AttentionChoice = str | BackendSpec | AttentionFunction
@@ -186,6 +187,7 @@ class GPT2(nn.Module):
         self.config = config
         self._attention, self._decode_attention = _specs(attention, decode_attention)
         self.tokenizer: Tokenizer | None = None
+        self._prepared = Prepared()
         self.wte, self.wpe = (
             # To draw its own weights nn.Embedding would import torch's compiler: a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
@@ -282,6 +284,21 @@ class GPT2(nn.Module):
         """The bytes of weights that decoding a token reads: all but embeddings that no head is."""
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
+
+    @property
+    def prepared(self) -> Prepared:
+        """What generation keeps for later calls; empty if the weights have changed since."""
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(self)]
+        self._prepared.check(weights)
+        return self._prepared
+
+    def release(self) -> None:
+        """Free what generate() keeps for later calls: caches, captured graphs, packed weights.
+
+        Call it also after a change of weights that PyTorch does not count: one through `.data`.
+        """
+        if self._prepared.clear() and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def attention(self) -> BackendSpec:
@@ -414,6 +431,17 @@ class GPT2(nn.Module):
 def _find_at_once(module: nn.Module) -> None:
     """Make a module's parts plain attributes as well: nn.Module's own lookup is slow."""
     module.__dict__.update(module._modules)
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return all parameters; for gpt2-xl, nn.Module's own search takes a millisecond."""
+    found: list[nn.Parameter | None] = []
+    modules: list[nn.Module | None] = [module]
+    while modules:
+        if (one := modules.pop()) is not None:
+            found += one._parameters.values()
+            modules += one._modules.values()
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

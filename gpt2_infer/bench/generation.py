@@ -370,6 +370,7 @@ def _text_and_peak(call: Callable[[], _Text], model: GPT2) -> tuple[_Text, int |
     if model.device.type != "cuda":
         return call(), None
     torch.cuda.synchronize()
+    model.release()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     text = call()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
 from gpt2_infer.engines import fused, recompute
 from gpt2_infer.engines.base import Engine
 from gpt2_infer.engines.cached import Cached
@@ -11,15 +16,55 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
-__all__ = ["DECODE_ATTENTION", "Engine", "make_engine"]
+__all__ = ["DECODE_ATTENTION", "Engine", "lend_engine", "make_engine"]
+
+
+# Of a GPU's memory, what the engines that a model keeps may hold.
+KEPT_SHARE = 1 / 8
 
 
 def make_engine(model: GPT2, request: Request) -> Engine:
-    """Return the engine that a request names; for auto the fastest that supports the case.
+    """Return a new engine: the one that a request names; for auto the fastest that supports it.
 
     Raises RequestError with all reasons, and UnavailableBackendError or UnsupportedError of the
     backend that decodes.
     """
+    kind, name = _choose(model, request)
+    if kind is Cached:
+        model.check_decode()  # the prefill may take long
+    return kind(model, request, name)
+
+
+def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], None]]:
+    """Return such an engine, one that an earlier call kept if there is one, and how to keep it.
+
+    Until it is kept, nobody else is lent it. An eager engine has nothing to keep. Raises what
+    make_engine() does.
+    """
+    kind, name = _choose(model, request)
+    if name == "eager":
+        return make_engine(model, request), lambda: None
+    prepared, key = model.prepared, kind.shape(model, request, name)
+    stamp, kept = prepared.stamp, prepared.take(key)
+    if kept is None:
+        engine = make_engine(model, request)
+    else:
+        engine = cast("Engine", kept)
+        engine.begin(model, request)
+
+    def keep() -> None:
+        engine.rest()
+        prepared.put(key, engine, stamp, _room(engine.device))
+
+    return engine, keep
+
+
+def _room(device: torch.device) -> int:
+    """Return how many bytes the engines that a model keeps may hold."""
+    return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
+
+
+def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
     against = _reasons(model, request)
     able = [name for name, reasons in against.items() if not reasons]
     name: EngineName = able[0] if request.engine == "auto" else request.engine
@@ -27,11 +72,8 @@ def make_engine(model: GPT2, request: Request) -> Engine:
         reasons = "; ".join(against[name])
         raise RequestError(f"the {name} engine does not support this: {reasons}")
     if request.mode == "recompute":
-        return Recompute(model, request, name)
-    if name == "fused":
-        return Fused(model, request, name)
-    model.check_decode()  # the prefill may take long
-    return Cached(model, request, name)
+        return Recompute, name
+    return (Fused if name == "fused" else Cached), name
 
 
 def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,37 +24,91 @@ CPU_LENGTH_STEP = 16
 class Engine:
     """Device-side state of a generation; step(i) appends token i to every row.
 
-    A token of -1 says that the logits were not finite. The model reads it as token 0, and the host
-    raises an error when it sees it.
+    What is captured or compiled has the addresses of its tensors, so begin() fills these for the
+    next request. A token of -1 says that the logits were not finite. The model reads it as token 0,
+    and the host raises an error when it sees it.
     """
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
+        self.name, self.device = name, model.device
+        self.length_step = length_step(name, model.device)
+        rows, self.capacity = len(self.padded_rows(request)), self.needed(model, request, name)
+        self.tokens = torch.zeros(rows, self.capacity, dtype=torch.long, device=self.device)
+        self.prompt_lengths = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.lengths = torch.zeros_like(self.prompt_lengths)
+        self.rows = torch.arange(rows, device=self.device)
+        self.newest = torch.zeros_like(self.prompt_lengths)
+        self.uniforms = torch.zeros(rows, self.capacity, device=self.device)
+        self._newest_graph: torch.cuda.CUDAGraph | None = None
+        self._nbytes: int | None = None
+        self.begin(model, request)
+
+    @classmethod
+    def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
+        """Return what two requests have in common that one engine can serve, in turn."""
+        return (
+            cls,
+            name,
+            len(cls.padded_rows(request)),
+            cls.needed(model, request, name),
+            replace(request.sampling, seed=0),
+            request.check_finite,
+            model.config,
+            model.attention,
+            model.decode_attention if request.mode == "kv-cache" else None,
+        )
+
+    @classmethod
+    def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
+        """Return how many tokens a row has room for."""
+        last = max(map(len, request.rows)) + request.max_new_tokens
+        return min(round_up(last, length_step(name, model.device)), model.config.n_positions)
+
+    def begin(self, model: GPT2, request: Request) -> None:
+        """Take a request of the engine's shape."""
         prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
-        self.name = name
+        lengths = [len(row) for row in prompts]
         self.model, self.sampling = model, request.sampling
         self.check_finite = request.check_finite
-        self.device = model.device
         self.batch = len(request.rows)
-        self.longest = max(map(len, prompts))
+        self.longest, self.same_length = max(lengths), len({*lengths}) == 1
         self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
-        step = CPU_LENGTH_STEP if name == "eager" else GRAPH_LENGTH_STEP
-        self.length_step = 1 if name == "eager" and self.device.type == "cuda" else step
-        self.capacity = min(self.rounded(self.last_length + 1), model.config.n_positions)
-        padded = [row + [0] * (self.capacity - len(row)) for row in prompts]
-        self.tokens = torch.tensor(padded, dtype=torch.long, device=self.device)
-        self.prompt_lengths = torch.tensor([len(row) for row in prompts], device=self.device)
-        self.lengths = self.prompt_lengths.clone()
-        self.same_length = len({len(row) for row in prompts}) == 1
-        self.rows = torch.arange(len(prompts), device=self.device)
-        self.newest = torch.zeros_like(self.prompt_lengths)
-        self.uniforms = self.sampling.uniforms(len(prompts), new_tokens, self.device)
+        padded = [row + [0] * (self.longest - len(row)) for row in prompts]
+        self.tokens.zero_()
+        self.tokens[:, : self.longest] = torch.tensor(padded, device=self.device)
+        self.prompt_lengths.copy_(torch.tensor(lengths, device=self.device))
+        self.newest.zero_()
+        self.reset()
+        if not self.sampling.is_greedy:
+            uniforms = self.sampling.uniforms(len(prompts), new_tokens, self.device)
+            self.uniforms[:, :new_tokens] = uniforms
 
-    def padded_rows(self, request: Request) -> list[list[int]]:
+    def rest(self) -> None:
+        """Forget the request, and the model, which would live on with the engine."""
+        del self.model
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it holds, without weights."""
+        if self._nbytes is None:
+            self._nbytes = sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
+            if self._newest_graph is not None:
+                self._nbytes += pool_bytes(self._newest_graph)
+        return self._nbytes
+
+    def record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture body() in a graph, which shares memory with the engine's others."""
+        self._newest_graph = capture(body, shared_with=self._newest_graph)
+        self._nbytes = None
+        return self._newest_graph
+
+    @staticmethod
+    def padded_rows(request: Request) -> list[list[int]]:
         """Return the prompts, and rows after them that nobody reads if the engine needs more."""
         return request.rows
 
     def warm_up(self) -> None:
-        """Do what is done once: build kernels, capture graphs; then be as before the first step.
+        """Build kernels and capture graphs that are missing; then be as before the first step.
 
         An eager engine runs no pass here: the first token would take two.
         """
@@ -92,11 +148,23 @@ class Engine:
 
     def rounded(self, length: int) -> int:
         """Return the length rounded up to a multiple of length_step."""
-        return -(-length // self.length_step) * self.length_step
+        return round_up(length, self.length_step)
 
     def reset(self) -> None:
         """Forget all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
+
+
+def length_step(name: EngineName, device: torch.device) -> int:
+    """Return the multiples that recompute's lengths are rounded up to."""
+    if name != "eager":
+        return GRAPH_LENGTH_STEP
+    return CPU_LENGTH_STEP if device.type == "cpu" else 1
+
+
+def round_up(length: int, step: int) -> int:
+    """Return the length rounded up to a multiple of step."""
+    return -(-length // step) * step
 
 
 def device_reasons(device: torch.device) -> list[str]:
@@ -114,18 +182,30 @@ def capture(
 ) -> torch.cuda.CUDAGraph:
     """Capture body(), which has run before: nothing is loaded or compiled during capture.
 
-    It does not wait for the device, as torch.cuda.graph() does, if memory is shared.
+    It does not wait for the device, as torch.cuda.graph() does, if memory is shared. Other threads
+    may use the device meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    if shared_with is None:
-        torch.cuda.empty_cache()  # the memory of graphs that are gone
-    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
-        graph.capture_begin(shared_with.pool() if shared_with else None)
+    with _capturing, torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        if shared_with is None:
+            torch.cuda.empty_cache()  # the memory of graphs that are gone
+        pool = shared_with.pool() if shared_with else None
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             body()
         finally:
             graph.capture_end()
     return graph
+
+
+_capturing = threading.Lock()
+
+
+def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the memory that a graph holds, with those that it shares memory with."""
+    pool = tuple(graph.pool())
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
 
 
 @functools.cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gpt2_infer.engines.base import Engine, capture
-from gpt2_infer.model import KVCache
+from gpt2_infer.engines.base import Engine
+from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.request import EngineName, Request
 
 
 class Cached(Engine):
@@ -20,24 +21,45 @@ class Cached(Engine):
         """The name of what computes attention when decoding."""
         return self.model.decode_attention.name
 
-    def warm_up(self) -> None:
-        """Build the kernels, or capture the graphs."""
-        self.cache = KVCache.allocate(self.model, len(self.rows), self.capacity)
+    def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
+        super().__init__(model, request, name)
+        self.cache = KVCache.allocate(model, len(self.rows), self.capacity)
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
+        self.prompt_shape: tuple[int, bool] | None = None  # of that graph
         self.step_graph: torch.cuda.CUDAGraph | None = None
+
+    def rest(self) -> None:
+        """Forget the request and the model; the cache becomes as a new one."""
+        super().rest()
+        self.cache.kv.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it holds, without weights."""
+        return super().nbytes + self.cache.kv.nbytes
+
+    def warm_up(self) -> None:
+        """Build the kernels, or capture the graphs that are missing."""
         if self.name == "eager":
             for spec in (self.model.attention, self.model.decode_attention):
                 spec.prepare(self.device.type)
             return
-        self.prefill()
+        prompt_shape = self.longest, self.same_length
         # The fused engine takes a prompt's backend that cannot be captured.
-        if self.model.attention.cuda_graphs:
-            self.prompt_graph = capture(self.prefill)
-        if self.last_length > self.longest:  # more than one token: there is something to decode
+        lacks_prompt = self.model.attention.cuda_graphs and self.prompt_shape != prompt_shape
+        lacks_step = self.step_graph is None and self.last_length > self.longest
+        if not lacks_prompt and not lacks_step:
+            return
+        self.prefill()
+        self.reset()
+        if lacks_prompt:
+            self.prompt_graph = self.record(self.prefill)
+            self.prompt_shape = prompt_shape
+        if lacks_step:
             self.prepare_decode()
             self.decode()
-            self.step_graph = capture(self.decode, shared_with=self.prompt_graph)
-        self.reset()
+            self.step_graph = self.record(self.decode)
+            self.reset()
 
     def prepare_decode(self) -> None:
         """Do what the first decode() needs."""

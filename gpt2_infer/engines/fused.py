@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
@@ -81,7 +80,8 @@ class Fused(Cached):
         """The step's own attention, which is no backend."""
         return DECODE_ATTENTION
 
-    def padded_rows(self, request: Request) -> list[list[int]]:
+    @staticmethod
+    def padded_rows(request: Request) -> list[list[int]]:
         """Return a power of two of rows: the first prompt again where there are fewer."""
         rows = request.rows
         return rows + [rows[0]] * (power_of_two(len(rows)) - len(rows))
@@ -249,20 +249,9 @@ class Packed:
     """float32: the last LayerNorm's weight and bias."""
 
 
-_packed: weakref.WeakKeyDictionary[nn.Module, tuple[object, Packed]] = weakref.WeakKeyDictionary()
-
-
 def pack(model: GPT2, shape: Shape) -> Packed:
-    """Return the packed weights; a model that shares them with another shares these too."""
-    state = [
-        (p.data_ptr(), p.device, p.dtype, 0 if p.is_inference() else p._version)
-        for p in model.parameters()
-    ]
-    known, packed = _packed.get(model.wte, (None, None))
-    if packed is None or known != state:
-        packed = _pack(model, shape)
-        _packed[model.wte] = state, packed
-    return packed
+    """Return the packed weights, which all of a model's engines share."""
+    return model.prepared.share(tuple(shape.products.values()), lambda: _pack(model, shape))
 
 
 def _pack(model: GPT2, shape: Shape) -> Packed:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import dtype_name
-from gpt2_infer.engines.base import Engine, capture, device_reasons
+from gpt2_infer.engines.base import Engine, device_reasons
 from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
-from gpt2_infer.request import Request
+from gpt2_infer.request import EngineName, Request
 
 # Rows of a pass up to which our products were faster than the libraries' on an H200.
 MAX_ROWS = 2048
@@ -42,22 +42,28 @@ class Recompute(Engine):
     The fused engine's graphs are of kernels of our own, with attention between them.
     """
 
-    forward: Forward | None = None
+    def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
+        super().__init__(model, request, name)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.forward = Forward(model) if name == "fused" else None
+
+    @classmethod
+    def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
+        """Return how many tokens a row has room for: with graphs all, so that any length fits."""
+        return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:
         """Build the kernels, or capture the first length that will be run, and the last."""
         if self.name == "eager":
             self.model.attention.prepare(self.device.type)
             return
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        if self.name == "fused":
-            self.forward = Forward(self.model)
         first, last = self.padded(self.longest), self.padded(self.last_length)
         # The last one first: the shorter ones then fit in the memory that it took.
-        for length in dict.fromkeys([last, first]):
-            self.run(length)
-            self.reset()
-            self.capture(length)
+        for length in (last, first):
+            if length not in self.graphs:
+                self.run(length)
+                self.reset()
+                self.capture(length)
 
     def padded(self, length: int) -> int:
         """Return the length that is run for a prefix."""
@@ -67,7 +73,7 @@ class Recompute(Engine):
         """Run the first `length` positions and accept a token."""
         tokens = self.tokens[:, :length].clamp(min=0)
         if self.forward is not None:
-            self.accept(self.forward(tokens, self.lengths))
+            self.accept(self.forward(self.model, tokens, self.lengths))
             return
         seqlens = None if self.same_length and self.length_step == 1 else self.lengths
         self.accept(self.model(tokens, seqlens=seqlens)[:, 0])
@@ -88,8 +94,7 @@ class Recompute(Engine):
 
         The device is busy with steps that came before; lengths that are not reached cost nothing.
         """
-        first = next(iter(self.graphs.values()), None)
-        self.graphs[length] = capture(functools.partial(self.run, length), shared_with=first)
+        self.graphs[length] = self.record(functools.partial(self.run, length))
 
 
 class Layer:
@@ -117,23 +122,23 @@ class Forward:
     """A model's forward pass in float32: four products of our own per layer, and attention."""
 
     def __init__(self, model: GPT2) -> None:
-        self.model = model
         blocks = list(model.blocks())
         norms = [block.ln_1 for block in blocks] + [model.ln_f]
         self.first_norm = norms[0]
         self.layers = [Layer(*pair) for pair in zip(blocks, norms[1:], strict=True)]
 
-    def __call__(self, tokens: Tensor, seqlens: Tensor) -> Tensor:
+    def __call__(self, model: GPT2, tokens: Tensor, seqlens: Tensor) -> Tensor:
         """Return the logits at each row's last position, (batch, vocab_size).
 
-        tokens: int64 (batch, seqlen), right-padded. seqlens: int64 (batch,).
+        model: the same, with any attention. tokens: int64 (batch, seqlen), right-padded. seqlens:
+        int64 (batch,).
         """
-        x = self.model.embed(tokens)
+        x = model.embed(tokens)
         normed = self.first_norm(x)
         for layer in self.layers:
-            heads = layer.attend(normed, tokens.shape, self.model.attention)
+            heads = layer.attend(normed, tokens.shape, model.attention)
             if layer is self.layers[-1]:
                 # Nothing mixes positions from here on, and only these have logits.
                 x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
             normed = layer.finish(x, heads)
-        return self.model.head(normed)
+        return model.head(normed)

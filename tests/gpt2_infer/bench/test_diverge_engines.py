@@ -13,7 +13,7 @@ import torch
 from gpt2_infer import GPT2, RequestError
 from gpt2_infer.bench import diverge_engines as module
 from gpt2_infer.bench.diverge_engines import diverge_engines
-from gpt2_infer.engines import cached, fused, make_engine
+from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, Shape
 from tests.conftest import rewrite
@@ -172,7 +172,7 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
     model = random_model(CONFIG)
     shape = Shape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
     monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
-    monkeypatch.setattr(cached, "capture", lambda body, **_: SimpleNamespace(replay=body))
+    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     break_second(
         lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused, "fused"
     )

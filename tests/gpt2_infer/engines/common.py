@@ -1,9 +1,14 @@
-"""Models that the engines' tests share."""
+"""Models, and graphs on a CPU, that the engines' tests share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpt2_infer import GPT2
 from gpt2_infer.config import GPT2Config
@@ -20,3 +25,32 @@ def random_model(config: GPT2Config, dtype: torch.dtype = torch.float32) -> GPT2
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
     return model.to(dtype)
+
+
+class RecordedGraph(TorchDispatchMode):
+    """What a captured CUDA graph is: operations on fixed addresses, which replay() runs again."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self:
+            body()
+        for tensor, value in reversed(self.before):  # a capture runs nothing
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+        del self.before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.before += [(x, x.clone()) for x in tensors]
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)

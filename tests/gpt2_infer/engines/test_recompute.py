@@ -9,7 +9,7 @@ import torch
 
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines import base, recompute
+from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
 from gpt2_infer.request import Request
@@ -31,9 +31,9 @@ def test_the_logits_are_those_of_the_modules():
     model = random_model(CONFIG)
     tokens = torch.randint(0, 101, (3, 37))
     seqlens = torch.tensor([37, 1, 20])
-    logits = Forward(model)(tokens, seqlens)
+    logits = Forward(model)(model, tokens, seqlens)
     torch.testing.assert_close(logits, model(tokens, seqlens=seqlens)[:, 0], rtol=0, atol=1e-4)
-    assert torch.equal(Forward(model)(tokens, seqlens), logits)
+    assert torch.equal(Forward(model)(model, tokens, seqlens), logits)
 
 
 @torch.inference_mode()
@@ -44,14 +44,14 @@ def test_one_layer_and_a_head_of_its_own():
     model = random_model(config)
     tokens, seqlens = torch.randint(0, 101, (1, 9)), torch.tensor([9])
     expected = model(tokens)[:, 0]
-    torch.testing.assert_close(Forward(model)(tokens, seqlens), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(Forward(model)(model, tokens, seqlens), expected, rtol=0, atol=1e-4)
 
 
 @torch.inference_mode()
 def test_the_engine_writes_what_the_modules_write(monkeypatch):
     """Several lengths, each run first and replayed after that; here a replay runs it again."""
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
-    monkeypatch.setattr(recompute, "capture", lambda body, **_: SimpleNamespace(replay=body))
+    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     model, prompts = random_model(CONFIG), [[7, 3], [5, 6, 90, 2]]
     request = Request(config=CONFIG, tokenizer=None, prompts=prompts, max_new_tokens=9)
     engine = Recompute(model, request, "fused")
@@ -105,7 +105,7 @@ def test_every_size_on_a_gpu(name):
         tokens = torch.randint(0, 50257, (batch, seqlen), device="cuda")
         seqlens = torch.arange(seqlen, seqlen - batch, -1, device="cuda")
         expected = model(tokens, seqlens=seqlens)[:, 0]
-        torch.testing.assert_close(forward(tokens, seqlens), expected, rtol=0, atol=5e-5)
+        torch.testing.assert_close(forward(model, tokens, seqlens), expected, rtol=0, atol=5e-5)
     assert generate(model, [[1, 2, 3]], max_new_tokens=40, engine="fused").engine == "fused"
 
 
@@ -116,8 +116,8 @@ def test_a_repeated_pass_gives_the_same_bits():
     model = published("gpt2")
     forward = Forward(model)
     tokens, seqlens = torch.randint(0, 50257, (1, 256)).cuda(), torch.tensor([250]).cuda()
-    expected, logits = forward(tokens, seqlens), torch.empty(1, 50257, device="cuda")
-    graph = capture(lambda: logits.copy_(forward(tokens, seqlens)))
+    expected, logits = forward(model, tokens, seqlens), torch.empty(1, 50257, device="cuda")
+    graph = capture(lambda: logits.copy_(forward(model, tokens, seqlens)))
     same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(500):
         graph.replay()

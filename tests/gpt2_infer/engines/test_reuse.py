@@ -1,0 +1,302 @@
+"""Calls of the same shape share an engine: what it captured, packed and allocated."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attention_kernels.backends import pytorch
+from gpt2_infer import GPT2, Request, Sampling, engines, generate, sampling
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines import base, fused, lend_engine
+from gpt2_infer.engines.fused import Shape
+from gpt2_infer.prepared import MAX_ENGINES, Prepared
+from gpt2_infer.request import MODES
+from tests.gpt2_infer.engines.common import RecordedGraph, random_model
+
+CONFIG = GPT2Config(
+    vocab_size=101,
+    n_positions=40,
+    n_embd=64,
+    n_layer=2,
+    n_head=2,
+    n_inner=128,
+    tie_word_embeddings=False,  # a text of random weights would be one token
+)
+PROMPTS = [[7, 3], [5, 6, 90, 2]]
+OTHERS = [[9, 4, 4, 1], [70]]
+SHORTER = [[8, 3, 5], [55, 10]]
+DRAWN = Sampling(0.9, 50, 0.95, seed=3)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Let a CPU run all engines; the graphs that were captured since."""
+    graphs: list[RecordedGraph] = []
+
+    def capture(body, shared_with=None):
+        graphs.append(RecordedGraph(body))
+        return graphs[-1]
+
+    def shape_on(model, batch):
+        return Shape(model.config, model.dtype, batch, 6, 227 * 1024)
+
+    def visible(k_cache, seqlens):
+        positions = k_cache.shape[1]
+        return positions, torch.arange(positions) < seqlens[:, None, None, None]
+
+    reasons = {"fused": [], "graph": [], "eager": []}
+    monkeypatch.setattr(base, "capture", capture)
+    monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 8)
+    monkeypatch.setattr(base, "pool_bytes", lambda graph: 1000)
+    monkeypatch.setattr(fused, "shape_on", shape_on)
+    monkeypatch.setattr(engines, "_reasons", lambda *_: reasons)
+    monkeypatch.setattr(engines, "_room", lambda device: 2**30)
+    # On a CPU these look at values, which a graph cannot.
+    monkeypatch.setattr(pytorch, "_visible", visible)
+    monkeypatch.setattr(sampling, "_largest", lambda logits: logits.max(-1))
+    return graphs
+
+
+def call(model, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": 6, "ignore_eos": True, "engine": "graph"} | options
+    return generate(model, prompts, **options).tokens
+
+
+@pytest.mark.parametrize("drawn", [Sampling(), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("engine", "mode"),
+    [("graph", "recompute"), ("fused", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")],
+)
+def test_a_second_call_prepares_nothing_and_writes_the_same(engine, mode, drawn, captured):
+    model = random_model(CONFIG)
+
+    def both(prompts, new_tokens=6):
+        options = {"mode": mode, "sampling": drawn, "max_new_tokens": new_tokens}
+        before = len(captured)
+        text = call(model, prompts, engine=engine, **options)
+        assert text == call(model, prompts, engine="eager", **options)
+        return len(captured) - before, text
+
+    first, text = both(PROMPTS)
+    assert first > 0
+    assert both(PROMPTS) == (0, text)
+    assert both(OTHERS)[0] == 0  # equally long
+    new, _ = both(SHORTER)
+    assert new == (0 if mode == "recompute" else 1)  # a prompt of another length
+    both(PROMPTS, 1)
+    assert both(PROMPTS)[1] == text
+
+
+def test_an_engine_that_ran_no_step_captures_one_later(captured):
+    model = random_model(CONFIG)
+    for new_tokens in (1, 4):
+        options = {"mode": "kv-cache", "max_new_tokens": new_tokens}
+        assert call(model, **options) == call(model, engine="eager", **options)
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_calls_of_the_same_shape_share_an_engine(mode, captured):
+    model = random_model(CONFIG)
+    shapes = (
+        {},
+        {"prompts": PROMPTS[:1]},
+        {"max_new_tokens": 20},
+        {"sampling": DRAWN},
+        {"sampling": Sampling(0.8, 50, 0.95)},
+        {"check_finite": False},
+        {"engine": "fused"},
+    )
+    for options in (*shapes, *shapes):
+        wanted = call(model, mode=mode, **options | {"engine": "eager"})
+        assert call(model, mode=mode, **options) == wanted
+        other = model.with_attention("NAIVE_PYTORCH", "NAIVE_PYTORCH")
+        assert call(other, mode=mode, **options) == wanted
+
+
+@pytest.mark.parametrize("engine", ["graph", "fused"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "change", ["in place", "loaded", "replaced", "data replaced", "through data"]
+)
+def test_changed_weights_are_used(change, mode, engine, captured):
+    model, other = random_model(CONFIG), random_model(CONFIG)
+    with torch.no_grad():
+        other.h[1].mlp.c_fc.weight.mul_(-1)
+    options = {"mode": mode, "engine": engine}
+    wanted = call(other, mode=mode, engine="eager")
+    assert call(model, **options) != wanted
+    linear, negative = model.h[1].mlp.c_fc, other.h[1].mlp.c_fc.weight
+    if change == "in place":
+        with torch.no_grad():
+            linear.weight.mul_(-1)
+    elif change == "loaded":
+        model.load_state_dict(other.state_dict())
+    elif change == "replaced":
+        linear.weight = torch.nn.Parameter(negative.clone(), requires_grad=False)
+    elif change == "data replaced":
+        linear.weight.data = negative.clone()
+    else:
+        linear.weight.data.mul_(-1)  # of which PyTorch keeps no count
+        model.release()
+    assert call(model, **options) == wanted
+
+
+def waiting(model):
+    return [engine for _, engine in model._prepared._waiting]
+
+
+def test_an_engine_waits_with_an_empty_cache_and_without_the_model(captured):
+    model = random_model(CONFIG)
+    call(model, mode="kv-cache")
+    (engine,) = waiting(model)
+    assert not engine.cache.kv.any()
+    gc.collect()
+    gc.disable()
+    try:
+        alive = weakref.ref(model), weakref.ref(engine)
+        del model, engine
+        assert [one() for one in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_release_gives_back_everything(captured):
+    model = random_model(CONFIG)
+    call(model)
+    call(model, mode="kv-cache", engine="fused")
+    alive = [weakref.ref(engine) for engine in waiting(model)]
+    packed = weakref.ref(next(iter(model.prepared._shared.values())))
+    model.release()
+    gc.collect()
+    assert len(alive) == 2
+    assert [one() for one in (*alive, packed)] == [None] * 3
+
+
+def test_copies_begin_with_nothing(captured):
+    model = random_model(CONFIG)
+    call(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not waiting(other)
+        assert call(other) == call(model)
+
+
+def lend(model):
+    request = Request(
+        config=CONFIG, tokenizer=None, prompts=PROMPTS, max_new_tokens=5, engine="graph"
+    )
+    return lend_engine(model, request)
+
+
+@torch.inference_mode()
+def test_an_engine_serves_one_call_at_a_time(captured):
+    model = random_model(CONFIG)
+    (one, keep_one), (two, keep_two) = lend(model), lend(model)
+    assert one is not two
+    keep_one()
+    keep_two()
+    assert {lend(model)[0], lend(model)[0]} == {one, two}
+
+
+@torch.inference_mode()
+def test_an_engine_that_was_lent_before_a_release_is_not_kept(captured):
+    model = random_model(CONFIG)
+    _, keep = lend(model)
+    model.release()
+    keep()
+    assert not waiting(model)
+
+
+def test_a_failed_call_leaves_no_engine(captured, monkeypatch):
+    model = random_model(CONFIG)
+    call(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(base.Engine, "accept", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call(model, max_new_tokens=30)
+    assert not waiting(model)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_memory_that_is_short_is_given_back(engine, captured, monkeypatch):
+    model, other = random_model(CONFIG), random_model(CONFIG)
+    wanted = call(model, engine=engine)
+    call(other)
+    forward = GPT2.forward
+
+    def short(self, *arguments, **options):
+        if waiting(other):
+            raise torch.OutOfMemoryError("short")
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(GPT2, "forward", short)
+    assert call(model, max_new_tokens=4, engine=engine) == [row[:4] for row in wanted]
+    monkeypatch.setattr(GPT2, "forward", lambda *_, **__: short_of_all())
+
+    def short_of_all():
+        raise torch.OutOfMemoryError("short")
+
+    model.release()
+    with pytest.raises(torch.OutOfMemoryError):
+        call(model, engine=engine)
+
+
+def test_what_waits_is_bounded():
+    prepared, one = Prepared(), SimpleNamespace(nbytes=10)
+    for key in range(MAX_ENGINES + 2):
+        prepared.put(key, one, prepared.stamp, 1000)
+    assert [prepared.take(key) is one for key in range(4)] == [False, False, True, True]
+    prepared.put("large", SimpleNamespace(nbytes=1001), prepared.stamp, 1000)
+    assert prepared.take("large") is None
+    assert prepared.take(4) is one
+    prepared.put("last", SimpleNamespace(nbytes=991), prepared.stamp, 1000)
+    assert [prepared.take(key) for key in (6, 9)] == [None, None]
+    assert prepared.take("last") is not None
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drawn", [Sampling(), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("engine", "mode"),
+    [("graph", "recompute"), ("fused", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")],
+)
+def test_calls_on_a_gpu_are_the_same(engine, mode, drawn):
+    model = GPT2.from_pretrained("demo", device="cuda")
+    options = {"mode": mode, "engine": engine, "sampling": drawn, "max_new_tokens": 60}
+    first = call(model, **options)
+    (kept,) = waiting(model)
+    assert 0 < kept.nbytes < 2**30
+    assert call(model, **options) == first
+    assert waiting(model) == [kept]
+    for prompts in (OTHERS, SHORTER):
+        fresh = GPT2.from_pretrained("demo", device="cuda")
+        assert call(model, prompts, **options) == call(fresh, prompts, **options)
+    assert waiting(model) == [kept]
+    model.release()
+    assert not waiting(model)
+    assert call(model, **options) == first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_may_generate_at_once_on_a_gpu(mode):
+    model = GPT2.from_pretrained("demo", device="cuda")
+    prompts = [[[5 + i, 300, 90, 2 + i]] for i in range(8)]
+    fresh = GPT2.from_pretrained("demo", device="cuda")
+    expected = [call(fresh, one, mode=mode, max_new_tokens=40) for one in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        jobs = [
+            threads.submit(call, model, one, mode=mode, max_new_tokens=40) for one in prompts * 4
+        ]
+        assert [job.result() for job in jobs] == expected * 4
