@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_infer.bench import environment
 from gpt2_infer.bench.results import (
     KernelCell,
     ResultsError,
@@ -127,6 +128,15 @@ def test_the_committed_results_are_whole():
         assert results.task in file.name.replace("_", "-"), file
         words = json.dumps(json.loads(encode(results.provenance))).split('"')
         assert not any(word.startswith("/") for word in words), file
+
+
+def test_the_committed_results_are_of_commits_in_the_history():
+    history = environment._git("rev-list", "HEAD")
+    if history is None or environment._git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs a checkout with its history")
+    commits = {*history.split(), None}  # None: published by others
+    unknown = [p.name for p in RESULTS.glob("*.json") if read(p).provenance.commit not in commits]
+    assert unknown == []
 
 
 def test_the_arithmetic_of_a_cell():
