@@ -47,12 +47,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def shared_memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give back what torch keeps of the GPU's memory: each worker would keep its largest test's."""
+    """Give back the GPU's memory: each worker would keep as much as its largest test took."""
     yield
     if "gpu" in request.keywords:
         import torch
 
+        from gpt2_infer import prepared
+
         if torch.cuda.memory_reserved() > 2**30:
+            prepared.clear_all()
             gc.collect()
             torch.cuda.empty_cache()
 
