@@ -114,6 +114,14 @@ def test_documented_commands_and_options_are_real(document):
         assert word in COMMANDS, word
 
 
+def test_the_prompts_that_the_readme_completes_are_there():
+    words = [word for line in commands(Path("README.md")) for word in line]
+    (file,) = (word for word in words if word.endswith(".jsonl"))
+    rows = [json.loads(line) for line in (ROOT / file).read_text("utf-8").splitlines()]
+    assert all({*row} == {"id", "prompt"} for row in rows)
+    assert len({row["id"] for row in rows}) == len(rows) > 1
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_documented(command, capsys):
     with pytest.raises(SystemExit):

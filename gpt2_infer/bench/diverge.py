@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
@@ -80,6 +81,8 @@ class Side:
     """The shortfall that rounding explains."""
     place: Place
     """Its first layer over the budget, or else the layer nearest to it."""
+    key_tile: int | None
+    """The keys in a tile of its kernel, as its header says; None if it does not."""
 
     @property
     def faults(self) -> list[str]:
@@ -140,9 +143,19 @@ class Comparison:
         """Whether neither side has a bug here."""
         return self.verdict in ("equal", "tie")
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that attention saw at once."""
+        return self.prompt_tokens + self.new_tokens - 1
+
+    @property
+    def untried(self) -> str:
+        """What the text did not exercise."""
+        return f"not tried: more than {self.longest} tokens at once"
+
     def to_json(self) -> dict[str, Any]:
         """Return every field, the verdict and the faults; null for a number that is not finite."""
-        value = {"verdict": self.verdict, **asdict(self)}
+        value = {"verdict": self.verdict, **asdict(self), "untried": self.untried}
         for name, side in (("a", self.a), ("b", self.b)):
             value[name]["faults"] = side.faults
         finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
@@ -161,6 +174,22 @@ class Divergence(Comparison):
     """max|A - B|, infinite for a NaN."""
     apart: Place
     """Where the outputs of a layer differ most for the sum of both budgets."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that attention saw at once, up to where the texts part."""
+        return self.position
+
+    @property
+    def untried(self) -> str:
+        """What the text did not exercise; a kernel may be wrong from its second tile on."""
+        tiles = [
+            f"the first tile of {side.key_tile} keys of {side.backend}"
+            for side in (self.a, self.b)
+            if side.key_tile and self.longest <= side.key_tile
+        ]
+        beyond = f", and so nothing beyond {' and '.join(dict.fromkeys(tiles))}" if tiles else ""
+        return super().untried + beyond
 
     def __str__(self) -> str:
         """Lay it out for people; the last line is the verdict."""
@@ -189,6 +218,7 @@ class Divergence(Comparison):
         ]
         for name, side in sides.items():
             lines += [f"{name}: {fault}" for fault in side.faults]
+        lines += [self.untried] if self.passed else []
         wrong = dict.fromkeys(side.backend for side in sides.values() if side.faults)
         return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
 
@@ -287,6 +317,7 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
                 shortfall=(reference.max() - reference[token]).item(),
                 allowed=2 * error_budget(precision, model.dtype, naive_error, largest),
                 place=over[0] if over else max(places, key=lambda place: place.nearness),
+                key_tile=_key_tile(spec),
             )
         )
     return Divergence(
@@ -302,6 +333,12 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
         logits_difference=_distance(*owns),
         apart=max(layers.apart, key=lambda place: place.nearness),
     )
+
+
+def _key_tile(spec: BackendSpec) -> int | None:
+    tile = spec.version.tile if spec.version else ""
+    found = re.search(r"kBlockM x kBlockN = \d+ x (\d+)|kBlockN = (\d+) keys", tile)
+    return int(found[1] or found[2]) if found else None
 
 
 class _Layers:

@@ -112,6 +112,7 @@ class EngineDivergence(Comparison):
         lines.append("")
         for name, side in sides.items():
             lines += [f"{name}: {fault}" for fault in side.faults]
+        lines += [self.untried] if self.passed else []
         wrong = [side.engine for side in sides.values() if side.faults]
         return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
 

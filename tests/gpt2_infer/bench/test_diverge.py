@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from attention_kernels import get_backend
+from attention_kernels import get_backend, ladder
+from attention_kernels.ladder import compilers
 from attention_kernels.reference import naive_attention, reference_attention
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.bench.diverge import diverge, examine
-from gpt2_infer.cli import main
+from gpt2_infer.cli import DEFAULT_PROMPT, main
 from tests.conftest import DEVICES, rewrite
 from tests.gpt2_infer.bench import common
 from tests.gpt2_infer.cli.program import run
@@ -324,7 +327,34 @@ def test_an_emulated_kernel_writes_plain_pytorchs_text(capsys):
     assert status == 0
     assert "cpu, float32, 7 prompt tokens and 5 new ones" in out
     assert "A  CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in out
-    assert out.splitlines()[-1] == "equal"
+    *_, untried, verdict = out.splitlines()
+    assert verdict == "equal"
+    assert untried.startswith("not tried: more than 11 tokens at once, and so nothing beyond the")
+    assert untried.endswith(" the first tile of 64 keys of CUSTOM_CUDA_VERSION_12")
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, demo):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    copied = re.search(r"cp (\S+) v01_mine\.cu", readme)[1]
+    right, wrong = re.search(r"change\s+`([^`]+)` to `([^`]+)`", readme).groups()
+    new_tokens = int(re.search(r"diverge v01_mine\.cu .* --max-new-tokens (\d+)", readme)[1])
+    file = tmp_path / "v01_mine.cu"
+    file.write_text((ROOT / copied).read_text().replace(right, wrong))
+    spec = ladder.resolve(str(file))
+    ids = demo.tokenizer.encode(DEFAULT_PROMPT)
+    # The last step alone, and a text that ends within the first tile.
+    long = generate(demo, [ids], max_new_tokens=new_tokens - 1, ignore_eos=True).tokens[0]
+    result = diverge(demo, spec, PLAIN, [*ids, *long], max_new_tokens=1)
+    assert result.verdict == "bug in A"
+    short = diverge(demo, spec, PLAIN, ids, max_new_tokens=1)
+    assert short.verdict == "equal"
+    assert short.untried.endswith("nothing beyond the first tile of 32 keys of V01_MINE")
 
 
 def test_equal_texts_as_json(capsys):
