@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+LONGEST = ("test_sanitize.py", "TRITON")  # Triton's kernels are tuned for each size
 MESSAGE_LINES = 8
 SLOWEST = 20
 
@@ -22,8 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest tests first: a worker that gets one at the end would keep all others waiting.
-    items.sort(key=lambda item: item.path.name != "test_sanitize.py")
+    """Put the longest first: a worker that gets one at the end would keep the others waiting."""
+
+    def place(item: pytest.Item) -> int:
+        return next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
 
 
 class Suite:
@@ -37,11 +42,13 @@ class Suite:
         self.messages: dict[str, list[str]] = {}
 
     def pytest_sessionstart(self) -> None:
-        """Build on all cores what the workers would wait for."""
+        """Note what is tested, and build on all cores what the workers would wait for."""
         import torch
 
         from attention_kernels import ladder, list_backends
+        from gpt2_infer.bench.environment import provenance
 
+        self.provenance = provenance(besides=self.file)
         if torch.cuda.is_available():
             ladder.build_all("cuda", list_backends())
 
@@ -62,12 +69,11 @@ class Suite:
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if not finished or not counts["passed"] + counts["failed"]:  # without a GPU all are skipped
             return
-        from gpt2_infer.bench.environment import provenance
         from gpt2_infer.bench.results import GpuTests, TestFailure, TestTime
 
         self.results = GpuTests(
             task="gpu-tests",
-            provenance=provenance(besides=self.file),
+            provenance=self.provenance,
             workers=session.config.getoption("numprocesses", None) or 1,
             passed=counts["passed"],
             failed=counts["failed"],
