@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from attention_kernels.contract import PLAIN_PRECISIONS
+from gpt2_infer.checks import check_type
 from gpt2_infer.config import GPT2Config, named_config
 from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError
 from gpt2_infer.files import read_json_object
@@ -70,7 +71,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str,
+    model: str | Path,
     *,
     revision: str | None = None,
     random_weights: bool = False,
@@ -81,6 +82,11 @@ def open_checkpoint(
     With random_weights the name of a published size needs no download. Raises WeightsError, or
     ConfigError for a configuration that cannot be honoured.
     """
+    if not isinstance(model, str | Path):
+        raise RequestError(f"model must be a name or a folder, not {model!r}")
+    model = str(model)
+    if tokenizer is not None:
+        check_type("tokenizer", tokenizer, Tokenizer)
     folder = _local_folder(model)
     hub_id, config = None, None
     if folder is not None:
@@ -142,7 +148,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise RequestError(f"device must be cuda or cpu, not {device!r}") from None
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableDeviceError(

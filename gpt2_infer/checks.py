@@ -22,6 +22,12 @@ def check_number(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a finite number, not {value!r}")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise RequestError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} must be a {kind.__name__}, not {value!r}")
+
+
 def check_flag(name: str, value: object) -> None:
     """Raise RequestError unless `value` is True or False."""
     if not isinstance(value, bool):

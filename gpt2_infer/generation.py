@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
+from gpt2_infer.checks import check_type
 from gpt2_infer.engines import Engine, lend_engine
 from gpt2_infer.errors import NotFiniteError, RequestError
 from gpt2_infer.model import GPT2
@@ -96,6 +97,7 @@ def generate(
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
+    check_type("model", model, GPT2)
     request = Request(
         config=model.config,
         tokenizer=model.tokenizer,

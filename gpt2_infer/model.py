@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from attention_kernels import (
     default_backend,
     ladder,
 )
-from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels
+from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
 from attention_kernels.registry import default_decode_backend
 from gpt2_infer.checkpoint import (
     DEFAULT_MODEL,
@@ -32,6 +33,7 @@ from gpt2_infer.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
+from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import ConfigError, RequestError
 from gpt2_infer.linear import Linear, project, weight_and_bias, with_room
@@ -202,7 +204,7 @@ class GPT2(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        model: str = DEFAULT_MODEL,
+        model: str | Path = DEFAULT_MODEL,
         *,
         revision: str | None = None,
         device: str | torch.device | None = None,
@@ -223,6 +225,7 @@ class GPT2(nn.Module):
         before any weight is read wherever that is possible.
         """
         target, dtype = resolve_device(device), resolve_dtype(dtype)
+        check_integer("the seed", seed, 0, 2**63 - 1)
         attention, decode_attention = _specs(attention, decode_attention)
         checkpoint = open_checkpoint(
             model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
@@ -373,6 +376,12 @@ class GPT2(nn.Module):
         positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
         cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
         """
+        check_type("tokens", tokens, Tensor)
+        if tokens.dim() != 2 or tokens.dtype != torch.long:
+            raise RequestError(
+                "tokens must be int64 (batch, seqlen), not "
+                f"{dtype_name(tokens.dtype)} {tuple(tokens.shape)}"
+            )
         batch, seqlen = tokens.shape
         if not 1 <= seqlen <= self.config.n_positions:
             raise RequestError(

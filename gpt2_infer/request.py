@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from gpt2_infer.checks import check_flag, check_integer
+from gpt2_infer.checks import check_flag, check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import RequestError
 from gpt2_infer.sampling import Sampling
@@ -46,8 +46,7 @@ class Request:
         check_integer("max-new-tokens", self.max_new_tokens, 1)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("check_finite", self.check_finite)
-        if not isinstance(self.sampling, Sampling):
-            raise RequestError(f"sampling must be a Sampling, not {self.sampling!r}")
+        check_type("sampling", self.sampling, Sampling)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from gpt2_infer.batch import folder
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
-from gpt2_infer.checks import check_integer
+from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
 from gpt2_infer.errors import RequestError
@@ -70,6 +70,12 @@ class Settings:
     """None: 32 on a CPU, on a GPU what its memory holds, up to 512."""
 
     def __post_init__(self) -> None:
+        check_type("sampling", self.sampling, Sampling)
+        check_type("stop", self.stop, tuple)
+        if self.format not in get_args(Format):
+            raise RequestError(
+                f"format must be {' or '.join(get_args(Format))}, not {self.format!r}"
+            )
         check_integer("part-rows", self.part_rows, 1)
         if self.batch_size is not None:
             check_integer("batch-size", self.batch_size, 1, LARGEST_BATCH)

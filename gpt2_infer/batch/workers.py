@@ -27,8 +27,8 @@ from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceErr
 
 
 def run(
-    inputs: Sequence[Path],
-    out: Path,
+    inputs: Sequence[str | Path],
+    out: str | Path,
     settings: Settings,
     *,
     devices: Sequence[torch.device],
@@ -44,6 +44,9 @@ def run(
     Raises RequestError for what plan() refuses, or where another process is at work in `out`, and
     BatchError for a job that has stopped.
     """
+    if not devices:
+        raise RequestError("there is no device to run on")
+    files, out = [*map(Path, inputs)], Path(out)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and len(devices) > 1:
         raise RequestError("with WORLD_SIZE every process has one device: leave out --devices")
@@ -52,7 +55,7 @@ def run(
 
         def prepare() -> Job:
             stack.enter_context(locked(out))
-            return plan(inputs, out, settings, device=devices[0], resume=resume, strict=strict)
+            return plan(files, out, settings, device=devices[0], resume=resume, strict=strict)
 
         if len(devices) > 1:
             with _processes(devices) as workers:  # which end before the lock

@@ -295,6 +295,24 @@ def test_what_is_neither_a_folder_nor_a_hub_id(name):
         load(name)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": None},
+        {"model": b"demo"},
+        {"device": 1.5},
+        {"dtype": 5},
+        {"tokenizer": 3},
+        {"random_weights": True, "seed": "x"},
+        {"random_weights": True, "seed": 2**70},
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_by_name(wrong):
+    name = "the seed" if "seed" in wrong else next(iter(wrong))
+    with pytest.raises(RequestError, match=f"^{name} must be "):
+        GPT2.from_pretrained(**({"model": "demo", "device": "cpu"} | wrong))
+
+
 def test_a_pipe_in_the_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(WeightsError, match=r"config\.json cannot be read as JSON: .*Not a regular"):

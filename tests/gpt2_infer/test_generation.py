@@ -343,6 +343,11 @@ def test_requests_that_cannot_be_met(arguments, words, demo):
         generate(demo, **({"prompts": "The"} | arguments))
 
 
+def test_a_model_is_no_name():
+    with pytest.raises(RequestError, match="model must be a GPT2, not 'demo'"):
+        generate("demo", "The")
+
+
 @pytest.mark.parametrize(
     "prompts", [torch.tensor([[40, 50]]), np.array([[40, 50]]), [[np.int64(40), 50]], [(40, 50)]]
 )

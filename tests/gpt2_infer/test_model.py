@@ -94,6 +94,9 @@ def test_padding_on_the_right_changes_nothing(save_checkpoint):
         assert torch.allclose(got[row], alone[0], atol=1e-5)
     with pytest.raises(ValueError, match="logits_to_keep must be 1"):
         model(tokens, seqlens=seqlens, logits_to_keep=0)
+    for wrong in ([[1, 2]], tokens[0], tokens.float()):
+        with pytest.raises(RequestError, match="tokens must be"):
+            model(wrong)
     for count in (0, 65):
         with pytest.raises(RequestError, match=rf"from 1 to 64 of them .*, not {count}"):
             model(torch.zeros(1, count, dtype=torch.long))

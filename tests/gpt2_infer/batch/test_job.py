@@ -310,8 +310,11 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
         ("part_rows", 0),
         ("batch_size", 0),
         ("batch_size", 99999999999999),
+        ("format", "xml"),
+        ("sampling", 0.7),
+        ("stop", "a"),
     ):
-        with pytest.raises(RequestError, match="must be an integer"):
+        with pytest.raises(RequestError, match="must be "):
             dataclasses.replace(settings, **{field: value})
     for field, value in (("max_new_tokens", 64), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
@@ -320,6 +323,8 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
     other = dataclasses.replace(settings, backend="UNKNOWN")
     with pytest.raises(UnknownBackendError):
         batch.run([file], tmp_path / "out", other, devices=CPU)
+    with pytest.raises(RequestError, match="there is no device"):
+        batch.run([file], tmp_path / "out", settings, devices=[])
     assert not (tmp_path / "out" / "_job.json").exists()
     with (
         FileLock(tmp_path / "out" / ".lock"),
