@@ -30,10 +30,10 @@ SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
 DTYPES = ("float32", "float16", "bfloat16")  # as in the kernels' header
 MAX_BATCH = 8
 SPLIT = 128  # keys that are attended to at once
-# The most that a block asks for, if its columns can be chosen; tried on an H200.
+# The most weights that a block asks for, if its columns can be chosen; tried on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
-STATIC_BYTES = 10 * 1024  # of shared memory, at most, beside dynamic memory
+HEAD_STATIC_BYTES = 4096  # as in the kernels' Ring
 MAX_STATIC_BYTES = 48 * 1024  # that a kernel can have
 
 
@@ -63,6 +63,12 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
+
+
+def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
+    """Return the shared memory of x, whose rows are padded for tensor cores."""
+    padding = 0 if dtype == torch.float32 else 32
+    return dtype.itemsize * (width + padding) * batch
 
 
 def power_of_two(n: int) -> int:
@@ -113,9 +119,16 @@ class Product:
     block_columns: int
     warps: int
 
-    def block_bytes(self, itemsize: int) -> int:
+    def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block's columns."""
-        return self.rows * self.block_columns * itemsize
+        return self.rows * self.block_columns * dtype.itemsize
+
+    def shared_bytes(self, dtype: torch.dtype, batch: int, *, has_norm: bool) -> int:
+        """Return the shared memory of a block; has_norm: a LayerNorm of x is ahead."""
+        sums = 4 * self.warps * self.block_columns * batch
+        moments = 8 * self.warps * 2 * batch
+        norm = x_bytes(self.rows, dtype, batch) + moments if has_norm else 0
+        return self.block_bytes(dtype) + norm + sums + 128  # the barrier, as nvcc aligns it
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return weight (rows, columns) in the order of the kernels' Product of its dtype."""
@@ -150,28 +163,38 @@ class Shape:
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
         warps = 10 if width % 320 == 0 and width % 256 else 8  # that have as many rows each
         return {
-            "QKV": Product(width, 3 * width, self._columns(width, qkv_bytes), warps),
+            "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": Product(width, width, 8, warps),
-            "FC": Product(width, inner, self._columns(width, FC_BYTES), warps),
+            "FC": self._widest(width, inner, warps, FC_BYTES),
             "FC2": Product(inner, width, 8, 2 * warps),
         }
 
-    def _columns(self, rows: int, most_bytes: int) -> int:
-        """Return the most columns of a block of which `rows` rows are at most that large."""
-        return next((n for n in (32, 16) if rows * n * self.dtype.itemsize <= most_bytes), 8)
+    def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> Product:
+        """Return a product behind a LayerNorm with as many columns per block as there is room for.
+
+        There is at any batch size if possible: the weights are packed once for all.
+        """
+        for block_columns in (32, 16):
+            product = Product(rows, columns, block_columns, warps)
+            needed = product.shared_bytes(self.dtype, MAX_BATCH, has_norm=True)
+            if product.block_bytes(self.dtype) <= most_bytes and needed <= self.shared_bytes:
+                return product
+        return Product(rows, columns, 8, warps)
 
     @property
     def fits(self) -> bool:
-        """Whether each block has room for its weights, and for all rows of x at any batch size."""
-        x = 4 * MAX_BATCH * self.config.n_embd  # where a LayerNorm is ahead
-        sizes = {name: one.block_bytes(self.dtype.itemsize) for name, one in self.products.items()}
+        """Whether each block has room in its shared memory."""
+        products = [
+            one.shared_bytes(self.dtype, self.batch, has_norm=name in ("QKV", "FC"))
+            for name, one in self.products.items()
+        ]
         # Of the embedding a lane has 16 bytes as often as its row is long, or 4 times in 16 bits.
         chunks = ceil_div(self.config.n_embd, 4 * 32) if self.dtype == torch.float32 else 4
         two_stages = 2 * chunks * 16 * 256
-        most = max(x + sizes["QKV"], x + sizes["FC"], sizes["FC2"], x + two_stages)
+        head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
         partials = 8 + self.max_splits  # of attention: of its warps, and of the keys' splits
         attention = 4 * (self.config.head_dim + 2) * partials
-        return most <= self.shared_bytes - STATIC_BYTES and attention <= MAX_STATIC_BYTES
+        return max(*products, head) <= self.shared_bytes and attention <= MAX_STATIC_BYTES
 
     @property
     def max_splits(self) -> int:

@@ -199,6 +199,44 @@ def test_every_published_size_has_a_geometry(size, dtype, batch):
     assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "most_rows"),
+    [
+        ((768, 12), torch.float32, 4),
+        ((1024, 16), torch.float32, 0),  # FC2: 8 columns of 4096 rows are 128 KB
+        ((768, 12), torch.bfloat16, 8),
+        ((1024, 16), torch.bfloat16, 8),
+        ((1280, 20), torch.float16, 8),
+        ((1600, 25), torch.bfloat16, 0),  # FC2: 100 KB
+    ],
+)
+def test_what_fits_in_99_kb(size, dtype, most_rows):
+    """The shared memory of a block on RTX 40 and 50."""
+    width, heads = size
+    config = GPT2Config(n_embd=width, n_head=heads)
+    shapes = [Shape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]
+    assert [shape.fits for shape in shapes] == [shape.batch <= most_rows for shape in shapes]
+    assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "columns"),
+    [
+        (768, torch.float32, (16, 32)),
+        (1024, torch.float32, (16, 16)),
+        (1280, torch.float32, (8, 16)),
+        (1600, torch.float32, (16, 16)),
+        (768, torch.bfloat16, (32, 32)),
+        (1024, torch.bfloat16, (32, 32)),
+        (1280, torch.bfloat16, (16, 32)),
+        (1600, torch.bfloat16, (32, 32)),
+    ],
+)
+def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, columns):
+    shape = Shape(GPT2Config(n_embd=width, n_head=width // 64), dtype, 1, 132, 227 * 1024)
+    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
+
+
 def test_the_embedding_takes_less_room_in_16_bits():
     config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
     shape = Shape(config, torch.bfloat16, 1, 132, 227 * 1024)
