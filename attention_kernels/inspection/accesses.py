@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store of the source, summed over a launch."""
+    """One load, store or atomic of the source, summed over a launch."""
 
     lines: tuple[int, ...]
     """Where it is, from the kernel's own line through the functions called there."""
@@ -55,7 +56,8 @@ class Access:
     """The kernel's own line."""
     memory: str
     """"shared" or "global"."""
-    is_store: bool
+    kind: str
+    """"load", "store" or "atomic"."""
     bytes: int
     """Per lane."""
     requests: int
@@ -65,7 +67,7 @@ class Access:
     conflicts: int
     """Wavefronts that are there because lanes want different words of one bank."""
     ways: int
-    """The most words that the lanes of one wavefront want of one bank."""
+    """The most words that the lanes of one wavefront want of one bank: of an atomic, lanes."""
     sectors: int
     """Of global memory, 32 bytes each. 0 for shared memory."""
     fewest_sectors: int
@@ -171,8 +173,9 @@ def record(
         except subprocess.TimeoutExpired:
             reason = f"the launch did not end in {timeout_s:g} s"
             raise UnsupportedError(version.path.name, [reason]) from None
+        sys.stderr.write(done.stderr)  # what the version prints
         if done.returncode != 0:
-            words = (done.stdout + done.stderr).strip()
+            words = done.stdout.strip()
             reason = re.sub(
                 r"at (0x\w+)",
                 lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
@@ -189,7 +192,7 @@ def record(
         reason = "there is nothing to count: it launches no kernel, or ends the process before"
         raise UnsupportedError(version.path.name, [reason])
     return Recording(
-        sorted(found, key=lambda access: (access.lines, access.memory, access.is_store)),
+        sorted(found, key=lambda access: (access.lines, access.memory, access.kind)),
         block=int(turns[0][1]) if turns else 0,
         turns=[Turn(*map(int, turn[2:])) for turn in turns],
     )
@@ -208,7 +211,7 @@ def _accesses(
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
             request = Request(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
-            yield Access(lines, words, memory, kind == "store", **numbers, costliest=request)
+            yield Access(lines, words, memory, kind, **numbers, costliest=request)
 
 
 def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
@@ -231,7 +234,7 @@ def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
     ]
     for a in accesses:
         lines = ">".join(map(str, a.lines))
-        kind = f"{a.memory} {'store' if a.is_store else 'load'}"
+        kind = f"{a.memory} {a.kind}"
         conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
         sectors = str(a.sectors) if a.memory == "global" else ""
         if a.fewest_sectors < a.sectors:

@@ -103,7 +103,7 @@ def totals(accesses: list[Access]) -> dict[str, float]:
         ("global", ("requests", "sectors", "fewest_sectors")),
     ):
         for kind in KINDS:
-            mine = [a for a in accesses if a.memory == memory and a.is_store == (kind == "store")]
+            mine = [a for a in accesses if a.memory == memory and a.kind == kind]
             for number in numbers:
                 values = [getattr(access, number) for access in mine]
                 total = max(values, default=0) if number == "ways" else sum(values)

@@ -22,7 +22,7 @@ SOURCE = FILE.read_text("utf-8")
 RIGHT, SPIN, BARRIERS, ABOVE, BELOW, NULL, DIVERGENCE = range(1, 8)
 PAST_AN_ARRAY, PAST_A_POINTER, FLOAT2, FLOAT4, JUST_PAST, ASSERT, TRAP, EXIT, ABORT = range(8, 17)
 PAST_A_FUNCTION, RACE, EXIT_OF_THE_HOST, RETURNED = range(17, 21)
-NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS = range(21, 24)
+NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS, PRINTS = range(21, 25)
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -190,6 +190,13 @@ def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
     assert what.format(place_of(fault)) in message
     assert "; block (0, 0, 0), thread (" in message
     assert runs_right(spec)
+
+
+def test_what_a_thread_prints_is_shown_with_its_place(spec, capfd):
+    launch(spec, PRINTS)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4 * PRINTS
+    assert f"block (3, 0, 0) thread (33, 0, 0) {place_of(PRINTS)}: 7 of 8" in lines
 
 
 def test_a_write_past_an_array_through_a_function_is_told(spec):

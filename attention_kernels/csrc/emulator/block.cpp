@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdarg>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
@@ -424,6 +426,24 @@ inline std::string last_error() {
 // The block that the caller is a thread of, or null: host code.
 inline Block* this_block() {
   return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
+}
+
+int print(const char* file, int line, const char* format, ...) {
+  std::string where = place(file, line) + ": ";
+  if (const Block* const block = this_block()) {
+    where =
+        "block " + text(block->index) + " thread " + text(this_fiber().thread_idx) + " " + where;
+  }
+  char* words = nullptr;
+  va_list values;
+  va_start(values, format);
+  const int written = vasprintf(&words, format, values);
+  va_end(values);
+  if (written < 0) throw std::bad_alloc();
+  const bool ends = written > 0 && words[written - 1] == '\n';
+  std::fprintf(stderr, "%s%s%s", where.c_str(), words, ends ? "" : "\n");
+  std::free(words);
+  return written;
 }
 
 void fail(cudaError_t code, const char* what) {

@@ -178,6 +178,9 @@ cudaError_t finish_launches(cudaError_t error);
 // In a kernel: runs the launch ahead of it.
 void wait_for_previous();
 
+// A line of standard error, after the block, the thread and the source line that print it.
+int print(const char* file, int line, const char* format, ...);
+
 // Ends the calling thread's launch, and with it the thread's frames: what they have allocated is
 // lost memory. In host code it is an exception.
 [[noreturn]] void fail(cudaError_t code, const char* what);

@@ -406,6 +406,21 @@ namespace attention {
 inline float fmaxf(float x, float y) { return x < y || x != x ? y : x; }
 inline float fminf(float x, float y) { return y < x || x != x ? y : x; }
 
+// And before C's printf().
+struct Format {
+  const char* text;
+  const char* file;
+  int line;
+
+  Format(const char* words, const char* in = __builtin_FILE(), int at = __builtin_LINE())
+      : text(words), file(in), line(at) {}
+};
+
+template <typename... Values>
+int printf(Format format, Values... values) {
+  return emulator::print(format.file, format.line, format.text, values...);
+}
+
 template <typename... Parameters, typename... Arguments>
 auto make_call(void (*kernel)(Parameters...), Arguments... arguments) {
   return std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));

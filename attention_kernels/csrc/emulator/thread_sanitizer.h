@@ -12,21 +12,18 @@
   void __tsan_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }         \
   void __tsan_unaligned_read##bytes(void* p) { ON_ACCESS(p, bytes, kRead); } \
   void __tsan_unaligned_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }
+// Of the kernels' atomics all do this one last; the others are the emulator's own.
 #define ATOMIC(bits)                                                                               \
   uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                        \
-    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \
   }                                                                                                \
   void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int) {                     \
-    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
     __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                      \
   }                                                                                                \
   uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t x, int) {       \
-    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
     return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                             \
   }                                                                                                \
   uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int) {        \
-    ON_ACCESS(p, bits / 8, kAtomic);                                                               \
     return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                            \
   }                                                                                                \
   bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected,  \

@@ -9,7 +9,7 @@
 // behind it, as on hardware. What several lanes do at once at one place is one request.
 //
 // Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
-// for each place, separated by tabs: "shared" or "global", "load" or "store", bytes per lane,
+// for each place, separated by tabs: "shared" or "global", "load", "store" or "atomic", bytes per lane,
 // requests, wavefronts, bank conflicts, the most lanes of a wavefront in one bank, sectors, the
 // fewest sectors that hold the same bytes; of the costliest request the block, the warp, its
 // wavefronts or sectors, the array and each lane's offset there in bytes, "-" for a lane that takes
@@ -33,6 +33,7 @@
 #include "attention.h"
 #include "emulator/cuda_emulator.h"
 #include "emulator/runtime.cpp"
+#include "recorders/channel.h"
 
 namespace attention {
 
@@ -64,7 +65,8 @@ struct Request {
 struct Place {
   std::vector<uintptr_t> chain;
   unsigned size = 0;
-  bool is_shared = false, is_store = false;
+  bool is_shared = false;
+  AccessKind kind = AccessKind::kRead;
   Range array{};  // that was accessed first
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
   Request costliest;
@@ -129,7 +131,9 @@ struct Place {
         found.push_back(unit);
     }
     std::sort(found.begin(), found.end());
-    found.erase(std::unique(found.begin(), found.end()), found.end());
+    // Lanes that update one word of shared memory take turns.
+    if (!is_shared || kind != AccessKind::kAtomic)
+      found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;
   }
 };
@@ -227,7 +231,7 @@ struct Recorder {
   }
 
   void visit(const void* frame, uintptr_t at, const void* pointer = nullptr, size_t size = 0,
-             bool is_store = false) {
+             AccessKind kind = AccessKind::kRead) {
     const Fiber* const fiber = thread();
     if (fiber == nullptr) return;
     auto& chain = calls[fiber->thread];
@@ -247,12 +251,12 @@ struct Recorder {
       if (tensor.has(address)) array = tensor;
     if (size != 0 && array.size == 0) return;  // a thread's own: registers, on a GPU
     if (size != 0) turns.add(interval, fiber->thread / kWarpSize);
-    uint64_t key = (size << 2) + 2 * is_store + is_shared;
+    uint64_t key = (size << 3) + 2 * static_cast<uint64_t>(kind) + is_shared;
     for (const Call& call : chain) key = (key ^ call.from) * 0x9e3779b97f4a7c15u;
     key = (key ^ at) * 0x9e3779b97f4a7c15u;
     const auto [found, is_new] = index.try_emplace(key, places.size());
     if (is_new) {
-      places.push_back({{}, static_cast<unsigned>(size), is_shared, is_store, array});
+      places.push_back({{}, static_cast<unsigned>(size), is_shared, kind, array});
       for (const Call& call : chain) places.back().chain.push_back(call.from);
       places.back().chain.push_back(at);
     }
@@ -319,30 +323,32 @@ struct Recorder {
   }
 
   void print() const {
+    constexpr const char* kinds[] = {"load", "store", "atomic"};
     for (const Place& place : places) {
       if (place.size == 0) continue;
-      std::printf("%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t%lu\t",
-                  place.is_shared ? "shared" : "global", place.is_store ? "store" : "load",
-                  place.size, place.requests, place.wavefronts, place.conflicts, place.ways,
-                  place.sectors, place.fewest_sectors);
+      std::fprintf(channel, "%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t%lu\t",
+                   place.is_shared ? "shared" : "global", kinds[static_cast<int>(place.kind)],
+                   place.size, place.requests, place.wavefronts, place.conflicts, place.ways,
+                   place.sectors, place.fewest_sectors);
       const Request& request = place.costliest;
-      std::printf("%lu\t%u\t%lu\t%s\t", request.block, request.warp, request.cost,
-                  place.array.name);
+      std::fprintf(channel, "%lu\t%u\t%lu\t%s\t", request.block, request.warp, request.cost,
+                   place.array.name);
       // From an address that is in bank 0 and begins a sector.
       const uintptr_t begin = place.array.begin / kWavefrontBytes * kWavefrontBytes;
       for (unsigned lane = 0; lane < kWarpSize; ++lane) {
         if ((request.lanes >> lane & 1) == 0) {
-          std::printf("- ");
+          std::fprintf(channel, "- ");
         } else {
-          std::printf("%ld ", static_cast<long>(request.address[lane] - begin));
+          std::fprintf(channel, "%ld ", static_cast<long>(request.address[lane] - begin));
         }
       }
-      std::printf("\t");
-      for (const uintptr_t address : place.chain) std::printf("%lx ", address);
-      std::printf("\n");
+      std::fprintf(channel, "\t");
+      for (const uintptr_t address : place.chain) std::fprintf(channel, "%lx ", address);
+      std::fprintf(channel, "\n");
     }
     for (const Turn& turn : most.list)
-      std::printf("turn\t%lu\t%u\t%u\t%lu\n", most.block, turn.interval, turn.warp, turn.accesses);
+      std::fprintf(channel, "turn\t%lu\t%u\t%u\t%lu\n", most.block, turn.interval, turn.warp,
+                   turn.accesses);
   }
 };
 
@@ -368,7 +374,7 @@ Range program_tls() {
 void* tensor(const char* name, size_t bytes) {
   void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (memory == nullptr) {
-    std::fprintf(stderr, "error: no memory for the %zu bytes of %s\n", bytes, name);
+    std::fprintf(channel, "error: no memory for the %zu bytes of %s\n", bytes, name);
     std::exit(1);
   }
   std::memset(memory, 0, bytes);
@@ -381,51 +387,18 @@ void* tensor(const char* name, size_t bytes) {
 
 // The caller's frame, and where in it.
 #define HERE __builtin_frame_address(1), reinterpret_cast<uintptr_t>(__builtin_return_address(0))
-#define RECORD(bytes)                                                                       \
-  void __tsan_read##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, false); }    \
-  void __tsan_write##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, true); }    \
-  void __tsan_unaligned_read##bytes(void* p) { attention::recorder.visit(HERE, p, bytes); } \
-  void __tsan_unaligned_write##bytes(void* p) { attention::recorder.visit(HERE, p, bytes, true); }
-// What the emulator itself, compiled along, does with atomics.
-#define ATOMIC(bits)                                                                               \
-  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                        \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \
-  }                                                                                                \
-  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int) {                     \
-    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                      \
-  }                                                                                                \
-  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t x, int) {       \
-    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                             \
-  }                                                                                                \
-  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int) {        \
-    return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                            \
-  }                                                                                                \
-  bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected,  \
-                                                     uint##bits##_t x, int, int) {                 \
-    return __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
-  }
+#define ON_ACCESS(address, bytes, kind) \
+  attention::recorder.visit(HERE, address, bytes, attention::emulator::AccessKind::kind)
 
 extern "C" {
-RECORD(1)
-RECORD(2)
-RECORD(4)
-RECORD(8)
-RECORD(16)
-void __tsan_read_range(void* p, size_t size) { attention::recorder.visit(HERE, p, size, false); }
-void __tsan_write_range(void* p, size_t size) { attention::recorder.visit(HERE, p, size, true); }
 void __sanitizer_cov_trace_pc() { attention::recorder.visit(HERE); }
 void __tsan_func_entry(void* from) {
   attention::recorder.enter(__builtin_frame_address(1), reinterpret_cast<uintptr_t>(from));
 }
 void __tsan_func_exit() { attention::recorder.leave(__builtin_frame_address(1)); }
-void __tsan_init() {}
-void __tsan_vptr_update(void**, void*) {}
-ATOMIC(8)
-ATOMIC(16)
-ATOMIC(32)
-ATOMIC(64)
-void __tsan_atomic_thread_fence(int) {}
 }
+
+#include "emulator/thread_sanitizer.h"
 
 int main(int, char** arguments) {
   using namespace attention;
@@ -469,7 +442,7 @@ int main(int, char** arguments) {
 
   const auto error = static_cast<cudaError_t>(version.launch(&params, nullptr));
   if (error != cudaSuccess) {
-    std::printf("error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
+    std::fprintf(channel, "error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
     return 1;
   }
   recorder.end_block();

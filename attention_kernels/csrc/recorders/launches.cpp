@@ -18,6 +18,8 @@
 #include <cstring>
 #include <vector>
 
+#include "recorders/channel.h"
+
 namespace attention {
 
 inline int recorded_head_dim;
@@ -36,13 +38,13 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   dladdr(reinterpret_cast<void*>(kernel), &info);
   const char* const name = info.dli_sname != nullptr ? info.dli_sname : "?";
   char* const words = abi::__cxa_demangle(name, nullptr, nullptr, nullptr);
-  std::printf("%d\t%u\t%zu\t%s\t%s\t%u,%u,%u\t%u,%u,%u\t", recorded_head_dim,
-              block.x * block.y * block.z, smem_bytes, name, words != nullptr ? words : name,
-              grid.x, grid.y, grid.z, block.x, block.y, block.z);
+  std::fprintf(channel, "%d\t%u\t%zu\t%s\t%s\t%u,%u,%u\t%u,%u,%u\t", recorded_head_dim,
+               block.x * block.y * block.z, smem_bytes, name, words != nullptr ? words : name,
+               grid.x, grid.y, grid.z, block.x, block.y, block.z);
   std::vector<unsigned char> bytes;
   (append(bytes, static_cast<Parameters>(arguments)), ...);
-  for (const unsigned char byte : bytes) std::printf("%02x", byte);
-  std::printf("\n");
+  for (const unsigned char byte : bytes) std::fprintf(channel, "%02x", byte);
+  std::fprintf(channel, "\n");
   std::free(words);
   return cudaSuccess;
 }

@@ -119,12 +119,10 @@ class Kernel:
         accesses = self.recording.accesses if self.recording else []
         return {
             (f"{memory} {kind}", counter): sum(
-                getattr(a, counter)
-                for a in accesses
-                if a.memory == memory and a.is_store == (kind == "store")
+                getattr(a, counter) for a in accesses if a.memory == memory and a.kind == kind
             )
             for memory in ("shared", "global")
-            for kind in KINDS
+            for kind in (*KINDS, "atomic")
             for counter in COUNTERS
             if counter in _OF[memory]
         }

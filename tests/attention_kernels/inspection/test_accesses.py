@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import os
 import subprocess
@@ -99,6 +101,11 @@ __global__ void patterns(const float* q, float* o, int head_dim) {
   x += q[threadIdx.x % 2];    // a pair
   store2(o, 2 * threadIdx.x, x, x);                               // store of a call
   reinterpret_cast<float4*>(o)[threadIdx.x] = reinterpret_cast<const float4*>(q)[threadIdx.x];
+  atomicAdd(&smem[lane], 1.0f);      // an atomic each
+  atomicAdd(&smem[lane / 4], 1.0f);  // an atomic of four lanes
+  atomicMax(reinterpret_cast<int*>(o) + 8 * threadIdx.x, lane);  // an atomic apart
+  if (threadIdx.x == 33) printf("x is %g\\n", 1.5f);
+  if (threadIdx.x == 2) std::printf("1\\t2\\n");
 }
 
 int64_t scratch_floats(const Params&) { return 0; }
@@ -115,11 +122,18 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, str]:
+    """The recording, and what the kernel printed."""
     file = tmp_path_factory.mktemp("patterns") / "v01_patterns.cu"
     # Comments may be in any encoding.
     file.write_bytes(PATTERNS.replace("// v01 - access", "// v01 - caf\xe9").encode("latin-1"))
-    return record(parse_header(file))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        return record(parse_header(file)), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def recording(recorded: tuple[Recording, str]) -> Recording:
+    return recorded[0]
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +206,27 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
         assert (found.sectors, found.fewest_sectors) == (sectors, fewest), comment
     vectors = [access for found in patterns.values() for access in found if access.bytes == 16]
     copies = [a for a in vectors if a.memory == "global" and a not in patterns["asynchronous"]]
-    assert {access.is_store for access in copies} == {True, False}
+    assert {access.kind for access in copies} == {"load", "store"}
     assert all((a.requests, a.sectors, a.fewest_sectors) == (2, 32, 32) for a in copies)
+
+
+def test_atomics_are_counted(patterns: dict[str, list[Access]]) -> None:
+    for comment, *counts in (
+        ("an atomic each", "shared", 2, 0, 1, 0),
+        ("an atomic of four lanes", "shared", 8, 6, 4, 0),
+        ("an atomic apart", "global", 0, 0, 0, 64),
+    ):
+        (found,) = patterns[comment]
+        assert (found.kind, found.requests) == ("atomic", 2)
+        shared = found.wavefronts, found.conflicts, found.ways
+        assert [found.memory, *shared, found.sectors] == counts
+        assert f"{found.memory} atomic" in format_table([found])
+
+
+def test_what_a_kernel_prints_is_shown_and_not_counted(recorded: tuple[Recording, str]) -> None:
+    line = next(n for n, line in enumerate(PATTERNS.splitlines(), 1) if "x is %g" in line)
+    place = f"block (0, 0, 0) thread (33, 0, 0) v01_patterns.cu:{line}: "
+    assert sorted(recorded[1].splitlines()) == ["1\t2", f"{place}x is 1.5"]
 
 
 def test_one_request_tells_where_each_lane_went(patterns: dict[str, list[Access]]) -> None:
@@ -224,7 +257,7 @@ def test_the_warps_of_a_block_take_turns_between_barriers(recording: Recording) 
 def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(
     patterns: dict[str, list[Access]],
 ) -> None:
-    load, store = sorted(patterns["asynchronous"], key=lambda access: access.is_store)
+    load, store = sorted(patterns["asynchronous"], key=lambda access: access.kind)
     assert (load.memory, load.bytes, load.requests, load.sectors) == ("global", 16, 2, 64)
     assert (store.memory, store.bytes, store.requests) == ("shared", 16, 2)
     assert (store.wavefronts, store.conflicts) == (8, 0)
@@ -240,7 +273,7 @@ def counted(name: str) -> list[Access]:
 def total(name: str) -> tuple[int, int, int]:
     """Of a version's shared loads: requests, conflicts, the most ways."""
     loads = [
-        access for access in counted(name) if access.memory == "shared" and not access.is_store
+        access for access in counted(name) if access.memory == "shared" and access.kind == "load"
     ]
     return (
         sum(access.requests for access in loads),
@@ -267,7 +300,7 @@ def test_wavefronts_are_the_profilers() -> None:
     for number, kind, wavefronts in ((14, "load", 15_552), (11, "store", 3_840)):
         name = f"CUSTOM_CUDA_VERSION_{number}"
         assert profile[name][f"shared_{kind}_wavefronts"] == wavefronts
-        found = [a for a in counted(name) if a.is_store == (kind == "store")]
+        found = [a for a in counted(name) if a.kind == kind]
         assert sum(a.wavefronts for a in found) == wavefronts
 
 

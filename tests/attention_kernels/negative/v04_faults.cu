@@ -46,6 +46,7 @@ __global__ void faults(float* o, int fault) {
   if (fault == 22) ptx::store_to_block(o, 0, 1.0f);     // 22
   if (fault == 23 && blockIdx.x == 1) __trap();         // 23
   if (fault > 20) ptx::cluster_arrive(), ptx::cluster_wait();
+  if (fault == 24 && threadIdx.x == 33) printf("%d of %s", 7, "8");  // 24
   // A race: blocks start in any order.
   if (fault == 18 && blockIdx.x % 2 == 1) smem[threadIdx.x] = o[32 * (blockIdx.x - 1)];
   __syncthreads();

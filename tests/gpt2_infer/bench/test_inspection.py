@@ -5,20 +5,20 @@ from attention_kernels.inspection.resources import Resources
 from gpt2_infer.bench import inspection
 
 
-def access(memory: str, is_store: bool, **numbers: int) -> Access:
+def access(memory: str, kind: str, **numbers: int) -> Access:
     counts = {"requests": 1, "wavefronts": 1, "conflicts": 0, "ways": 1}
     counts |= {"sectors": 0, "fewest_sectors": 0}
     request = Request(0, 0, 1, "dynamic", (0,) * 32)
-    return Access((1,), "x", memory, is_store, 4, **{**counts, **numbers}, costliest=request)
+    return Access((1,), "x", memory, kind, 4, **{**counts, **numbers}, costliest=request)
 
 
 def test_totals_are_sums_and_of_the_ways_the_most():
     found = inspection.totals(
         [
-            access("shared", False, requests=10, conflicts=31, ways=32),
-            access("shared", False, requests=5, conflicts=1, ways=2),
-            access("shared", True, requests=3),
-            access("global", False, requests=2, sectors=64, fewest_sectors=8),
+            access("shared", "load", requests=10, conflicts=31, ways=32),
+            access("shared", "load", requests=5, conflicts=1, ways=2),
+            access("shared", "store", requests=3),
+            access("global", "load", requests=2, sectors=64, fewest_sectors=8),
         ]
     )
     assert {name: value for name, value in found.items() if value} == {

@@ -10,7 +10,7 @@ from gpt2_infer.bench.report import source
 
 def request(size: int, *offsets: int | None) -> Access:
     at = Request(0, 0, 1, "dynamic", (*offsets, *[None] * (32 - len(offsets))))
-    return Access((1,), "x", "shared", False, size, 1, 1, 0, 1, 0, 0, at)
+    return Access((1,), "x", "shared", "load", size, 1, 1, 0, 1, 0, 0, at)
 
 
 def test_runs_of_lanes_say_every_address():
