@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import itertools
 import os
 import re
 import shlex
@@ -29,7 +28,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +60,7 @@ INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
 rule run
-  command = $words > $log 2>&1
+  command = $words > $out.log 2>&1
   description = $what
 """
 
@@ -98,7 +97,7 @@ def build_many(
 ) -> dict[str, Path | BuildError]:
     """Build several versions at once; return the library or the error of each, by op.
 
-    ninja's progress goes to stderr.
+    ninja's progress goes to stderr. Raises BuildError for a cache that is not to be trusted.
     """
     results: dict[str, Path | BuildError] = {}
     plans = []
@@ -286,12 +285,9 @@ def _digests(
     repeated that need not be. The headers of the system, the toolkit and torch are not looked for.
     """
     emulator = f"{csrc}/emulator/"
-    folders = [f"{csrc}", *([emulator] if target == "emulator" else [])]
-    folders += [
-        flag[2:] or following
-        for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue="")
-        if flag.startswith("-I")
-    ]
+    folders = [str(csrc), *([emulator] if target == "emulator" else [])]
+    pairs = zip(flags, [*flags[1:], ""], strict=False)
+    folders += [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
     found: dict[str, str] = {}
     wanted = [str(file) for file in files]
     while wanted:
@@ -345,35 +341,34 @@ def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]
 def _missing(
     plans: Iterable[_Plan], cache: Path, built: dict[_Plan, Path | BuildError]
 ) -> list[_Plan]:
-    """Add to `built` what is in the cache, or why it is refused; return the plans to build."""
-    missing = []
-    for plan in plans:
-        try:
-            found: Path | BuildError | None = _find(cache / f"{plan.stem}.so")
-        except BuildError as error:
-            found = error
-        if found is None:
-            missing.append(plan)
-        else:
-            built[plan] = found
-    return missing
+    """Add to `built` what is in the cache; return the plans that are not."""
+    found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
+    built |= {plan: library for plan, library in found.items() if library}
+    return [plan for plan, library in found.items() if not library]
 
 
 def _run_ninja(
     plans: Sequence[_Plan], cache: Path, folder: Path, *, progress: bool
 ) -> dict[_Plan, Path | BuildError]:
     """Build plans in an empty folder and move what comes of it into the cache."""
-    bindings = {plan.binding: _find(cache / f"{plan.binding}.o") for plan in plans}
-    edges: dict[str, _Edge] = {}
+    commands: dict[str, list[str]] = {}
+    statements = [RULES]
+
+    def add(output: str, what: str, command: list[str], *inputs: str) -> None:
+        commands[output] = command
+        words = shlex.join(command).replace("$", "$$")
+        statements.append(f"build {output}: run {' '.join(inputs)}\n  words = {words}\n")
+        statements.append(f"  what = {what}\n")
+
     for plan in plans:
-        bound = str(bindings[plan.binding] or f"{plan.binding}.o")
-        if bindings[plan.binding] is None and bound not in edges:
-            edges[bound] = _Edge(f"binding.cpp for {plan.target}", _compile_binding(plan, folder))
-        compiled, linked = f"{plan.stem}.o", f"{plan.stem}.so"
-        edges[compiled] = _Edge(plan.label, _compile_kernel(plan, folder))
-        edges[linked] = _Edge(f"link {plan.label}", _link(plan, bound), (compiled, bound))
-    statements = [edge.statement(output) for output, edge in edges.items()]
-    (folder / "build.ninja").write_text("".join([RULES, *statements]), "utf-8")
+        binding, compiled = f"{plan.binding}.o", f"{plan.stem}.o"
+        kept = _find(cache / binding)
+        if not kept and binding not in commands:
+            add(binding, f"binding.cpp for {plan.target}", _compile_binding(plan, folder))
+        add(compiled, plan.label, _compile_kernel(plan, folder))
+        link, inputs = _link(plan, str(kept or binding)), [compiled, *([] if kept else [binding])]
+        add(f"{plan.stem}.so", f"link {plan.label}", link, *inputs)
+    (folder / "build.ninja").write_text("".join(statements), "utf-8")
     done = subprocess.run(
         [find_ninja(), "-k", "0"],  # the others, although one has failed
         cwd=folder,
@@ -384,56 +379,33 @@ def _run_ninja(
         stderr=subprocess.STDOUT,
         check=False,
     )
+    told = (done.stdout or b"").decode(errors="replace")
     built: dict[_Plan, Path | BuildError] = {}
+    now = {plan: _plan(plan.version, plan.target, plan.arch, "") for plan in plans}
     for plan in plans:
         if not (library := folder / f"{plan.stem}.so").exists():
-            steps = (f"{plan.binding}.o", f"{plan.stem}.o", library.name)
-            told = (done.stdout or b"").decode(errors="replace")
-            built[plan] = _error(plan, folder, cache, [s for s in steps if s in edges], edges, told)
-        elif _plan(plan.version, plan.target, plan.arch, "").stem != plan.stem:
+            built[plan] = _error(plan, folder, cache, commands, told)
+        elif now[plan].stem != plan.stem:
             file = plan.version.path.name
             built[plan] = BuildError(f"{file}, or what it includes, changed while it was built")
         else:
             built[plan] = _keep(library, cache / library.name)
     for plan in plans:
-        unchanged = _plan(plan.version, plan.target, plan.arch, "").binding == plan.binding
-        if unchanged and (binding := folder / f"{plan.binding}.o").exists():
-            _keep(binding, cache / binding.name)
+        object_file = folder / f"{plan.binding}.o"
+        if now[plan].binding == plan.binding and object_file.exists():
+            _keep(object_file, cache / object_file.name)
     return built
 
 
-@dataclass(frozen=True)
-class _Edge:
-    """One command of a build."""
-
-    what: str
-    command: list[str]
-    inputs: tuple[str, ...] = ()
-
-    def statement(self, output: str) -> str:
-        """Return ninja's statement for it."""
-
-        def escape(text: str) -> str:
-            return re.sub(r"([$ :])", r"$\1", text)
-
-        variables = {
-            "words": shlex.join(self.command),
-            "log": shlex.quote(f"{output}.log"),
-            "what": self.what,
-        }
-        lines = [f"build {escape(output)}: run {' '.join(map(escape, self.inputs))}"]
-        lines += [f"  {name} = {value.replace('$', '$$')}" for name, value in variables.items()]
-        return "\n".join(lines) + "\n"
-
-
 def _error(
-    plan: _Plan, folder: Path, cache: Path, steps: list[str], edges: dict[str, _Edge], told: str
+    plan: _Plan, folder: Path, cache: Path, commands: Mapping[str, list[str]], told: str
 ) -> BuildError:
     """Return the error of the first step that failed; its log stays in the cache."""
-    failed = next(step for step in steps if not (folder / step).exists())
+    steps = (f"{plan.binding}.o", f"{plan.stem}.o", f"{plan.stem}.so")
+    failed = next(step for step in steps if step in commands and not (folder / step).exists())
     file, log = folder / f"{failed}.log", cache / f"{plan.stem}.log"
     output = file.read_text("utf-8", "replace") if file.exists() else told
-    file.write_text(f"$ {shlex.join(edges[failed].command)}\n{output}", "utf-8")
+    file.write_text(f"$ {shlex.join(commands[failed])}\n{output}", "utf-8")
     os.replace(file, log)
     return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
 

@@ -128,7 +128,7 @@ def architectures() -> str:
 def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
     """Build all version files among the backends at once, on every core.
 
-    Build errors are reported on first use.
+    Build errors are reported on first use, except that of a cache that is not to be trusted.
     """
     wanted = [
         version
