@@ -3,8 +3,10 @@
     python scripts/measure.py --list
     python scripts/measure.py --prefix results/2026-11-20_h200_ [NAME ...]
 
-Writes <prefix><name>.json; what is there already is not measured again. Most studies need a GPU,
-the profiles also ncu on PATH. A study that fails does not stop the others; the exit status tells.
+Writes <prefix><name>.json; what is there already is not measured again, and an interrupted study
+goes on where it stopped. Most studies need a GPU, the profiles also ncu on PATH. --studies takes a
+file of one's own, in the form of gpt2_infer/bench/studies.toml. A study that fails does not stop
+the others; the exit status tells.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import msgspec
 
 from attention_kernels import AttentionError
 from gpt2_infer import GPT2InferError
-from gpt2_infer.bench import studies
+from gpt2_infer.bench import study
+from gpt2_infer.bench.show import tables
 from gpt2_infer.cli import Parser
 
 
@@ -27,10 +30,14 @@ def main() -> int:
     """Run what is wanted and not there."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--prefix", default="results/", help="of the files written")
+    parser.add_argument("--prefix", default="results/", help="prefix of the output files")
+    parser.add_argument("--studies", type=Path, default=study.STUDIES, help="TOML file of studies")
     parser.add_argument("--list", action="store_true", help="print the studies and run none")
     arguments = parser.parse_args()
-    known = studies.load()
+    try:
+        known = study.load(arguments.studies)
+    except GPT2InferError as error:
+        parser.error(str(error))
     if unknown := {*arguments.names} - {*known}:
         parser.error(
             f"no study is named {', '.join(sorted(unknown))}: there are {', '.join(known)}"
@@ -46,23 +53,24 @@ def main() -> int:
             print(f"{arguments.prefix}{name}.json is there already")
         else:
             wanted.append(name)
-    if len(wanted) == 1:
-        (name,) = wanted
-        try:
-            print(studies.run(known[name], name, Path(f"{arguments.prefix}{name}.json")))
-        except (GPT2InferError, AttentionError) as error:
-            parser.error(str(error))
-        return 0
-    return _run_each(wanted, arguments.prefix)
+    if len(wanted) != 1:
+        return _run_each(wanted, ["--prefix", arguments.prefix, "--studies", arguments.studies])
+    (name,) = wanted
+    out = Path(f"{arguments.prefix}{name}.json")
+    try:
+        print(tables.render(str(out), study.run(known[name], name, out)))
+    except (GPT2InferError, AttentionError) as error:
+        parser.error(str(error))
+    return 0
 
 
-def _run_each(names: list[str], prefix: str) -> int:
+def _run_each(names: list[str], options: list[str]) -> int:
     """Run each study in a process of its own: one that breaks the GPU stops no other."""
     failed = []
     for name in names:
         print(f"\n=== {name}", flush=True)
         started = time.monotonic()
-        child = subprocess.Popen([sys.executable, __file__, "--prefix", prefix, name])
+        child = subprocess.Popen([sys.executable, __file__, *options, name])
         try:
             status = child.wait()
         except KeyboardInterrupt:  # the child gets it, too

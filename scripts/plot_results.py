@@ -16,8 +16,8 @@ import re
 import sys
 from pathlib import Path
 
-from gpt2_infer.bench import plots
-from gpt2_infer.bench.results import ResultsError, newest, read
+from gpt2_infer.bench.record import ResultsError, newest, read
+from gpt2_infer.bench.show import charts
 from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def draw_documents(root: Path) -> dict[Path, bytes]:
     tasks, wanted = newest(root / "results"), shown(root)
     drawn: dict[str, bytes] = {}
     for task in sorted({name.rpartition("_")[0] for name in wanted}):
-        pictures = plots.render(tasks[task][1]) if task in tasks else {}
+        pictures = charts.render(tasks[task][1]) if task in tasks else {}
         drawn |= {f"{task}_{plot}": svg for plot, svg in pictures.items()}
     if missing := wanted - drawn.keys():
         raise ResultsError(f"a document shows what no results give: {', '.join(sorted(missing))}")
@@ -48,7 +48,7 @@ def complaints(drawn: dict[Path, bytes], there: set[Path]) -> list[str]:
         "stale": [
             path
             for path, svg in drawn.items()
-            if path in there and not plots.is_same(path.read_text("utf-8"), svg.decode())
+            if path in there and not charts.is_same(path.read_text("utf-8"), svg.decode())
         ],
         "missing": drawn.keys() - there,
         "not shown": there - drawn.keys(),
@@ -77,7 +77,7 @@ def main() -> int:
             drawn = {
                 (arguments.out or file.parent) / f"{file.stem}_{plot}.svg": svg
                 for file in arguments.files
-                for plot, svg in plots.render(read(file)).items()
+                for plot, svg in charts.render(read(file)).items()
             }
         else:
             drawn = draw_documents(ROOT)
@@ -91,7 +91,7 @@ def main() -> int:
     for file in there - drawn.keys():
         file.unlink()
     for file, svg in drawn.items():
-        if file in there and plots.is_same(file.read_text("utf-8"), svg.decode()):
+        if file in there and charts.is_same(file.read_text("utf-8"), svg.decode()):
             continue
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from gpt2_infer.bench.results import GpuTests, read
 
 ROOT = Path(__file__).parents[1]

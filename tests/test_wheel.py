@@ -43,11 +43,14 @@ def installed(tmp_path_factory) -> Path:
 PROGRAM = """
 from pathlib import Path
 import gpt2_infer
-from gpt2_infer.bench import plots, read, studies
+from gpt2_infer.bench import study
+from gpt2_infer.bench.record import SCHEMA, read
+from gpt2_infer.bench.show import charts
 from gpt2_infer.cli import main
 for line in Path("commands").read_text().splitlines():
     assert main(line.split()) == 0
-print(gpt2_infer.__file__, *plots.render(read(Path("r.json"))), len(studies.load()), sep="\\n")
+assert SCHEMA.is_file()
+print(gpt2_infer.__file__, *charts.render(read(Path("r.json"))), len(study.load()), sep="\\n")
 """
 COMMANDS = """\
 --model demo --device cpu --max-new-tokens 4

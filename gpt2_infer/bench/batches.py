@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ import torch
 
 from gpt2_infer.batch import Settings
 from gpt2_infer.batch.job import load
-from gpt2_infer.bench import environment
-from gpt2_infer.bench.results import BatchSeries, BatchTiming, Provenance
-from gpt2_infer.bench.timing import RejectedError, interleave
+from gpt2_infer.bench.record import BatchCell, Row
+from gpt2_infer.bench.study import BatchStudy, Contender, JobStudy, RejectedError, Subject
 from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
@@ -33,158 +30,89 @@ from gpt2_infer.request import Request
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # of a contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
+_Requests = list[tuple[int, Request]]
 
 
-def compare_batches(
-    name: str,
-    dtypes: Sequence[str],
-    batch_sizes: Sequence[int],
-    *,
-    device: str,
-    prompts: int,
-    new_tokens: int,
-    peer_batch_sizes: Sequence[int],
-    rounds: int,
-    task: str,
-    out: Path | None = None,
-) -> BatchTiming:
-    """Time greedy texts of random prompts by batch size; weights are random but the demo model's.
+class Batches(Subject[BatchCell]):
+    """Greedy texts of random prompts by batch size; the demo model has its own weights.
 
     A small batch takes a fair part of the prompts; a batch of 1 is one prompt after another, by
     generate(). Some rows are completed in another order, too: how many are the same, bit for bit?
-    peer_batch_sizes: of transformers, whose batches are sorted by length and padded on the left.
-    The file is written after each dtype. Raises UnavailableDeviceError.
     """
-    provenance = environment.provenance()
-    rng = random.Random(0)
-    lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(prompts))
-    series = []
-    for dtype in dtypes:
-        settings = Settings(model=name, dtype=dtype, random_weights=name != DEMO_MODEL)
-        model = load(settings, resolve_device(device))
+
+    def __init__(self, study: BatchStudy) -> None:
+        self.study, self.rounds = study, study.rounds
+        self.target = resolve_device(study.device)
+        self.cells = [BatchCell(study.model, dtype, study.new_tokens) for dtype in study.dtypes]
+
+    def contenders(self, cell: BatchCell) -> Iterator[Contender]:
+        """Yield each batch size, and transformers' after them."""
+        study, rng = self.study, random.Random(0)
+        settings = Settings(
+            model=study.model, dtype=cell.dtype, random_weights=study.model != DEMO_MODEL
+        )
+        model = load(settings, self.target)
+        lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(study.prompts))
         rows = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
         expected: dict[int, list[int]] = {}
-        contenders: dict[str, tuple[BatchSeries, Callable[[], float]]] = {}
-        for batch in batch_sizes:
-            one = _series(f"batch {batch}", "gpt2-infer", dtype, batch, rows, new_tokens)
-            part = _requests(model, rows, one.prompts, new_tokens)
+        for batch in study.batch_sizes:
+            row, part = self._part(f"batch {batch}", batch, model, rows)
             if batch == 1:
                 run = functools.partial(_one_by_one, model.with_attention(None), part)
             else:
                 engine = Continuous(model, batch=batch)
-                run = functools.partial(_ours, engine, part, one, expected)
-            contenders[one.name] = (one, run)
-        for batch in peer_batch_sizes:
-            one = _series(
-                f"{TRANSFORMERS}, {batch}", "transformers", dtype, batch, rows, new_tokens
+                run = functools.partial(_ours, engine, part, row, expected)
+            yield Contender(row, run)
+        for batch in study.peer_batch_sizes:
+            row, part = self._part(f"{TRANSFORMERS}, {batch}", batch, model, rows)
+            row.extra["program"] = "transformers"
+            run = functools.partial(_transformers, reference_of(model), part, row, expected)
+            yield Contender(row, run)
+
+    def _part(
+        self, name: str, batch: int, model: GPT2, rows: Sequence[list[int]]
+    ) -> tuple[Row, _Requests]:
+        """Return the row of a batch size and its fair part of the prompts, evenly spaced."""
+        count = min(len(rows), BATCHES * batch)
+        extra = {"program": "gpt2-infer", "batch": batch, "prompts": count}
+        extra["tokens"] = count * self.study.new_tokens
+        requests = [
+            (
+                index,
+                Request(
+                    config=model.config,
+                    tokenizer=None,
+                    prompts=[rows[index]],
+                    max_new_tokens=self.study.new_tokens,
+                    mode="kv-cache",
+                    ignore_eos=True,
+                ),
             )
-            part = _requests(model, rows, one.prompts, new_tokens)
-            run = functools.partial(_transformers, reference_of(model), part, one, expected)
-            contenders[one.name] = (one, run)
-        series += _time(contenders, rounds, warm_up=1)
-        results = _write(name, series, new_tokens, rounds, provenance, task, out)
-        del model, contenders
-        torch.cuda.empty_cache()
-    return results
-
-
-def _write(
-    model: str,
-    series: list[BatchSeries],
-    new_tokens: int,
-    rounds: int,
-    provenance: Provenance,
-    task: str,
-    out: Path | None,
-) -> BatchTiming:
-    results = BatchTiming(
-        task=task,
-        provenance=provenance,
-        rounds=rounds,
-        model=model,
-        new_tokens=new_tokens,
-        series=series,
-    )
-    if out:
-        results.write(out)
-    return results
-
-
-def _time(
-    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]], rounds: int, warm_up: int
-) -> list[BatchSeries]:
-    def sample(name: str) -> float:
-        one, run = contenders[name]
-        seconds = run()
-        print(f"{one.dtype}, {name}: {one.tokens} tokens in {seconds:.2f} s", file=sys.stderr)
-        return seconds
-
-    runs = {name: functools.partial(sample, name) for name in contenders}
-    for name, samples in interleave(runs, rounds=rounds, warm_up=warm_up).items():
-        one, _ = contenders[name]
-        if isinstance(samples, RejectedError):
-            one.status, one.reason = "failed", str(samples)
-        else:
-            one.samples = [float(f"{seconds:.6g}") for seconds in samples]
-    return [one for one, _ in contenders.values()]
-
-
-def _series(
-    name: str, program: Any, dtype: str, batch: int, rows: Sequence[object], new_tokens: int
-) -> BatchSeries:
-    count = min(len(rows), BATCHES * batch)
-    return BatchSeries(
-        name=name,
-        program=program,
-        dtype=dtype,
-        batch=batch,
-        prompts=count,
-        tokens=count * new_tokens,
-    )
-
-
-def _requests(
-    model: GPT2, rows: Sequence[list[int]], count: int, new_tokens: int
-) -> list[tuple[int, Request]]:
-    """Return evenly spaced ones of sorted rows."""
-    return [
-        (
-            index,
-            Request(
-                config=model.config,
-                tokenizer=None,
-                prompts=[rows[index]],
-                max_new_tokens=new_tokens,
-                mode="kv-cache",
-                ignore_eos=True,
-            ),
-        )
-        for index in range(0, len(rows), len(rows) // count)
-    ][:count]
+            for index in range(0, len(rows), len(rows) // count)
+        ]
+        return Row(contender=name, metric="time", unit="s", extra=extra), requests[:count]
 
 
 def _ours(
-    engine: Continuous,
-    requests: list[tuple[int, Request]],
-    one: BatchSeries,
-    expected: dict[int, list[int]],
-) -> float:
+    engine: Continuous, requests: _Requests, row: Row, expected: dict[int, list[int]]
+) -> dict[str, float]:
     first = None
-    if one.same_rows is None:
+    if "same_rows" not in row.extra:
         some = requests[:: max(2, len(requests) // engine.batch)]
         random.Random(1).shuffle(some)
         first = dict(engine.run(some))
     done, seconds = _timed(engine.model.device, lambda: dict(engine.run(requests)))
     if first is not None:
-        one.same_rows = sum(done[index] == row for index, row in first.items()) / len(first)
-    for index, row in done.items():
-        if isinstance(row, str):
-            raise RejectedError(row)
-        expected.setdefault(index, row.tokens)
-    return seconds
+        same = sum(done[index] == one for index, one in first.items())
+        row.extra["same_rows"] = same / len(first)
+    for index, one in done.items():
+        if isinstance(one, str):
+            raise RejectedError(one)
+        expected.setdefault(index, one.tokens)
+    return {"time": seconds}
 
 
-def _one_by_one(model: GPT2, requests: Sequence[tuple[int, Request]]) -> float:
+def _one_by_one(model: GPT2, requests: _Requests) -> dict[str, float]:
     def run() -> None:
         for _, one in requests:
             generate(
@@ -196,21 +124,19 @@ def _one_by_one(model: GPT2, requests: Sequence[tuple[int, Request]]) -> float:
             )
 
     _, seconds = _timed(model.device, run)
-    return seconds
+    return {"time": seconds}
 
 
 def _transformers(
-    reference: Any,
-    requests: list[tuple[int, Request]],
-    one: BatchSeries,
-    expected: dict[int, list[int]],
-) -> float:
+    reference: Any, requests: _Requests, row: Row, expected: dict[int, list[int]]
+) -> dict[str, float]:
     done: dict[int, list[int]] = {}
+    batch = row.extra["batch"]
     new_tokens = requests[0][1].max_new_tokens
 
     def run() -> None:
-        for begin in range(0, len(requests), one.batch):
-            part = requests[begin : begin + one.batch]
+        for begin in range(0, len(requests), batch):
+            part = requests[begin : begin + batch]
             rows = [request.rows[0] for _, request in part]
             longest = max(map(len, rows))
             ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
@@ -223,13 +149,13 @@ def _transformers(
                 do_sample=False,
                 pad_token_id=0,
             )
-            for (index, _), row in zip(part, tokens[:, longest:].tolist(), strict=True):
-                done[index] = row
+            for (index, _), text in zip(part, tokens[:, longest:].tolist(), strict=True):
+                done[index] = text
 
     _, seconds = _timed(reference.device, run)
-    if ours := [expected[index] == row for index, row in done.items() if index in expected]:
-        one.same_rows = sum(ours) / len(ours)
-    return seconds
+    if ours := [expected[index] == text for index, text in done.items() if index in expected]:
+        row.extra["same_rows"] = sum(ours) / len(ours)
+    return {"time": seconds}
 
 
 def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
@@ -246,82 +172,63 @@ def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
     return done, time.perf_counter() - started
 
 
-def compare_jobs(
-    name: str,
-    options: Sequence[str],
-    *,
-    prompts: int,
-    new_tokens: int,
-    batch_size: int | None,
-    rounds: int,
-    task: str,
-    out: Path | None = None,
-) -> BatchTiming:
-    """Time `gpt2-infer batch` of random prompts with each of some options, by the clock.
+class Jobs(Subject[BatchCell]):
+    """`gpt2-infer batch` of random prompts with each of some options, by the clock.
 
     Weights are random but the demo model's. Before each job one of two rows in two files tells what
     it takes to start. What the jobs write must be equal, sorted.
     """
-    provenance = environment.provenance()
-    rng = random.Random(0)
-    rows = [
-        {"id": f"{i}", "prompt": [rng.randrange(1000) for _ in range(rng.randint(1, 24))]}
-        for i in range(prompts)
-    ]
-    contenders: dict[str, tuple[BatchSeries, Callable[[], float]]] = {}
-    written: dict[str, bytes] = {}
-    starts = defaultdict[str, list[float]](list)
-    with tempfile.TemporaryDirectory() as folder:
-        job = functools.partial(_job, name, new_tokens, batch_size, Path(folder))
 
-        def start(which: str) -> float:
-            return job(f"{which} --part-rows 1", rows[:2])[0]
+    warm_up = 0
 
-        def run(which: str) -> float:
-            starts[which].append(start(which))
-            seconds, written[which] = job(which, rows)
-            if written[which] != written[options[0]]:
-                raise RejectedError("its rows are others than those of the first")
-            return seconds
+    def __init__(self, study: JobStudy) -> None:
+        self.study, self.rounds = study, study.rounds
+        self.cells = [BatchCell(study.model, "float32", study.new_tokens)]
+        self.facts = {"kind": "batch"}
+        rng = random.Random(0)
+        self.prompts = [
+            {"id": f"{i}", "prompt": [rng.randrange(1000) for _ in range(rng.randint(1, 24))]}
+            for i in range(study.prompts)
+        ]
 
-        for which in options:
-            one = BatchSeries(
-                name=which,
-                program="gpt2-infer",
-                dtype="float32",
-                batch=batch_size or 0,
-                prompts=prompts,
-                tokens=prompts * new_tokens,
-            )
-            contenders[which] = (one, functools.partial(run, which))
-        start(options[0])  # kernels are built, and libraries come from the disk
-        series = _time(contenders, rounds, warm_up=0)
-    for one in series:
-        one.start_s = round(statistics.median(starts[one.name]), 3)
-    return _write(name, series, new_tokens, rounds, provenance, task, out)
+    def contenders(self, cell: BatchCell) -> Iterator[Contender]:
+        """Yield each of the options."""
+        study = self.study
+        written: dict[str, bytes] = {}
+        _start(study, self.prompts, study.options[0])  # kernels are built, libraries are read
+        for options in study.options:
+            extra = {"program": "gpt2-infer", "batch": study.batch_size or 0}
+            extra |= {"prompts": study.prompts, "tokens": study.prompts * study.new_tokens}
+            row = Row(contender=options, metric="time", unit="s", extra=extra)
+            yield Contender(row, functools.partial(self._sample, row, written))
+
+    def _sample(self, row: Row, written: dict[str, bytes]) -> dict[str, float]:
+        options = row.contender
+        start_s = _start(self.study, self.prompts, options)
+        seconds, written[options] = _job(self.study, options, self.prompts)
+        if written[options] != written[self.study.options[0]]:
+            raise RejectedError("its rows are others than those of the first")
+        return {"time": seconds, "start": start_s}
 
 
-def _job(
-    model: str,
-    new_tokens: int,
-    batch_size: int | None,
-    folder: Path,
-    options: str,
-    rows: Sequence[dict[str, Any]],
-) -> tuple[float, bytes]:
+def _start(study: JobStudy, prompts: Sequence[dict[str, Any]], options: str) -> float:
+    return _job(study, f"{options} --part-rows 1", prompts[:2])[0]
+
+
+def _job(study: JobStudy, options: str, rows: Sequence[dict[str, Any]]) -> tuple[float, bytes]:
     """Return the seconds that a command takes, and its rows, sorted."""
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        command = [sys.executable, "-m", "gpt2_infer", "batch", str(prompts), "--out", out]
-        command += [*options.split(), "--model", model, "--ignore-eos"]
-        command += ["--max-new-tokens", str(new_tokens)]
-        command += [] if model == DEMO_MODEL else ["--random-weights"]
-        command += [] if batch_size is None else ["--batch-size", str(batch_size)]
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, out = Path(folder, "prompts.jsonl"), Path(folder, "out")
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        command = [sys.executable, "-m", "gpt2_infer", "batch", str(prompts), "--out", str(out)]
+        command += [*options.split(), "--model", study.model, "--ignore-eos"]
+        command += ["--max-new-tokens", str(study.new_tokens)]
+        command += [] if study.model == DEMO_MODEL else ["--random-weights"]
+        command += [] if study.batch_size is None else ["--batch-size", str(study.batch_size)]
         started = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - started
         if done.returncode:
             raise RequestError(f"gpt2-infer batch failed: {done.stderr[-1000:]}")
-        lines = [line for file in Path(out).glob("*.jsonl") for line in file.open("rb")]
+        lines = [line for file in out.glob("*.jsonl") for line in file.open("rb")]
         return seconds, b"".join(sorted(lines))

@@ -2,61 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
+
+import msgspec
 
 from attention_kernels.ladder import build, compilers, header
-from gpt2_infer.bench import environment
-from gpt2_infer.bench.results import BuildSeries, BuildTiming
-from gpt2_infer.bench.timing import interleave
+from gpt2_infer.bench.record import Row
+from gpt2_infer.bench.study import BuildStudy, Contender, Subject
 
 
-def time_builds(arch: str, *, rounds: int, task: str, out: Path | None) -> BuildTiming:
-    """Build into an empty cache each time: for a GPU with nvcc, for the emulator with g++.
+class Target(msgspec.Struct, frozen=True):
+    """What is built for."""
 
-    arch: compute capability, e.g. "90". Raises BuildError if a version does not compile.
-    """
-    versions = header.versions()
-    targets: dict[str, tuple[compilers.Target, str]] = {
-        f"nvcc, sm_{arch}": ("cuda", arch),
-        "g++, emulator": ("emulator", ""),
-    }
+    target: compilers.Target
+    arch: str
 
-    def cold(target: compilers.Target, arch: str) -> float:
-        before = os.environ.get("ATTENTION_KERNELS_CACHE")
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["ATTENTION_KERNELS_CACHE"] = cache
-            try:
-                started = time.perf_counter()
-                built = build.build_many(versions, target, arch)
-                seconds = time.perf_counter() - started
-            finally:
-                del os.environ["ATTENTION_KERNELS_CACHE"]
-                if before is not None:
-                    os.environ["ATTENTION_KERNELS_CACHE"] = before
-        for outcome in built.values():
-            if isinstance(outcome, compilers.BuildError):
-                raise outcome
-        return seconds
+    def __str__(self) -> str:
+        return f"nvcc, sm_{self.arch}" if self.arch else "g++, emulator"
 
-    provenance = environment.provenance()
-    runs = {name: (lambda what=what: cold(*what)) for name, what in targets.items()}
-    samples = interleave(runs, rounds=rounds, warm_up=0)
-    results = BuildTiming(
-        task=task,
-        provenance=provenance,
-        rounds=rounds,
-        jobs=os.cpu_count() or 1,
-        series=[
-            BuildSeries(
-                name=name, versions=len(versions), samples=[round(value, 3) for value in values]
-            )
-            for name, values in samples.items()
-            if isinstance(values, list)
-        ],
-    )
-    if out:
-        results.write(out)
-    return results
+
+class Builds(Subject[Target]):
+    """Builds into an empty cache each time: for a GPU with nvcc, for the emulator with g++."""
+
+    warm_up = 0
+
+    def __init__(self, study: BuildStudy) -> None:
+        self.rounds = study.rounds
+        self.cells = [Target("cuda", study.arch), Target("emulator", "")]
+        self.facts = {"jobs": os.cpu_count() or 1}
+
+    def contenders(self, cell: Target) -> Iterator[Contender]:
+        """Yield the compiler; its sample raises BuildError if a version does not compile."""
+        versions = {"versions": len(header.versions())}
+        row = Row(contender=str(cell), metric="time", unit="s", extra=versions)
+        yield Contender(row, functools.partial(_cold, cell))
+
+
+def _cold(cell: Target) -> dict[str, float]:
+    before = os.environ.get("ATTENTION_KERNELS_CACHE")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["ATTENTION_KERNELS_CACHE"] = cache
+        try:
+            started = time.perf_counter()
+            built = build.build_many(header.versions(), cell.target, cell.arch)
+            seconds = time.perf_counter() - started
+        finally:
+            del os.environ["ATTENTION_KERNELS_CACHE"]
+            if before is not None:
+                os.environ["ATTENTION_KERNELS_CACHE"] = before
+    for outcome in built.values():
+        if isinstance(outcome, compilers.BuildError):
+            raise outcome
+    return {"time": round(seconds, 3)}

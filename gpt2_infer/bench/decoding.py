@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2_infer.bench import environment
-from gpt2_infer.bench.results import DecodeCell, DecodeSeries, DecodeTiming
-from gpt2_infer.bench.timing import RejectedError, interleave
-from gpt2_infer.bench.transformers import PROMPT, reference_of
+from gpt2_infer.bench.record import DecodeCell, Row
+from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
+from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import Engine
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Marks
 from gpt2_infer.model import GPT2, KVCache
-from gpt2_infer.request import EngineName, Mode, Request
+from gpt2_infer.request import EngineName, Request
 
+PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
 POSITION_STEP = 64  # tokens between two marks of a text
 TRANSFORMERS = {
     "kv-cache": "transformers, static cache, compiled",
@@ -35,110 +35,77 @@ Run = Callable[[], tuple[list[list[int]], list[float]]]
 """Writes the text; returns its tokens and the seconds since the start at each mark."""
 
 
-def compare_decoding(
-    models: Sequence[str],
-    dtypes: Sequence[str],
-    batch_sizes: Sequence[int],
-    *,
-    new_tokens: Sequence[int],
-    engines: Sequence[EngineName],
-    mode: Mode = "kv-cache",
-    backends: Sequence[str] = (),
-    peers: bool,
-    rounds: int,
-    task: str,
-    out: Path | None = None,
-) -> DecodeTiming:
-    """Time whole greedy texts of random weights, prefill included.
+class Decoding(Subject[DecodeCell]):
+    """Whole greedy texts of random weights, prefill included: a sample is seconds.
 
-    What is done once, such as capturing graphs, counts in recompute only. backends: of attention,
-    one contender each per engine. peers: whether transformers, and with a cache the recipe, run
-    beside the engines. In float32 each contender's text is compared with the first's. A contender
-    whose text changes from run to run fails, but for a peer in 16 bits. Raises RequestError without
-    a GPU, or for what an engine does not support.
+    What is done once, such as capturing graphs, counts in recompute only. In float32 each
+    contender's text is compared with the first's. A contender whose text changes from run to run
+    fails, except a peer in 16 bits.
     """
-    if not torch.cuda.is_available():
-        raise RequestError("decoding is compared on a CUDA device")
-    provenance = environment.provenance()
-    read_gb_s = read_bandwidth(torch.device("cuda"), 4 * 2**30)
-    torch.cuda.empty_cache()
-    series = []
-    for name in models:
-        for dtype in dtypes:
+
+    warm_up = 0  # the texts that are compared come before
+
+    def __init__(self, study: DecodeStudy) -> None:
+        if not torch.cuda.is_available():
+            raise RequestError("decoding is compared on a CUDA device")
+        self.study, self.rounds, self.device = study, study.rounds, "cuda"
+        self._newest: tuple[tuple[str, str], GPT2] | None = None
+        self.cells = [
+            DecodeCell(name, dtype, batch, len(PROMPT), count, study.mode)
+            for name, dtype, batch, count in itertools.product(
+                study.models, study.dtypes, study.batch_sizes, study.new_tokens
+            )
+        ]
+
+    def limits(self) -> dict[str, float]:
+        """Measure the GPU's bandwidth for reading."""
+        found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
+        torch.cuda.empty_cache()
+        return {"read_gbps": round(found, 1)}
+
+    def contenders(self, cell: DecodeCell) -> Iterator[Contender]:
+        """Write each contender's text, and compare it with the first's."""
+        torch.cuda.empty_cache()
+        model = self._model(cell.model, cell.dtype)
+        expected = None
+        for name, program, run in self._runs(model, cell):
+            # The second text: while something is compiled or captured other kernels may run.
+            text = [run() for _ in range(2)][1][0]
+            expected = expected or text
+            row = Row(contender=name, metric="time", unit="s", extra={"program": program})
+            row.extra["weight_bytes"] = model.step_bytes
+            if cell.dtype == "float32":
+                row.extra["same_text"] = text == expected
+            must_repeat = cell.dtype == "float32" or program == "gpt2-infer"
+            yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
+
+    def _model(self, name: str, dtype: str) -> GPT2:
+        """Return a model; the one before it is dropped."""
+        if self._newest is None or self._newest[0] != (name, dtype):
             model = GPT2.from_pretrained(
                 name, random_weights=True, device="cuda", dtype=getattr(torch, dtype)
             )
-            for batch in batch_sizes:
-                for count in new_tokens:
-                    cell = DecodeCell(name, dtype, batch, len(PROMPT), count, mode)
-                    series += _time(model, cell, engines, backends, peers=peers, rounds=rounds)
-            del model
-            torch.cuda.empty_cache()
-    results = DecodeTiming(
-        task=task,
-        provenance=provenance,
-        rounds=rounds,
-        read_gb_s=round(read_gb_s, 1),
-        series=series,
-    )
-    if out:
-        results.write(out)
-    return results
+            self._newest = (name, dtype), model
+        return self._newest[1]
+
+    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
+        """Yield the name and the program of each contender, and what writes its text."""
+        backends: list[str] | list[None] = self.study.backends or [None]
+        for backend in backends:
+            for name in self.study.engines:
+                words = ", ".join(filter(None, [backend, name]))
+                yield words, "gpt2-infer", _engine(model.with_attention(backend), cell, name)
+        if self.study.peers:
+            yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
+            if cell.mode == "kv-cache":
+                yield RECIPE, "recipe", _recipe(model, cell)
 
 
-def _time(
-    model: GPT2,
-    cell: DecodeCell,
-    engines: Sequence[EngineName],
-    backends: Sequence[str],
-    *,
-    peers: bool,
-    rounds: int,
-) -> list[DecodeSeries]:
-    attentions: Sequence[str | None] = backends or [None]
-    runs: dict[str, Run] = {
-        ", ".join(filter(None, [backend, name])): _engine(model.with_attention(backend), cell, name)
-        for backend in attentions
-        for name in engines
-    }
-    programs: dict[str, Literal["gpt2-infer", "transformers", "recipe"]]
-    programs = dict.fromkeys(runs, "gpt2-infer")
-    if peers:
-        runs[TRANSFORMERS[cell.mode]] = _transformers(model, cell)
-        programs[TRANSFORMERS[cell.mode]] = "transformers"
-        if cell.mode == "kv-cache":
-            runs[RECIPE] = _recipe(model, cell)
-            programs[RECIPE] = "recipe"
-    # The second text: while something is compiled or captured other kernels may run.
-    texts = {name: [run() for _ in range(2)][1][0] for name, run in runs.items()}
-    expected = next(iter(texts.values()))
-
-    def sample(name: str) -> list[float]:
-        tokens, marks = runs[name]()
-        must_repeat = cell.dtype == "float32" or programs[name] == "gpt2-infer"
-        if tokens != texts[name] and must_repeat:
-            raise RejectedError("its text is another from run to run")
-        return marks
-
-    figures = interleave(
-        {name: functools.partial(sample, name) for name in runs}, rounds=rounds, warm_up=0
-    )
-    series = []
-    for name, marks in figures.items():
-        one = DecodeSeries(
-            name=name,
-            program=programs[name],
-            cell=cell,
-            weight_bytes=model.step_bytes,
-            same_text=texts[name] == expected if cell.dtype == "float32" else None,
-        )
-        if isinstance(marks, RejectedError):
-            one.status, one.reason = "failed", str(marks)
-        else:
-            one.samples = [float(f"{each[-1]:.6g}") for each in marks]
-            one.marks = [[float(f"{moment:.6g}") for moment in each] for each in marks]
-        series.append(one)
-    return series
+def _sample(run: Run, expected: list[list[int]] | None) -> dict[str, Any]:
+    tokens, marks = run()
+    if expected is not None and tokens != expected:
+        raise RejectedError("its text changes from run to run")
+    return {"time": marks[-1], "marks": marks}
 
 
 def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:

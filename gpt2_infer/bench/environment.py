@@ -23,7 +23,7 @@ import torch
 from attention_kernels import BackendSpec
 from attention_kernels.ladder import build, compilers
 from gpt2_infer.bench.instruction_rates import instruction_tflops
-from gpt2_infer.bench.results import Gpu, Provenance
+from gpt2_infer.bench.record import Gpu, Provenance
 from gpt2_infer.device_time import device_seconds
 
 _ROOT = Path(__file__).parents[2]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from attention_kernels import AttentionError
 from attention_kernels.inspection import predict
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.results import KernelCell, KernelTiming, Predicted, Predictions, Results, read
+from gpt2_infer.bench.record import File, KernelCell, Row, Status, read
+from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
 RESULTS = Path("results")
@@ -29,48 +32,52 @@ def find_gpu(key: str) -> predict.Gpu:
     return known[key]
 
 
-def timed_on(gpu: predict.Gpu, files: Iterable[Results]) -> list[KernelTiming]:
+def timed_on(gpu: predict.Gpu, files: Iterable[File]) -> list[File]:
     """Return the timings of kernels that were taken on such a GPU."""
     return [
         file
         for file in files
-        if isinstance(file, KernelTiming)
+        if file.study["kind"] == "kernel"
         and file.provenance.gpu
         and file.provenance.gpu.name in gpu.devices
     ]
 
 
-def predict_ladder(
-    family: str, gpu: str, cells: Sequence[KernelCell], *, task: str, out: Path | None
-) -> Predictions:
-    """Predict every version of a ladder in each cell; what is refused says why.
+class Predictions(Subject[KernelCell]):
+    """Every version of a ladder; what is refused says why."""
 
-    Raises RequestError.
-    """
-    card = find_gpu(gpu)
-    versions = {
-        name: version
-        for name, version in selection.versions_of(family).items()
-        if not version.is_host
-    }
-    timed = [found for path in sorted(RESULTS.glob("*.json")) if (found := _timing(path))]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        work = [
-            pool.submit(predict_version, name, version, cells, gpu=gpu, timed=timed)
-            for name, version in versions.items()
+    def __init__(self, study: PredictionStudy) -> None:
+        self.gpu, card = study.gpu, find_gpu(study.gpu)
+        self.versions = {
+            name: version
+            for name, version in selection.versions_of(study.family).items()
+            if not version.is_host
+        }
+        self.cells = [
+            KernelCell(n, study.batch, study.heads, study.head_dim, is_causal=not study.full)
+            for n in study.seqlens
         ]
-        for future in tqdm(work, "predicting", unit="", disable=None):
-            future.exception()
-    series = [one for future in work for one in future.result()]
-    results = Predictions(
-        task=task,
-        provenance=environment.provenance(),
-        gpu=card.name,
-        series=series,
-    )
-    if out:
-        results.write(out)
-    return results
+        self.facts = {"gpu": card.name}
+
+    def contenders(self, cell: KernelCell) -> Iterator[Contender]:
+        """Yield every version's prediction."""
+        for rows in self._rows.values():
+            yield Contender(rows[self.cells.index(cell)])
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, list[Row]]:
+        """Predictions by version: its machine code is read once for all cells."""
+        timed = [file for path in sorted(RESULTS.glob("*.json")) if (file := read(path))]
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            work = {
+                name: pool.submit(
+                    predict_version, name, version, self.cells, gpu=self.gpu, timed=timed
+                )
+                for name, version in self.versions.items()
+            }
+            for future in tqdm(work.values(), "predicting", unit="", disable=None):
+                future.exception()
+        return {name: future.result() for name, future in work.items()}
 
 
 def predict_version(
@@ -79,8 +86,8 @@ def predict_version(
     cells: Sequence[KernelCell],
     *,
     gpu: str,
-    timed: Sequence[KernelTiming] = (),
-) -> list[Predicted]:
+    timed: Sequence[File] = (),
+) -> list[Row]:
     """Predict a version in cells that differ in their length.
 
     timed: earlier results; git tells whether the version file is still the one of their commit.
@@ -103,24 +110,22 @@ def predict_version(
             is_causal=is_causal,
         )
     except AttentionError as error:
-        return [
-            Predicted(name=name, cell=cell, version_digest=digest, refused=str(error))
-            for cell in cells
-        ]
+        why = str(error)
+        return [prediction_row(name, one, digest, status="refused", reason=why) for one in cells]
     digests = {
-        series.source_digest
-        for timing in timed
-        if _has_code(version, timing)
-        for series in timing.series
-        if series.name == name and series.source_digest
+        row.extra["source_digest"]
+        for file in timed
+        if file.study["kind"] == "kernel" and _has_code(version, file)
+        for row in file.of("time")
+        if row.contender == name and "source_digest" in row.extra
     }
     return [
-        Predicted(
-            name=name,
-            cell=cell,
-            version_digest=digest,
+        prediction_row(
+            name,
+            cell,
+            digest,
+            samples=[round(one.time_us, 3)],
             measured_digests=sorted(digests),
-            time_us=round(one.time_us, 3),
             bound=one.bound,
             needs_us={key: round(value, 3) for key, value in one.needs_us.items() if value},
             waiting_us=round(one.waiting_us, 3),
@@ -133,12 +138,30 @@ def predict_version(
     ]
 
 
-def _timing(path: Path) -> KernelTiming | None:
-    results = read(path)
-    return results if isinstance(results, KernelTiming) else None
+def prediction_row(
+    name: str,
+    cell: KernelCell,
+    digest: str,
+    *,
+    samples: Sequence[float] = (),
+    status: Status = "ok",
+    reason: str = "",
+    **extra: Any,
+) -> Row:
+    """Return the row of a version's prediction; `extra` names what it consists of."""
+    return Row(
+        contender=name,
+        cell=msgspec.to_builtins(cell),
+        metric="predicted time",
+        unit="us",
+        samples=[*samples],
+        status=status,
+        reason=reason,
+        extra={"version_digest": digest, **extra},
+    )
 
 
-def _has_code(version: VersionHeader, timing: KernelTiming) -> bool:
+def _has_code(version: VersionHeader, timing: File) -> bool:
     """Return whether some version file had the same code at the commit that results are of."""
     return environment.version_digest(version.source) in _codes(
         str(version.path.parent), timing.provenance.commit or ""

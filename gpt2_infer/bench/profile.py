@@ -11,16 +11,16 @@ import csv
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import torch
 
-from attention_kernels import BackendSpec, get_backend, ladder
+from attention_kernels import BackendSpec, get_backend
 from attention_kernels.conformance import Case
-from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.results import Profile, Profiled, Shape
+from gpt2_infer.bench import selection
+from gpt2_infer.bench.record import Row, Shape
+from gpt2_infer.bench.study import Contender, ProfileStudy, Subject
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
@@ -47,31 +47,37 @@ METRICS = {
 DURATION = "duration_us"
 
 
-def profile(family: str, shape: Shape, *, task: str, out: Path | None) -> Profile:
-    """Profile one call of every version of a ladder; raises RequestError."""
-    specs = _specs(family)
-    counters, missing = known_counters()
-    provenance = environment.provenance()
-    launch_each(family, shape)  # builds what is not built, outside the profiler
-    rows = _run_profiler(list(counters.values()), family, shape)
-    ops = {spec.version.op: spec.name for spec in specs if spec.version}
-    if unseen := ops.keys() - rows.keys():
-        raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
-    versions = [
-        Profiled(name=name, kernels=len(rows[op]), metrics=combined(rows[op]))
-        for op, name in ops.items()
-    ]
-    results = Profile(
-        task=task,
-        provenance=provenance,
-        shape=shape,
-        counters={name: METRICS[name] for name in versions[0].metrics},
-        not_on_this_gpu=missing,
-        versions=versions,
-    )
-    if out:
-        results.write(out)
-    return results
+class Profile(Subject[Shape]):
+    """One call of every version of a ladder."""
+
+    def __init__(self, study: ProfileStudy) -> None:
+        resolve_device("cuda")
+        self.device, self.specs = "cuda", _specs(study.family)
+        self.family, self.cells = study.family, [selection.shape_of(study)]
+        self.counters, missing = known_counters()
+        self.facts = {"counters": METRICS, "not_on_this_gpu": missing}
+
+    def contenders(self, cell: Shape) -> Iterator[Contender]:
+        """Profile every version."""
+        launches = _run_profiler([*self.counters.values()], self.family, cell)
+        ops = {spec.version.op: spec.name for spec in self.specs if spec.version}
+        if unseen := ops.keys() - launches.keys():
+            raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
+        for op, name in ops.items():
+            first, *others = (
+                Row(contender=name, metric=metric, unit=_unit(metric), samples=[value])
+                for metric, value in combined(launches[op]).items()
+            )
+            first.extra["kernels"] = len(launches[op])
+            yield Contender(first, beside=others)
+
+
+def _unit(metric: str) -> str:
+    if metric == DURATION:
+        return "us"
+    if metric.endswith("percent"):
+        return "%"
+    return "bytes" if metric.endswith("bytes") else "count"
 
 
 def _specs(family: str) -> list[BackendSpec]:
@@ -82,19 +88,16 @@ def _specs(family: str) -> list[BackendSpec]:
 
 def launch_each(family: str, shape: Shape) -> None:
     """Call every version once, on the GPU."""
-    resolve_device("cuda")
-    specs = _specs(family)
-    ladder.build_all("cuda", specs)
-    for spec in specs:
+    for spec in _specs(family):
         (dtype,) = spec.dtypes
         case = Case(
             shape.seqlen,
             shape.head_dim,
             batch=shape.batch,
-            num_heads=shape.heads,
+            num_heads=shape.num_heads,
             dtype=getattr(torch, dtype),
         )
-        spec.attention(*case.inputs("cuda"), is_causal=not shape.full)
+        spec.attention(*case.inputs("cuda"), is_causal=shape.is_causal)
     torch.cuda.synchronize()
 
 

@@ -7,11 +7,10 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from attention_kernels import BackendSpec, UnsupportedError, get_backend, ladder, list_backends
+from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
 from attention_kernels.conformance import (
     KERNEL_ERRORS,
     Case,
@@ -22,12 +21,28 @@ from attention_kernels.conformance import (
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.results import Check, ResultsError, Series
-from gpt2_infer.bench.timing import MIN_ROUNDS, RejectedError
+from gpt2_infer.bench.record import Check, ResultsError, Row, Shape
+from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
+from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
 EMULATED_SEQLEN = 64  # an emulated kernel is checked at this length at most
 EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
+
+
+def selected(
+    study: Comparison, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
+) -> tuple[str, list[BackendSpec], BackendSpec]:
+    """Return the device, the backends and the baseline that a study names; see select()."""
+    device = str(resolve_device(study.device))
+    families = study.families
+    if device == "cpu" and not (families or study.backends):
+        families = [*cpu_families]
+    specs = select(
+        study.backends, device, families=families, dtypes=study.dtypes, emulated=emulated
+    )
+    (baseline,) = select([study.baseline], device, dtypes=study.dtypes)
+    return device, specs, baseline
 
 
 def select(
@@ -93,14 +108,25 @@ def versions_of(family: str) -> dict[str, VersionHeader]:
     versions = ladder.versions(family)
     if not versions:
         families = ", ".join(ladder.families())
-        raise RequestError(f"no ladder is of the family {family}: there are {families}")
+        raise RequestError(f"there is no ladder named {family}, only {families}")
     if {version.role for version in versions.values()} == {"decode"}:
         raise RequestError(f"the kernels of {family} decode, and only attention is examined here")
     return versions
 
 
+def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
+    """Return the shape of a study of a ladder."""
+    return Shape(
+        batch=study.batch,
+        num_heads=study.heads,
+        seqlen=study.seqlen,
+        head_dim=study.head_dim,
+        is_causal=not study.full,
+    )
+
+
 def with_baseline(
-    baseline: str | BackendSpec,
+    baseline: BackendSpec,
     specs: Sequence[BackendSpec],
     kinds: Sequence[tuple[str, int, int]],
     device: str,
@@ -110,8 +136,7 @@ def with_baseline(
     In place of an alias comes what it stands for. kinds: the dtypes, head_dims and lengths that
     are measured. Raises what BackendSpec.chosen() does.
     """
-    named = get_backend(baseline) if isinstance(baseline, str) else baseline
-    first = next(iter(_chosen([named], kinds, device)), named)
+    first = next(iter(_chosen([baseline], kinds, device)), baseline)
     specs = _chosen(specs, kinds, device)
     lacks = first.name not in {spec.name for spec in specs}
     return first, [*[first] * lacks, *specs]
@@ -129,12 +154,6 @@ def _chosen(
     return list({spec.name: spec for spec in found}.values())
 
 
-def check_rounds(rounds: int) -> None:
-    """Raise RequestError if there are too few rounds to have a spread."""
-    if rounds < MIN_ROUNDS:
-        raise RequestError(f"rounds must be {MIN_ROUNDS} or more, not {rounds}")
-
-
 def check_memory(what: str, needed: int, device: str) -> None:
     """Raise RequestError for what the device's memory cannot hold, whatever the backend."""
     if device == "cuda":
@@ -147,24 +166,23 @@ def check_memory(what: str, needed: int, device: str) -> None:
         )
 
 
-def facts(spec: BackendSpec, dtype: str, sources: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the fields of a series that describe its backend."""
-    found = {
-        "name": spec.name,
-        "family": spec.family,
-        "precision": spec.precisions[dtype],
-        "source_digest": sources.get(spec.name),
-    }
+def row_of(
+    spec: BackendSpec, dtype: str, metric: str, unit: str, sources: Mapping[str, str | None]
+) -> Row:
+    """Return a row of a backend without samples, with what describes the backend in `extra`."""
+    extra = {"family": spec.family, "precision": spec.precisions[dtype]}
+    if digest := sources.get(spec.name):
+        extra["source_digest"] = digest
     if version := spec.version:
-        found |= {"flags": " ".join(version.flags), "change": version.title}
-        found["version_digest"] = environment.version_digest(version.source)
-    return found
+        extra |= {"flags": " ".join(version.flags), "change": version.title}
+        extra["version_digest"] = environment.version_digest(version.source)
+    return Row(contender=spec.name, metric=metric, unit=unit, extra=extra)
 
 
 def check(
-    series: Series, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
+    row: Row, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
 ) -> None:
-    """Hold a backend to the reference and record in its series what that finds."""
+    """Hold a backend to the reference and record in its row what that finds."""
     emulated = device in spec.emulated_on
     worst = None
     for wanted in cases:
@@ -172,26 +190,26 @@ def check(
         case = short if emulated else wanted
         q, k, v = case.inputs(device)
         if reasons := spec.unsupported_reasons(q, k, v, is_causal=case.is_causal):
-            series.status, series.reason = "refused", "; ".join(reasons)
+            row.status, row.reason = "refused", "; ".join(reasons)
             return
         verdict = run_case(spec, case, device)
         worst = max(worst or verdict, verdict, key=lambda verdict: verdict.nearness)
         if not verdict.passed:
-            series.status, series.reason = "failed", f"{case}: {verdict}"
+            row.status, row.reason = "failed", f"{case}: {verdict}"
             break
-    if decode and series.status == "ok":
+    if decode and row.status == "ok":
         if not spec.has_decode(device):
-            series.status, series.reason = "refused", f"it has no decode kernel on {device}"
+            row.status, row.reason = "refused", f"it has no decode kernel on {device}"
             return
         verdict = run_case(spec, DecodeCase(cases[0].head_dim, cases[0].dtype), device)
         if not verdict.passed:
-            series.status, series.reason = "failed", f"decode: {verdict}"
+            row.status, row.reason = "failed", f"decode: {verdict}"
     if worst:
-        series.check = Check(
+        row.check = Check(
             **{name: _rounded(getattr(worst, name)) for name in Check.__struct_fields__}
         )
-    if emulated and series.status == "ok":
-        series.status, series.reason = "emulated", EMULATED
+    if emulated and row.status == "ok":
+        row.status, row.reason = "emulated", EMULATED
 
 
 def recheck(spec: BackendSpec, case: Case, device: str) -> None:
@@ -207,16 +225,16 @@ def recheck(spec: BackendSpec, case: Case, device: str) -> None:
         raise RejectedError(f"after its samples its output is wrong: {verdict}")
 
 
-def record_failure(series: Series, error: Exception, device: str) -> None:
+def record_failure(row: Row, error: Exception, device: str) -> None:
     """Record what a kernel raised; raises ResultsError if it broke the device for the others."""
-    series.status = "refused" if isinstance(error, UnsupportedError) else "failed"
-    series.reason = describe_error(error)
+    row.status = "refused" if isinstance(error, UnsupportedError) else "failed"
+    row.reason = describe_error(error)
     if device == "cuda":
         try:
             torch.cuda.synchronize()
         except RuntimeError as broken:
             why = describe_error(broken)
-            raise ResultsError(f"{series.name} broke the CUDA context: {why}") from error
+            raise ResultsError(f"{row.contender} broke the CUDA context: {why}") from error
 
 
 def _rounded(value: float) -> float | None:

@@ -42,22 +42,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from gpt2_infer.bench import studies
+    from gpt2_infer.bench import study
+    from gpt2_infer.bench.show import tables
 
     settings = {"task", "out", "name", "debug", "version"}
     options = {name: value for name, value in vars(arguments).items() if name not in settings}
     task, out = arguments.task, arguments.out
-    kind = studies.KernelStudy if task == "kernel" else studies.GenerationStudy
+    kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
     for name in options:
         if name not in kind.__struct_fields__:
             raise RequestError(f"--{name.replace('_', '-')} is not for --task {task}")
     try:
-        table = studies.run(studies.make(kind, options), getattr(arguments, "name", task), out)
+        file = study.run(kind(**options), getattr(arguments, "name", task), out)
     except KeyboardInterrupt:
         partial = out.with_name(f"{out.name}.partial")
         kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise
-    show(table)
+    show(tables.render(str(out), file))
     print(f"wrote {out}", file=sys.stderr)
     return 0

@@ -17,8 +17,7 @@ from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
-    from gpt2_infer.bench.results import KernelTiming, Predicted, Results
-
+    from gpt2_infer.bench.record import File, Row
 
 RESULTS = "folder of measured results (default: results, if there is one)"
 
@@ -42,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels.inspection import predict
     from attention_kernels.inspection.resources import aligned
     from gpt2_infer.bench import environment
-    from gpt2_infer.bench.prediction import find_gpu, timed_on
-    from gpt2_infer.bench.results import KernelCell, Predicted, Predictions
+    from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
+    from gpt2_infer.bench.record import KernelCell
 
     gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
@@ -73,17 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = [
         known
         for file in files
-        if isinstance(file, Predictions)
-        for one in file.series
-        if one.version_digest == digest
-        for known in one.measured_digests
+        if file.study["kind"] == "prediction"
+        for row in file.rows
+        if row.extra["version_digest"] == digest
+        for known in row.extra.get("measured_digests", ())
     ]
     cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
         cell = KernelCell(
             one.seqlen, arguments.batch, arguments.heads, head_dim, is_causal=not arguments.full
         )
-        wanted = Predicted(name=name, cell=cell, version_digest=digest, measured_digests=earlier)
+        wanted = prediction_row(name, cell, digest, measured_digests=earlier)
         seen = _measured(wanted, timings)
         cells.append(
             (
@@ -99,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read_results(folder: Path | None) -> list[Results]:
+def _read_results(folder: Path | None) -> list[File]:
     """Read a folder of results and tell what else lies there; raises RequestError if none is."""
-    from gpt2_infer.bench.results import ResultsError, read
+    from gpt2_infer.bench.record import ResultsError, read
 
     if folder is not None and not folder.is_dir():
         raise RequestError(f"--results: there is no folder {folder}")
@@ -127,12 +126,14 @@ def _parts(one: Prediction) -> dict[str, float]:
     }
 
 
-def _measured(one: Predicted, timings: Sequence[KernelTiming]) -> float | None:
+def _measured(wanted: Row, timings: Sequence[File]) -> float | None:
     """Return the latest median of the same version file in the same cell."""
+    from gpt2_infer.bench.show.tables import is_of
+
     medians = [
-        (timing.provenance.date, series.median)
+        (timing.provenance.date, row.median)
         for timing in timings
-        for series in timing.series
-        if series.samples and one.is_of(series)
+        for row in timing.of("time")
+        if row.samples and is_of(wanted, row)
     ]
     return max(medians)[1] if medians else None

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from gpt2_infer.bench import selection
-    from gpt2_infer.bench.results import Shape
+    from gpt2_infer.bench.record import Shape
 
     files = [Path(name) for name in arguments.names if name.endswith(".json")]
     versions = selection.versions_of(arguments.family) if arguments.family else {}
@@ -50,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     first = next(iter(versions.values()), None)
     shape = Shape(
         batch=1,
-        heads=1,
+        num_heads=1,
         seqlen=arguments.seqlen,
         head_dim=arguments.head_dim or (usual_head_dim(first) if first else 64),
-        full=arguments.full,
+        is_causal=not arguments.full,
     )
     try:
-        from gpt2_infer.bench.report import make_page
+        from gpt2_infer.bench.show.page import make_page
     except ModuleNotFoundError as error:
         missing = f"{error.name} is missing: pip install 'gpt2-infer[report]'"
         raise RequestError(missing) from error

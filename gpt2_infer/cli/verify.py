@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if passed and is_emulated:
         show("  no timing: its source runs emulated, which says nothing about its speed")
     elif passed and not arguments.no_timing and spec.has_attention():
-        passed = _short_timing(spec, device, dtypes or spec.dtypes)
+        passed = _short_timing(spec, arguments.name, device, dtypes or spec.dtypes)
     show("PASSED" if passed else "FAILED")
     return 0 if passed else EXIT_FAILED
 
@@ -140,22 +140,26 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
     return True
 
 
-def _short_timing(spec: BackendSpec, device: str, dtypes: Sequence[str]) -> bool:
+def _short_timing(spec: BackendSpec, name: str, device: str, dtypes: Sequence[str]) -> bool:
     """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
-    from gpt2_infer.bench import KernelCell, compare_kernels
+    from gpt2_infer.bench.record import KernelCell
+    from gpt2_infer.bench.study import KernelStudy, run
 
     head_dim = usual_head_dim(spec)
     seqlen = 1024 if device == "cuda" else 256
     cells = [KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
-    found = compare_kernels([spec], cells, device=device, rounds=5).series
+    study = KernelStudy(backends=[name], cells=cells, dtypes=[*dtypes])
+    study.device = "cuda" if device == "cuda" else "cpu"
+    found = run(study)
     for dtype in dtypes:
         show(f"  time of the kernel alone, N={seqlen} H=12 head_dim={head_dim}, {dtype}:")
-        for series in found:
-            if series.samples and series.cell.dtype == dtype:
-                low, high = series.spread
-                show(f"    {series.name:<34} {series.median:9.1f} us ({low:.1f} .. {high:.1f})")
-    failed = [series for series in found if series.name == spec.name and series.status == "failed"]
-    for series in failed:
-        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {series.cell.dtype}")
-        show(f"          {series.reason}")
+        for row in found.of("time"):
+            if row.samples and row.kernel.dtype == dtype:
+                low, high = row.spread
+                show(f"    {row.contender:<34} {row.median:9.1f} us ({low:.1f} .. {high:.1f})")
+    mine = (row for row in found.of("time") if row.contender == spec.name)
+    failed = [row for row in mine if row.status == "failed"]
+    for row in failed:
+        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {row.kernel.dtype}")
+        show(f"          {row.reason}")
     return not failed

@@ -19,7 +19,7 @@ from attention_kernels import ladder
 from attention_kernels.conformance import Case, DecodeCase, run_case
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
-from gpt2_infer.bench.results import read
+from gpt2_infer.bench.record import read
 from gpt2_infer.cli import main, parse
 from tests.conftest import DEVICES
 
@@ -210,7 +210,7 @@ def test_it_is_compared(program, tmp_path):
     arguments += ["--backends", *NAMES, "NAIVE_PYTORCH", "--out", str(tmp_path / "r.json")]
     status, out, err = program("compare", *arguments)
     assert status == 0, err
-    found = {series.name: series for series in read(tmp_path / "r.json").series}
+    found = {row.contender: row for row in read(tmp_path / "r.json").of("generation")}
     assert [found[name].status for name in NAMES] == ["ok", "emulated"]
     assert [len(found[name].samples) for name in NAMES] == [2, 0]
     assert f"| `{NAMES[0]}` | ieee-fp32 |" in " ".join(out.split())

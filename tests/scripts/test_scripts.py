@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from attention_kernels import ladder
-from gpt2_infer.bench import studies
+from gpt2_infer.bench import study
 from scripts import measure, plot_results
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +36,25 @@ def test_a_script_that_is_called_wrong_says_so_in_one_line(name, complaint):
     complaint(name, "--no-such-option")
 
 
-@pytest.mark.parametrize("name", ["inspect_kernels.py", "profile_kernels.py"])
-def test_a_ladder_that_there_is_not_is_one_line(name, complaint, tmp_path):
-    line = complaint(name, "--family", "none", "--out", str(tmp_path / "r.json"))
-    assert "no ladder is of the family none: there are " in line
+def test_a_study_of_ones_own_is_checked(complaint, tmp_path):
+    mine = tmp_path / "mine.toml"
+
+    def said(text: str) -> str:
+        mine.write_text(text)
+        out = f"{tmp_path}/"
+        return complaint("measure.py", "--studies", str(mine), "--prefix", out, "one")
+
+    assert "there is no ladder named none" in said('[one]\nkind = "inspection"\nfamily = "none"\n')
+    assert "Expected `int` >= 2" in said('[one]\nkind = "kernel"\nrounds = 1\n')
+    mine.unlink()
+    assert "mine.toml cannot be read" in complaint("measure.py", "--studies", str(mine))
 
 
 def test_every_study_can_be_listed_and_an_unknown_one_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["measure.py", "--list"])
     assert measure.main() == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [*studies.load()]
+    assert listed == [*study.load()]
     monkeypatch.setattr("sys.argv", ["measure.py", "no-such"])
     with pytest.raises(SystemExit) as caught:
         measure.main()
@@ -55,8 +63,8 @@ def test_every_study_can_be_listed_and_an_unknown_one_is_refused(capsys, monkeyp
 
 
 def test_studies_name_backends_that_exist():
-    for study in studies.load().values():
-        for name in getattr(study, "backends", []):
+    for one in study.load().values():
+        for name in getattr(one, "backends", []):
             ladder.resolve(name)
 
 
@@ -68,10 +76,10 @@ def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
 
 
 def test_every_table_in_the_documents_has_a_study_behind_it():
-    from gpt2_infer.bench.results import newest
+    from gpt2_infer.bench.record import newest
 
     tasks = newest(ROOT / "results").keys()
-    assert tasks - studies.load().keys() == {"case-study"}
+    assert tasks - study.load().keys() == {"case-study"}
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from attention_kernels import BackendSpec, get_backend, register
 from attention_kernels.contract import Kernels
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2
-from gpt2_infer.bench.results import (
+from gpt2_infer.bench.record import (
     Check,
+    File,
     GenerationCell,
-    GenerationSeries,
-    GenerationTiming,
     Gpu,
-    Inspected,
-    Inspection,
     KernelCell,
-    KernelSeries,
-    KernelTiming,
-    Profile,
-    Profiled,
     Provenance,
+    Row,
     Shape,
 )
+from gpt2_infer.bench.show.figures import main_rows
 from tests.conftest import rewrite
 
 PROMPT = "Once upon a time"
@@ -70,8 +66,9 @@ def specs_of(*names: str) -> list[BackendSpec]:
     return [get_backend(name) for name in names]
 
 
-def by_name(results) -> dict:
-    return {series.name: series for series in results.series}
+def by_name(file: File) -> dict[str, Row]:
+    """The rows of the metric that a study is about, by contender."""
+    return {row.contender: row for row in main_rows(file)}
 
 
 def provenance(**changes) -> Provenance:
@@ -98,22 +95,33 @@ def provenance(**changes) -> Provenance:
     return Provenance(**(fields | changes))
 
 
-def kernel(name: str, samples: list[float], seqlen: int = 1024, **fields) -> KernelSeries:
-    error = fields.pop("error", 1e-6)
-    defaults = {
-        "cell": KernelCell(seqlen),
-        "family": "fp32" if name.startswith("CUSTOM") else "pytorch",
-        "precision": "ieee-fp32",
-        "check": Check(error=error, budget=2e-6, naive_error=9e-7, relative_error=0.01),
-        "workspace_bytes": 2048,
-        "samples": samples,
-    }
-    return KernelSeries(name=name, **(defaults | fields))
+def file_of(kind: str, rows: list[Row], *, settings=(), **fields) -> File:
+    study = {"kind": kind, "baseline": "NAIVE_PYTORCH", "rounds": 3, **dict(settings)}
+    defaults = {"task": f"{kind}-test", "provenance": provenance()}
+    return File(study=study, rows=rows, **(defaults | fields))
 
 
-def kernels(**changes) -> KernelTiming:
+def kernel(name: str, samples: list[float], seqlen: int = 1024, **fields) -> Row:
+    error, cell = fields.pop("error", 1e-6), fields.pop("cell", KernelCell(seqlen))
+    row = {name: fields.pop(name) for name in ("status", "reason", "check") if name in fields}
+    check = Check(error=error, budget=2e-6, naive_error=9e-7, relative_error=0.01)
+    family = "fp32" if name.startswith("CUSTOM") else "pytorch"
+    return Row(
+        contender=name,
+        cell=msgspec.to_builtins(cell),
+        metric="time",
+        unit="us",
+        samples=samples,
+        extra={"family": family, "precision": "ieee-fp32", **fields},
+        **({"check": check} | row),
+    )
+
+
+def kernels(rows: list[Row] | None = None, **changes) -> File:
     """Two lengths of plain PyTorch, of another precision class, and of three versions."""
-    series = []
+    if rows is not None:
+        return file_of("kernel", rows, **changes)
+    rows = []
     for seqlen, scale in ((1024, 1.0), (256, 0.25)):
         for name, middle, fields in (
             ("NAIVE_PYTORCH", 100.0, {}),
@@ -123,39 +131,41 @@ def kernels(**changes) -> KernelTiming:
             ("CUSTOM_CUDA_VERSION_3", 50.5, {"change": "the third"}),
         ):
             samples = [scale * (middle + d) for d in (-1, 0, 1)]
-            series.append(kernel(name, samples, seqlen, **fields))
-    refused = {"status": "refused", "reason": "not in float32", "check": None}
-    series.append(kernel("PYTORCH_SDPA_FLASH_ATTENTION", [], **refused))
-    fields = {
-        "task": "kernel-test",
-        "provenance": provenance(),
-        "device": "cuda",
-        "baseline": "NAIVE_PYTORCH",
-        "rounds": 3,
-        "backends": list(dict.fromkeys(one.name for one in series)),
-        "cells": [KernelCell(1024), KernelCell(256)],
-        "series": series,
-    }
-    return KernelTiming(**(fields | changes))
+            row = kernel(name, samples, seqlen, **fields)
+            rows += [row, beside(row, "workspace", "bytes", 2048)]
+    rows.append(
+        kernel(
+            "PYTORCH_SDPA_FLASH_ATTENTION",
+            [],
+            status="refused",
+            reason="not in float32",
+            check=None,
+        )
+    )
+    return file_of("kernel", rows, **changes)
 
 
-def shapes() -> KernelTiming:
+def beside(row: Row, metric: str, unit: str, value: float) -> Row:
+    name = row.contender
+    return Row(contender=name, cell=row.cell, metric=metric, unit=unit, samples=[value])
+
+
+def shapes() -> File:
     """Two shapes at lengths of their own; a backend takes one of them."""
     narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
     refused = {"status": "refused", "reason": "not in 32", "check": None}
     return kernels(
-        cells=[narrow, wide],
-        series=[
+        [
             kernel("NAIVE_PYTORCH", [10.0, 10.0], cell=narrow, precision="3xtf32"),
             kernel("FAST", [], cell=narrow, precision="3xfp16", **refused),
             kernel("NAIVE_PYTORCH", [100.0, 100.0], cell=wide, precision="3xtf32"),
             kernel("FAST", [50.0, 50.0], cell=wide, precision="3xfp16"),
-        ],
+        ]
     )
 
 
-def generation(**changes) -> GenerationTiming:
-    series = []
+def generation(**changes) -> File:
+    rows = []
     for tokens, scale in ((128, 0.25), (512, 1.0)):
         for name, middle in (
             ("NAIVE_PYTORCH", 2.0),
@@ -163,36 +173,37 @@ def generation(**changes) -> GenerationTiming:
             ("CUSTOM_CUDA_VERSION_2", 1.5),
             ("FREE_ATTENTION", 1.0),
         ):
-            series.append(
-                GenerationSeries(
-                    name=name,
-                    cell=GenerationCell(tokens),
-                    family="fp32" if name.startswith("CUSTOM") else "pytorch",
-                    precision="none" if name == "FREE_ATTENTION" else "ieee-fp32",
-                    samples=[scale * middle * f for f in (0.99, 1.0, 1.01)],
-                    peak_memory_bytes=int(middle * 2**30),
-                    text_compared=name != "CUSTOM_CUDA_VERSION_1",
-                )
+            row = Row(
+                contender=name,
+                cell=msgspec.to_builtins(GenerationCell(tokens)),
+                metric="generation",
+                unit="s",
+                samples=[scale * middle * f for f in (0.99, 1.0, 1.01)],
+                extra={
+                    "family": "fp32" if name.startswith("CUSTOM") else "pytorch",
+                    "precision": "none" if name == "FREE_ATTENTION" else "ieee-fp32",
+                    "text_compared": name != "CUSTOM_CUDA_VERSION_1",
+                },
             )
-    fields = {
-        "task": "generation-test",
-        "provenance": provenance(),
-        "device": "cuda",
-        "baseline": "NAIVE_PYTORCH",
-        "rounds": 3,
-        "backends": list(dict.fromkeys(one.name for one in series)),
-        "cells": [GenerationCell(128), GenerationCell(512)],
-        "model": "gpt2",
-        "prompt_tokens": 8,
-        "series": series,
-    }
-    return GenerationTiming(**(fields | changes))
+            rows += [row, beside(row, "peak memory", "bytes", int(middle * 2**30))]
+    settings = {"model": "gpt2", "prompt_tokens": 8}
+    return file_of("generation", rows, settings=settings, **changes)
 
 
-SHAPE = Shape(batch=3, heads=2, seqlen=64, head_dim=32, full=True)
+SHAPE = Shape(batch=3, num_heads=2, seqlen=64, head_dim=32, is_causal=False)
 
 
-def inspection() -> Inspection:
+def counts(number: int, metrics: dict[str, float], **fields) -> list[Row]:
+    """The rows of a version: the first one says more of it."""
+    base = {"contender": f"CUSTOM_CUDA_VERSION_{number}", "cell": msgspec.to_builtins(SHAPE)}
+    rows = [Row(**base, metric=m, unit="count", samples=[n]) for m, n in metrics.items()]
+    if fields:
+        samples = [] if "status" in fields else [1.0]
+        rows.insert(0, Row(**base, metric="accesses", unit="count", samples=samples, **fields))
+    return rows
+
+
+def inspection() -> File:
     taken = {
         "spill_bytes": 0,
         "shared_bytes": 2048,
@@ -210,44 +221,30 @@ def inspection() -> Inspection:
     }
     conflicts = {"shared_load_conflicts": 31000, "shared_load_ways": 32}
     none = {"shared_load_conflicts": 0, "shared_load_ways": 1}
+    refused = {"status": "refused", "reason": "not this one; nor that"}
     rows = [
-        (taken | counted | conflicts | {"registers": 40, "global_store_fewest_sectors": 10}, ""),
-        (taken | counted | none | {"registers": 39, "global_store_fewest_sectors": 80}, ""),
-        (taken | {"registers": 40}, "not this one; nor that"),
+        (taken | counted | conflicts | {"registers": 40, "global_store_fewest_sectors": 10}, {}),
+        (taken | counted | none | {"registers": 39, "global_store_fewest_sectors": 80}, {}),
+        (taken | {"registers": 40}, refused),
     ]
-    return Inspection(
-        task="inspect-test",
-        provenance=provenance(gpu=None),
-        family="fp32",
-        shape=SHAPE,
-        arch="80",
-        nvcc="13.0",
-        versions=[
-            Inspected(
-                name=f"CUSTOM_CUDA_VERSION_{n}", change=f"step {n}", metrics=metrics, refused=why
-            )
-            for n, (metrics, why) in enumerate(rows, 1)
+    return file_of(
+        "inspection",
+        [
+            row
+            for n, (metrics, fields) in enumerate(rows, 1)
+            for row in counts(n, metrics, extra={"change": f"step {n}"}, **fields)
         ],
+        settings={"arch": "80", "nvcc": "13.0"},
+        provenance=provenance(gpu=None),
     )
 
 
-def profile() -> Profile:
+def profile() -> File:
     metrics = {
         "shared_load_wavefronts": 1e6,
         "global_async_load_sectors": 1000.0,
         "issue_active_percent": 50.0,
         "duration_us": 100.0,
     }
-    return Profile(
-        task="profile-test",
-        provenance=provenance(),
-        shape=SHAPE,
-        counters={name: name for name in metrics},
-        not_on_this_gpu=["tensor_pipe_percent"],
-        versions=[
-            Profiled(name="CUSTOM_CUDA_VERSION_1", kernels=1, metrics=metrics),
-            Profiled(
-                name="CUSTOM_CUDA_VERSION_2", kernels=1, metrics=metrics | {"duration_us": 50.0}
-            ),
-        ],
-    )
+    second = counts(2, metrics | {"duration_us": 50.0})
+    return file_of("profile", counts(1, metrics) + second)

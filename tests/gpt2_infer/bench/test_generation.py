@@ -6,24 +6,26 @@ import torch
 from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2
-from gpt2_infer.bench import compare_generation
 from gpt2_infer.bench import generation as module
-from gpt2_infer.bench.generation import compare_with_transformers, weights_digest
-from gpt2_infer.bench.results import FREE_ATTENTION, GenerationCell, encode
+from gpt2_infer.bench.generation import weights_digest
+from gpt2_infer.bench.record import FREE_ATTENTION, encode
+from gpt2_infer.bench.show.figures import group_by, main_rows
+from gpt2_infer.bench.study import GenerationStudy, run
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
-from tests.gpt2_infer.bench.common import PROMPT, TWO, add, by_name, off_by_one, specs_of, tie
+from tests.gpt2_infer.bench.common import PROMPT, TWO, add, by_name, off_by_one, tie
 
 
 @pytest.fixture
-def tiny(save_checkpoint) -> GPT2:
+def tiny(save_checkpoint) -> str:
     folder, _ = save_checkpoint()
-    return GPT2.from_pretrained(str(folder), device="cpu")
+    return str(folder)
 
 
-def compare(model, specs, *cells, prompt=PROMPT, **options):
-    options = {"name": "test", "rounds": 2} | options
-    return compare_generation(lambda dtype: model, specs, list(cells), prompt, **options)
+def compare(model, names, *, out=None, **settings):
+    settings = {"prompt": PROMPT, "rounds": 2} | settings
+    study = GenerationStudy(model=model, backends=[*names], device="cpu", **settings)
+    return run(study, "generation", out)
 
 
 def test_a_sample_is_the_cells_and_without_its_warm_up(tiny, monkeypatch):
@@ -38,29 +40,36 @@ def test_a_sample_is_the_cells_and_without_its_warm_up(tiny, monkeypatch):
         return done
 
     monkeypatch.setattr(module, "generate", told)
-    results = compare(tiny, specs_of(*TWO), GenerationCell(10, batch=2, mode="kv-cache"))
+    results = compare(tiny, TWO, max_tokens=[10], batch_sizes=[2], modes=["kv-cache"])
     assert seen == {(name, name, "kv-cache", 2) for name in (*TWO, FREE_ATTENTION)}
-    for series in results.series:
-        assert series.samples == [3.0, 3.0]
-        assert (series.warm_up_s, series.prefill_s) == ([1.0, 1.0], [2.0, 2.0])
-        assert len(series.call_s) == 2
+    assert len(main_rows(results)) == 3
+    for row in main_rows(results):
+        assert row.samples == [3.0, 3.0]
+        assert results.beside(row, "warm-up").samples == [1.0, 1.0]
+        assert results.beside(row, "prefill").samples == [2.0, 2.0]
+        assert len(results.beside(row, "call").samples) == 2
 
 
 def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
     add("TEST_WRONG", off_by_one)
-    names = ("NAIVE_PYTORCH", "TEST_WRONG", "PYTORCH_SDPA_MATH", "ABLATION_STEP_8")
-    cells = [GenerationCell(16), GenerationCell(12, mode="kv-cache"), GenerationCell(12, batch=2)]
-    results = compare(tiny, specs_of(*names[:3]), *cells)
-    assert results.prompt_tokens == len(tiny.tokenizer.encode(PROMPT))
-    assert results.weights_digest == weights_digest(tiny)
-    for cell in cells:
-        found = {series.name: series for series in results.series if series.cell == cell}
+    names = ("NAIVE_PYTORCH", "TEST_WRONG", "PYTORCH_SDPA_MATH")
+    modes = ["recompute", "kv-cache"]
+    results = compare(tiny, names, max_tokens=[12, 16], batch_sizes=[1, 2], modes=modes)
+    model = GPT2.from_pretrained(tiny, device="cpu")
+    assert results.study["prompt_tokens"] == len(model.tokenizer.encode(PROMPT))
+    assert results.study["weights_digest"] == weights_digest(model)
+    cells = group_by(main_rows(results), lambda row: tuple(row.cell.items()))
+    assert len(cells) == 8
+    for rows in cells.values():
+        found = {row.contender: row for row in rows}
         naive, math = found["NAIVE_PYTORCH"], found["PYTORCH_SDPA_MATH"]
-        assert naive.token_digest == math.token_digest
-        for series in (naive, math, found[FREE_ATTENTION]):
-            assert (series.status, len(series.samples)) == ("ok", 2)
-            assert all(a >= b for a, b in zip(series.call_s, series.samples, strict=True))
-        untimed = "refused" if cell.mode == "kv-cache" else "failed"  # it has no decode kernel
+        assert naive.extra["token_digest"] == math.extra["token_digest"]
+        for row in (naive, math, found[FREE_ATTENTION]):
+            assert (row.status, len(row.samples)) == ("ok", 2)
+            calls = results.beside(row, "call").samples
+            assert all(a >= b for a, b in zip(calls, row.samples, strict=True))
+        is_cached = naive.cell["mode"] == "kv-cache"
+        untimed = "refused" if is_cached else "failed"  # it has no decode kernel
         assert (found["TEST_WRONG"].status, found["TEST_WRONG"].samples) in (
             (untimed, []),
             ("failed", []),
@@ -69,7 +78,7 @@ def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
 
 
 @pytest.mark.slow
-def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
+def test_a_text_that_is_wrong_only_in_the_model_is_caught(clean_registry):
     """Right in every case of the check, wrong at the lengths that generation runs in between."""
 
     def wrong_at_32(q, k, v, softmax_scale, is_causal):
@@ -78,17 +87,17 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(demo, clean_registry):
 
     add("TEST_WRONG_AT_32", wrong_at_32)
     names = ("NAIVE_PYTORCH", "TEST_WRONG_AT_32")
-    results = compare(demo, specs_of(*names), GenerationCell(24))
+    results = compare("demo", names, max_tokens=[24])
     wrong = by_name(results)["TEST_WRONG_AT_32"]
     assert wrong.status == "failed"
     assert "bug in B" in wrong.reason
-    assert wrong.diverges == "bug in B"
+    assert wrong.extra["diverges"] == "bug in B"
 
 
-def test_lengths_that_the_model_has_not_are_refused(demo):
+def test_lengths_that_the_model_has_not_are_refused():
     for tokens in (3, 1025):
         with pytest.raises(RequestError, match=f"{tokens} tokens in all: the prompt has"):
-            compare(demo, specs_of("NAIVE_PYTORCH"), GenerationCell(tokens))
+            compare("demo", ["NAIVE_PYTORCH"], max_tokens=[tokens])
 
 
 def test_free_attention_is_no_backend():
@@ -97,7 +106,7 @@ def test_free_attention_is_no_backend():
 
 
 @pytest.mark.slow
-def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_registry):
+def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(clean_registry):
     calls = []
 
     def wrong_in_a_batch(q, k, v, softmax_scale, is_causal):
@@ -111,17 +120,17 @@ def test_a_text_that_is_wrong_in_a_batch_or_now_and_then_is_caught(demo, clean_r
 
     add("TEST_WRONG_IN_A_BATCH", wrong_in_a_batch)
     add("TEST_WRONG_LATER", wrong_later)
-    specs = specs_of("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
-    found = by_name(compare(demo, specs, GenerationCell(24, batch=2), rounds=3))
+    names = ("TEST_WRONG_IN_A_BATCH", "TEST_WRONG_LATER")
+    found = by_name(compare("demo", names, max_tokens=[24], batch_sizes=[2], rounds=3))
     assert found["NAIVE_PYTORCH"].status == "ok"  # the baseline, though nobody named it
     batch, later = found["TEST_WRONG_IN_A_BATCH"], found["TEST_WRONG_LATER"]
     assert (batch.status, batch.samples) == ("failed", [])
     assert batch.reason.startswith("bug in B: the first layer over its budget: layer 0, ")
     assert (later.status, later.samples) == ("failed", [])
-    assert later.reason == "its text is another from run to run"
+    assert later.reason == "its text changes from run to run"
 
 
-def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoint):
+def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoint, monkeypatch):
     def other_in_a_batch(q, k, v, softmax_scale, is_causal):
         o = naive_attention(q, k, v, softmax_scale, is_causal)
         return o if len(q) == 1 else o * (1 + 2**-22)  # within any budget: 4 ulps are a part of it
@@ -129,15 +138,17 @@ def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoi
     spec = add("TEST_OTHER_IN_A_BATCH", other_in_a_batch)
     prompt = list(range(100, 116))
     model = tie(save_checkpoint, "NAIVE_PYTORCH", spec.name, prompt, batch=2)
-    found = by_name(compare(model, [spec], GenerationCell(18, 2), prompt=prompt))
+    monkeypatch.setattr(module.GPT2, "from_pretrained", lambda *_, **__: model)
+    settings = {"max_tokens": [18], "batch_sizes": [2], "prompt": prompt}
+    found = by_name(compare("tie", [spec.name], **settings))
     ours, plain = found[spec.name], found["NAIVE_PYTORCH"]
-    assert ours.token_digest != plain.token_digest
-    assert (ours.status, ours.reason, ours.diverges) == ("ok", "", "tie")
+    assert ours.extra["token_digest"] != plain.extra["token_digest"]
+    assert (ours.status, ours.reason, ours.extra["diverges"]) == ("ok", "", "tie")
     assert len(ours.samples) == 2
 
 
 @pytest.mark.slow
-def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_registry):
+def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(clean_registry):
     """And not as it is written again."""
     calls = []
 
@@ -147,28 +158,25 @@ def test_a_text_that_is_wrong_once_is_judged_as_it_was_written(demo, clean_regis
         return (off_by_one if wrong else naive_attention)(q, k, v, softmax_scale, is_causal)
 
     spec = add("TEST_WRONG_ONCE", wrong_once)
-    series = by_name(compare(demo, [spec], GenerationCell(24)))["TEST_WRONG_ONCE"]
-    assert series.status == "failed"
-    assert series.reason.startswith("bug in B: rounding does not explain its token, ")
-    assert "state between calls" in series.reason
+    row = by_name(compare("demo", [spec.name], max_tokens=[24]))["TEST_WRONG_ONCE"]
+    assert row.status == "failed"
+    assert row.reason.startswith("bug in B: rounding does not explain its token, ")
+    assert "state between calls" in row.reason
 
 
-def test_what_would_make_no_comparison_is_refused(demo):
-    specs = specs_of("NAIVE_PYTORCH")
-    with pytest.raises(RequestError, match="rounds must be 2 or more, not 1"):
-        compare(demo, specs, GenerationCell(10), rounds=1)
+def test_what_would_make_no_comparison_is_refused():
     with pytest.raises(RequestError, match="not in float64"):
-        compare(demo, specs, GenerationCell(10, dtype="float64"))
+        compare("demo", ["NAIVE_PYTORCH"], max_tokens=[10], dtypes=["float64"])
     torch.set_float32_matmul_precision("high")
     try:
         with pytest.raises(ArgumentError, match="set to compute float32 products in TF32"):
-            compare(demo, specs, GenerationCell(10))
+            compare("demo", ["NAIVE_PYTORCH"], max_tokens=[10])
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.slow
-def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
+def test_a_decode_kernel_that_is_wrong_is_caught(clean_registry):
     """By its own check or, where that does not reach, by the text that it writes with a cache."""
 
     def wrong(q, k_cache, v_cache, seqlens, softmax_scale):
@@ -180,8 +188,8 @@ def test_a_decode_kernel_that_is_wrong_is_caught(demo, clean_registry):
 
     for name, kernel in (("TEST_WRONG", wrong), ("TEST_WRONG_FOR_FOUR", wrong_for_four_heads)):
         add(name, naive_attention, kernel)
-    cell = GenerationCell(24, mode="kv-cache")
-    found = by_name(compare(demo, specs_of("TEST_WRONG", "TEST_WRONG_FOR_FOUR"), cell))
+    names = ("TEST_WRONG", "TEST_WRONG_FOR_FOUR")
+    found = by_name(compare("demo", names, max_tokens=[24], modes=["kv-cache"]))
     assert found["TEST_WRONG"].status == found["TEST_WRONG_FOR_FOUR"].status == "failed"
     assert found["TEST_WRONG"].reason.startswith("decode: error ")
     assert found["TEST_WRONG_FOR_FOUR"].reason.startswith(
@@ -202,32 +210,32 @@ def test_what_ctrl_c_cuts_short_is_no_sample(tiny, monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "generate", cut_short)
     with pytest.raises(KeyboardInterrupt):
-        compare(tiny, specs_of(*TWO), GenerationCell(10), out=tmp_path / "r.json")
-    results = compare(tiny, specs_of(*TWO), GenerationCell(10), out=tmp_path / "r.json")
-    assert {len(series.samples) for series in results.series} == {2}
+        compare(tiny, TWO, max_tokens=[10], out=tmp_path / "r.json")
+    results = compare(tiny, TWO, max_tokens=[10], out=tmp_path / "r.json")
+    assert {len(row.samples) for row in main_rows(results)} == {2}
 
 
-def test_ours_is_compared_with_transformers_text(save_checkpoint, clean_registry):
-    add("TEST_WRONG", off_by_one)
-    folder, reference = save_checkpoint()
-    model = GPT2.from_pretrained(str(folder), device="cpu")
-    cells = [GenerationCell(10, mode=mode) for mode in ("recompute", "kv-cache")]
-    specs = {"recompute": specs_of("NAIVE_PYTORCH"), "kv-cache": specs_of("NAIVE_PYTORCH")}
-    results = compare_with_transformers(
-        model, reference, specs, cells, [5, 6, 7], name="tiny", rounds=2
-    )
-    assert [(s.program, s.cell.mode, s.status, len(s.samples)) for s in results.series] == [
+def test_ours_is_compared_with_transformers_text(tiny, monkeypatch):
+    settings = {"max_tokens": [10], "prompt": [5, 6, 7], "transformers": True, "timed": "call"}
+    results = compare(tiny, ["NAIVE_PYTORCH"], modes=["recompute", "kv-cache"], **settings)
+    rows = main_rows(results)
+    assert [(r.contender, r.cell["mode"], r.status, len(r.samples)) for r in rows] == [
         ("transformers", "recompute", "ok", 2),
-        ("gpt2-infer", "recompute", "ok", 2),
+        ("NAIVE_PYTORCH", "recompute", "ok", 2),
         ("transformers", "kv-cache", "ok", 2),
-        ("gpt2-infer", "kv-cache", "ok", 2),
+        ("NAIVE_PYTORCH", "kv-cache", "ok", 2),
     ]
-    assert len({series.token_digest for series in results.series}) == 1
-    assert results.series[1].samples >= results.series[1].generation_s
-    with torch.no_grad():
-        reference.transformer.ln_f.weight *= -1
-    (_, ours, *_) = compare_with_transformers(
-        model, reference, specs, cells[:1], [5, 6, 7], name="tiny", rounds=2
-    ).series
+    assert len({row.extra["token_digest"] for row in rows}) == 1
+    assert rows[1].samples >= results.beside(rows[1], "generation").samples
+    reference_of = module.reference_of
+
+    def changed(model):
+        reference = reference_of(model)
+        with torch.no_grad():
+            reference.transformer.ln_f.weight *= -1
+        return reference
+
+    monkeypatch.setattr(module, "reference_of", changed)
+    _, ours = main_rows(compare(tiny, ["NAIVE_PYTORCH"], **settings))
     assert (ours.status, ours.samples) == ("failed", [])
     assert "its greedy tokens differ from transformers' from token" in ours.reason

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_infer.bench.results import read
-from gpt2_infer.bench.studies import LENGTHS, GenerationStudy, KernelStudy, load
-from gpt2_infer.bench.timing import Progress
+from gpt2_infer.bench.record import read
+from gpt2_infer.bench.study import LENGTHS, GenerationStudy, KernelStudy, Progress, load
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import add, by_name, naive_attention, off_by_one
 
@@ -27,12 +26,11 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
     assert status == 0
     results = read(out)
     assert results.task == "mine"
-    statuses = [series.status for series in results.series]
+    statuses = [row.status for row in results.rows]
     assert sorted(statuses) == ["emulated", "emulated", "failed", "ok"]
-    last = results.series[-1]  # by the name of what the alias stands for
-    assert last.name in results.backends
-    assert last.name.startswith("CUSTOM_CUDA_VERSION_")
-    assert last.source_digest != results.series[2].source_digest
+    last = results.rows[-1]  # by the name of what the alias stands for
+    assert last.contender.startswith("CUSTOM_CUDA_VERSION_")
+    assert last.extra["source_digest"] != results.rows[2].extra["source_digest"]
     shown = capsys.readouterr().out
     assert "| `NAIVE_PYTORCH` | ieee-fp32" in " ".join(shown.split())
     assert "`TEST_WRONG`: failed: " in shown
@@ -87,7 +85,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
     assert f"the same command goes on from {partial}" in capsys.readouterr().err
     done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
     assert main(words) == 0
-    assert read(out).series[0].samples == done
+    assert read(out).rows[0].samples == done
     assert not partial.exists()
 
 
@@ -116,7 +114,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, capsys, monkeypatch):
 
     words = ["compare", *KERNEL, "--backends", "NAIVE_PYTORCH", "--out", str(tmp_path / "r.json")]
     with monkeypatch.context() as patch:
-        patch.setattr("gpt2_infer.bench.results.os.replace", full)
+        patch.setattr("gpt2_infer.bench.record.os.replace", full)
         assert main(words) == 2
     err = capsys.readouterr().err
     assert err.splitlines()[-1].endswith("r.json cannot be written: No space left on device")

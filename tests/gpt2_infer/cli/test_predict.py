@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.inspection import predict
-from gpt2_infer.bench import tables
-from gpt2_infer.bench.prediction import find_gpu, timed_on
-from gpt2_infer.bench.results import Gpu, KernelCell, KernelSeries, Predicted, Predictions
+from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
+from gpt2_infer.bench.record import Gpu, KernelCell
+from gpt2_infer.bench.show import tables
 from gpt2_infer.cli import main
-from tests.gpt2_infer.bench.common import kernels, provenance
+from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
 FOUND = predict.Prediction(
     version="v12",
@@ -111,14 +111,11 @@ def test_an_unknown_gpu_is_refused_with_those_known(capsys: pytest.CaptureFixtur
 
 def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
     cell = KernelCell(128)
-    one = Predicted(name="A", cell=cell, version_digest="1", measured_digests=["old"], time_us=20.0)
-    results = Predictions(task="p", provenance=provenance(), gpu="G", series=[one])
-
-    def series(**digests: str) -> KernelSeries:
-        return KernelSeries(name="A", precision="ieee-fp32", cell=cell, samples=[10.0], **digests)
-
-    for same in (series(version_digest="1"), series(source_digest="old")):
-        assert "2.00 times" in tables.accuracy(results, [same])
-        assert "1 of them is off by more than 35 %" in tables.accuracy(results, [same])
-    other = [series(version_digest="2", source_digest="new")]
+    digests = {"measured_digests": ["old"]}
+    results = file_of("prediction", [prediction_row("A", cell, "1", samples=[20.0], **digests)])
+    for same in ({"version_digest": "1"}, {"source_digest": "old"}):
+        row = kernel("A", [10.0], cell=cell, **same)
+        assert "2.00 times" in tables.accuracy(results, [row])
+        assert "1 of them is off by more than 35 %" in tables.accuracy(results, [row])
+    other = [kernel("A", [10.0], cell=cell, version_digest="2", source_digest="new")]
     assert tables.accuracy(results, other) == "None of it has been measured yet."

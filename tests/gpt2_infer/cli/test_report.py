@@ -14,7 +14,7 @@ def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
     kernels().write(results)
     assert main(["report", str(results), "--out", str(page)]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {page}")
-    assert "Roofline" in page.read_text("utf-8")
+    assert "kernel-test, roofline" in page.read_text("utf-8")
     for words, reason in (
         ([], "nothing to report"),
         (["NAIVE_PYTORCH"], "no version file"),

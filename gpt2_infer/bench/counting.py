@@ -1,0 +1,120 @@
+"""What the compiler and the emulator say of each version of a ladder; no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tqdm import tqdm
+
+from attention_kernels import UnsupportedError
+from attention_kernels.inspection.accesses import Access, count_accesses
+from attention_kernels.inspection.resources import Resources, resource_table
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.header import VersionHeader
+from gpt2_infer.bench import selection
+from gpt2_infer.bench.record import Row, Shape
+from gpt2_infer.bench.study import Contender, InspectionStudy, Subject
+from gpt2_infer.errors import RequestError
+
+
+class Counting(Subject[Shape]):
+    """Every version of a ladder, inspected: a second run gives the same.
+
+    Registers, spills, shared memory and occupancy are ptxas's; requests, bank conflicts and sectors
+    are counted in the emulator. A version whose accesses cannot be counted is refused, with the
+    reason. Raises BuildError without nvcc.
+    """
+
+    def __init__(self, study: InspectionStudy) -> None:
+        self.study = study
+        self.versions = selection.versions_of(study.family)
+        self.compiled = [one for one in self.versions.values() if not one.is_host]
+        head_dims = sorted({d for version in self.compiled for d in version.head_dims})
+        if study.head_dim not in head_dims:
+            raise RequestError(
+                f"no version of {study.family} takes head_dim {study.head_dim}: there are "
+                f"{', '.join(map(str, head_dims))}"
+            )
+        self.cells = [selection.shape_of(study)]
+        nvcc = compilers.output_of([str(compilers.find_nvcc()), "--version"])
+        release = re.search(r"release ([\d.]+)", nvcc)
+        self.facts = {"nvcc": release[1] if release else nvcc}
+
+    def contenders(self, cell: Shape) -> Iterator[Contender]:
+        """Compile and count every version."""
+        rows = resource_table(self.compiled, [self.study.arch], [cell.head_dim])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            work = pool.map(lambda version: _count(version, cell), self.versions.values())
+            counted = list(tqdm(work, "counting accesses", len(self.versions), disable=None))
+        for (name, version), found in zip(self.versions.items(), counted, strict=True):
+            metrics = resources([row for row in rows if row.version == version.label])
+            row = Row(contender=name, metric="accesses", unit="count")
+            if isinstance(found, str):
+                row.status, row.reason = "refused", found
+            else:
+                metrics |= found
+                row.samples = [sum(found[name] for name in found if name.endswith("requests"))]
+            row.extra["change"] = version.title
+            units = {metric: _unit(metric) for metric in metrics}
+            yield Contender(
+                row,
+                beside=[
+                    Row(contender=name, metric=metric, unit=units[metric], samples=[value])
+                    for metric, value in metrics.items()
+                ],
+            )
+
+
+def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
+    """Return the counts of a version's accesses, or why there are none."""
+    try:
+        accesses = count_accesses(
+            version,
+            seqlen=cell.seqlen,
+            head_dim=cell.head_dim,
+            batch=cell.batch,
+            num_heads=cell.num_heads,
+            is_causal=cell.is_causal,
+        )
+    except UnsupportedError as error:
+        return "; ".join(error.reasons)
+    return totals(accesses)
+
+
+def _unit(metric: str) -> str:
+    if metric.endswith("percent"):
+        return "%"
+    return "bytes" if metric.endswith("bytes") else "count"
+
+
+def resources(rows: Sequence[Resources]) -> dict[str, float]:
+    """Return what a version's kernels take of a multiprocessor: of several, the worst."""
+    if not rows:
+        return {}
+    return {
+        "registers": max(row.registers for row in rows),
+        "spill_bytes": max(row.spill_stores + row.spill_loads for row in rows),
+        "shared_bytes": max(row.static_smem + row.dynamic_smem for row in rows),
+        "warps": min(row.warps for row in rows),
+        "occupancy_percent": 100 * min(row.occupancy for row in rows),
+    }
+
+
+def totals(accesses: list[Access]) -> dict[str, float]:
+    """Return a version's counts by memory and kind: sums, and the most of the ways."""
+    found: Counter[str] = Counter()
+    for memory, numbers in (
+        ("shared", ("requests", "conflicts", "ways")),
+        ("global", ("requests", "sectors", "fewest_sectors")),
+    ):
+        for kind in ("load", "store"):
+            mine = [a for a in accesses if a.memory == memory and a.kind == kind]
+            for number in numbers:
+                values = [getattr(access, number) for access in mine]
+                total = max(values, default=0) if number == "ways" else sum(values)
+                found[f"{memory}_{kind}_{number}"] = total
+    return dict(found)

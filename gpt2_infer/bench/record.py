@@ -1,0 +1,341 @@
+"""Results: a file of rows. A row holds what one contender did in one cell, by one metric.
+
+Every study writes this one kind of file. What only one study knows is in a row's `extra`, and is
+typed where it is read. results.schema.json is what schema() returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from gpt2_infer.errors import GPT2InferError
+from gpt2_infer.files import read_file
+
+BASELINE = "NAIVE_PYTORCH"
+FREE_ATTENTION = "FREE_ATTENTION"
+"""Not a real backend: it skips attention, which shows the most that any kernel could save."""
+SCHEMA = Path(__file__).with_name("results.schema.json")
+KINDS = (
+    "kernel",
+    "generation",
+    "profile",
+    "inspection",
+    "prediction",
+    "build",
+    "decode",
+    "batch",
+    "perplexity",
+    "published",
+)
+"""What a file's study may be; see study.py."""
+TIMES = ("time", "generation", "call", "predicted time")
+"""Metrics that are divided by."""
+_ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Dtype: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(float16|bfloat16|float32|float64)$")]
+_Error: TypeAlias = Annotated[float, msgspec.Meta(ge=0)] | None
+Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
+"""failed: its check failed; refused: it does not support this; emulated: checked, not timed."""
+
+
+class ResultsError(GPT2InferError):
+    """A results file cannot be used."""
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A record that refuses unknown fields and leaves out defaults."""
+
+
+class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is the same for every contender that is compared."""
+
+
+class Shape(_Cell, frozen=True, kw_only=True):
+    """The shape of one call of attention(), without its dtype."""
+
+    batch: AtLeastOne = 1
+    num_heads: AtLeastOne = 12
+    seqlen: AtLeastOne
+    head_dim: AtLeastOne = 64
+    is_causal: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"B={self.batch} H={self.num_heads} N={self.seqlen} head_dim={self.head_dim}, "
+            f"{'causal' if self.is_causal else 'full'}"
+        )
+
+
+class KernelCell(_Cell, frozen=True):
+    """One call of attention() over (batch, seqlen, num_heads, head_dim)."""
+
+    seqlen: AtLeastOne
+    batch: AtLeastOne = 1
+    num_heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    dtype: Dtype = "float32"
+    is_causal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.shape}, N={self.seqlen}"
+
+    @property
+    def shape(self) -> str:
+        """Everything but the length."""
+        kind = "causal" if self.is_causal else "full"
+        return f"B={self.batch} H={self.num_heads} head_dim={self.head_dim}, {self.dtype}, {kind}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products; causal attention needs half of them."""
+        full = 4 * self.batch * self.num_heads * self.seqlen**2 * self.head_dim
+        return full // 2 if self.is_causal else full
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of q, k and v, read once, and of o, written once."""
+        item_size = _ITEM_SIZES[self.dtype]
+        return 4 * self.batch * self.num_heads * self.seqlen * self.head_dim * item_size
+
+
+class GenerationCell(_Cell, frozen=True):
+    """Greedy text of max_tokens, the prompt included, for a batch of equal prompts."""
+
+    max_tokens: AtLeastOne
+    batch: AtLeastOne = 1
+    dtype: Dtype = "float32"
+    mode: Literal["recompute", "kv-cache"] = "recompute"
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.max_tokens} tokens"
+
+    @property
+    def shape(self) -> str:
+        """Everything but the length."""
+        return f"{self.mode}, {self.dtype}, batch {self.batch}"
+
+
+class DecodeCell(_Cell, frozen=True):
+    """A greedy text with random weights."""
+
+    model: str
+    dtype: Dtype
+    batch: AtLeastOne
+    prompt_tokens: AtLeastOne
+    new_tokens: AtLeastOne
+    mode: Literal["kv-cache", "recompute"] = "kv-cache"
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dtype}, batch {self.batch}, {self.new_tokens} tokens"
+
+
+class BatchCell(_Cell, frozen=True):
+    """Many prompts, with the same number of new tokens each."""
+
+    model: str
+    dtype: Dtype
+    new_tokens: AtLeastOne
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dtype}, {self.new_tokens} new tokens"
+
+
+class Check(_Record, kw_only=True):
+    """How far a backend was from float64 before it was timed; None for what is not finite."""
+
+    error: _Error
+    """The largest absolute error."""
+    budget: _Error
+    naive_error: _Error
+    """The error of plain PyTorch in the same dtype."""
+    relative_error: _Error
+    row_error: _Error = None
+    """The relative error of a row, of the row nearest to its budget."""
+    row_budget: _Error = None
+
+
+class Row(_Record, kw_only=True):
+    """What one contender did in one cell, by one metric."""
+
+    contender: str
+    cell: dict[str, str | int | bool] = {}
+    metric: str
+    unit: str
+    samples: list[float] = []
+    """In the order of the rounds; a count has one."""
+    status: Status = "ok"
+    reason: str = ""
+    """Why there are no samples."""
+    check: Check | None = None
+    extra: dict[str, Any] = {}
+
+    @property
+    def median(self) -> float:
+        """The median sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The smallest and the largest sample."""
+        return min(self.samples), max(self.samples)
+
+    @property
+    def kernel(self) -> KernelCell:
+        """The cell, as one of kernels."""
+        return msgspec.convert(self.cell, KernelCell)
+
+    @property
+    def tflops(self) -> float:
+        """The arithmetic throughput of the median sample of a kernel, in TFLOP/s."""
+        return self.kernel.flops / self.median / 1e6
+
+
+class Gpu(_Record, kw_only=True):
+    """A GPU, its driver and its clocks, as nvidia-smi gives them."""
+
+    name: str
+    compute_capability: str
+    multiprocessors: int
+    memory_bytes: int
+    cuda: str
+    driver_version: str | None = None
+    clocks_max_sm: str | None = msgspec.field(default=None, name="clocks.max.sm")
+    clocks_max_mem: str | None = msgspec.field(default=None, name="clocks.max.mem")
+    clocks_sm: str | None = msgspec.field(default=None, name="clocks.sm")
+    clocks_mem: str | None = msgspec.field(default=None, name="clocks.mem")
+    power_limit: str | None = msgspec.field(default=None, name="power.limit")
+
+
+class Provenance(_Record, kw_only=True):
+    """Machine, software and source of a run."""
+
+    date: str
+    """UTC, ISO 8601."""
+    command: str
+    commit: str | None
+    dirty: bool | None
+    """Whether the checkout had uncommitted changes."""
+    source_digest: str = ""
+    """SHA-256 over the source files of both packages."""
+    python: str
+    platform: str
+    cpu: str
+    cpu_threads: int = 0
+    gpu: Gpu | None
+    build_flags: dict[str, str] = {}
+    packages: dict[str, str]
+    precision: dict[str, bool | str] = {}
+    """TF32 and matmul settings during the run."""
+    limits: dict[str, float] = {}
+    """What the GPU reached in this run: copy_gbps, read_gbps and matmul_<dtype>_tflops."""
+    resumed_from: list[str] = []
+    """Dates of the interrupted runs that this one completed."""
+
+    @property
+    def machine(self) -> str:
+        """The GPU, or the CPU and its threads."""
+        return self.gpu.name if self.gpu else f"{self.cpu}, {self.cpu_threads} threads"
+
+
+class File(_Record, kw_only=True):
+    """The results of one study."""
+
+    task: TaskName
+    study: dict[str, Any]
+    """Its settings, and what it was run with."""
+    provenance: Provenance
+    rows: list[Row]
+
+    def of(self, metric: str) -> list[Row]:
+        """Return the rows of a metric."""
+        return [row for row in self.rows if row.metric == metric]
+
+    def beside(self, row: Row, metric: str) -> Row | None:
+        """Return the row of another metric, of the same contender in the same cell."""
+        same = (one for one in self.of(metric) if one.contender == row.contender)
+        return next((one for one in same if one.cell == row.cell), None)
+
+    def write(self, path: Path) -> None:
+        """Validate and write, whole or not at all; a row is a line. Raises ResultsError."""
+        content = encode(self)
+        temporary = path.with_name(f"{path.name}.tmp")
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def encode(file: File) -> bytes:
+    """Return the JSON of a file; raises ResultsError for a value of the wrong type."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(file), type=File)
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"the results are not valid: {error}") from error
+    head = msgspec.json.encode({"task": file.task, "study": file.study})
+    provenance = msgspec.json.format(msgspec.json.encode({"provenance": file.provenance}), indent=1)
+    rows = b",\n".join(map(msgspec.json.encode, file.rows))
+    return head[:-1] + b",\n" + provenance[2:-2] + b',\n"rows": [\n' + rows + b"\n]}\n"
+
+
+def read(path: Path) -> File:
+    """Read and validate a file; raises ResultsError, in one line."""
+    try:
+        file = msgspec.json.decode(read_file(path), type=File)
+        if file.study.get("kind") not in KINDS:
+            raise msgspec.ValidationError("its study is of no known kind")
+        for row in file.rows:
+            if isinstance(row.cell.get("seqlen"), int):
+                msgspec.convert(row.cell, KernelCell if "dtype" in row.cell else Shape)
+            if not (row.samples or row.reason):
+                raise msgspec.ValidationError("a row has neither samples nor a reason")
+            if row.metric in TIMES and min(row.samples, default=1.0) <= 0:
+                raise msgspec.ValidationError("a time is not positive")
+        return file
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"{path} is not a results file: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
+
+
+def newest(folder: Path) -> dict[str, tuple[Path, File]]:
+    """Return the newest file of each task, by the date in its provenance; raises ResultsError."""
+    if not folder.is_dir():
+        raise ResultsError(f"there is no folder {folder}")
+    found: dict[str, tuple[Path, File]] = {}
+    for path in sorted(folder.glob("*.json")):
+        file = read(path)
+        older = found.get(file.task)
+        if older is None or file.provenance.date > older[1].provenance.date:
+            found[file.task] = (path, file)
+    return found
+
+
+def check_output(path: Path) -> None:
+    """Raise ResultsError if a run could not write there; an existing file is never overwritten."""
+    if path.exists():
+        raise ResultsError(f"{path} exists: name another file, or delete it")
+    if not path.parent.is_dir():
+        raise ResultsError(f"there is no folder {path.parent}")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def schema() -> str:
+    """Return the JSON schema of a file, as results.schema.json has it."""
+    return json.dumps(msgspec.json.schema(File), indent=1) + "\n"

@@ -1,0 +1,85 @@
+"""The score of the bundled model with every attention backend, beside NAIVE_PYTORCH."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from attention_kernels import AttentionError
+from gpt2_infer import perplexity
+from gpt2_infer.bench import selection
+from gpt2_infer.bench.record import Row
+from gpt2_infer.bench.study import Contender, PerplexityStudy, Subject
+from gpt2_infer.errors import NotFiniteError
+from gpt2_infer.model import GPT2
+
+
+class Dtype(msgspec.Struct, frozen=True):
+    """What is the same for the backends that are compared."""
+
+    dtype: str
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+class Scores(Subject[Dtype]):
+    """The beginning of the bundled model's held-out books; half of a window is context.
+
+    A backend that refuses, or whose logits are not finite, has its reason.
+    """
+
+    def __init__(self, study: PerplexityStudy) -> None:
+        self.study = study
+        self.device, self.specs, _ = selection.selected(study, emulated=True)
+        self.cells = [*map(Dtype, study.dtypes)]
+        model = self._model(study.dtypes[0])
+        self.text = perplexity.read_text(perplexity.HELD_OUT, model, max_tokens=study.max_tokens)
+        self.facts = {
+            "device": self.device,
+            "model": "demo",
+            "tokens": len(self.text.ids) - 1,
+            "bytes": self.text.bytes,
+        }
+
+    def _model(self, dtype: str) -> GPT2:
+        return GPT2.from_pretrained(
+            "demo",
+            device=self.device,
+            dtype=getattr(torch, dtype),
+            attention=perplexity.BASELINE,
+        )
+
+    def contenders(self, cell: Dtype) -> Iterator[Contender]:
+        """Score each backend that takes the dtype."""
+        model, window = self._model(cell.dtype), self.study.window
+        nats = functools.partial(
+            perplexity.token_nats, ids=self.text.ids, window=window, stride=window // 2
+        )
+        baseline = nats(model)
+        takers = [spec for spec in self.specs if cell.dtype in spec.precisions]
+        for spec in tqdm(takers, cell.dtype, disable=None):
+            row = Row(contender=spec.name, metric="bits per byte", unit="bits")
+            row.extra["precision"] = spec.precisions[cell.dtype]
+            contender = Contender(row)
+            try:
+                is_baseline = spec.name == perplexity.BASELINE
+                found = baseline if is_baseline else nats(model.with_attention(spec))
+            except (NotFiniteError, AttentionError) as error:
+                row.status, row.reason = "failed", str(error)
+            else:
+                score = perplexity.make_score(spec.name, found, baseline, self.text)
+                row.samples = [score.bits_per_byte]
+                contender.beside = [
+                    Row(contender=spec.name, metric=metric, unit=unit, samples=[value])
+                    for metric, unit, value in (
+                        ("perplexity", "1", score.perplexity),
+                        ("difference", "nats", score.difference),
+                        ("standard error", "nats", score.standard_error),
+                    )
+                ]
+            yield contender

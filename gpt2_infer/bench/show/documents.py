@@ -1,0 +1,158 @@
+"""What the documents show: tables and pictures of a task's newest results, between cog's markers.
+
+    <!-- [[[cog from gpt2_infer.bench.show import documents; documents.show("kernel-fp32") ]]] -->
+    <!-- [[[end]]] -->
+
+`make docs` fills them. Nothing here imports torch, except what reads the headers of a ladder.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+from gpt2_infer.bench.record import File, ResultsError, Row, newest
+from gpt2_infer.bench.show import ladders, tables
+from gpt2_infer.bench.show.figures import group_by, length, main_rows, spread_percent, where
+from gpt2_infer.bench.show.tables import BACKEND, Column, Entry, Layout
+
+
+def show(task: str) -> None:
+    """Print the table of a task's newest results, for the document that cog is filling."""
+    path, file = _newest(task)
+    _print(tables.render(_link(path), file))
+
+
+def section(heading: str, task: str, *plots: str) -> None:
+    """Print a section of a task's table and pictures, if it was measured."""
+    if task in _files():
+        _print(heading)
+        show(task)
+        for plot in plots:
+            picture(task, plot)
+
+
+def picture(task: str, plot: str) -> None:
+    """Print the link to a picture, which `python scripts/plot_results.py` draws."""
+    _print(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")
+
+
+def versions(family: str) -> None:
+    """Print the table of a ladder's versions, from their headers."""
+    _print(ladders.versions_table(family))
+
+
+def overview(family: str, kernel: str, generation: str) -> None:
+    """Print a ladder's versions with the times of a task of kernels and one of generation."""
+    _print(ladders.overview(family, _newest(kernel)[1], _newest(generation)[1]))
+
+
+def ladder(family: str, *tasks: str) -> None:
+    """Print a section for each version of a ladder: its header, and what these tasks measured."""
+    _print(ladders.sections(family, [_newest(task)[1] for task in tasks]))
+
+
+def repeated(task: str, again: str) -> None:
+    """Print how far the medians of a second run of kernels are from the first's."""
+    (path, first), (path_again, second) = _newest(task), _newest(again)
+
+    def code(row: Row) -> tuple[object, ...]:
+        return row.contender, row.kernel, row.extra.get("version_digest")
+
+    medians = {code(row): row.median for row in main_rows(second) if row.samples}
+    timed = [row for row in main_rows(first) if row.samples and code(row) in medians]
+    apart, inside = [], 0
+    for mine in group_by(timed, lambda row: row.contender).values():
+        percent = [100 * abs(medians[code(row)] / row.median - 1) for row in mine]
+        inside += max(percent) <= max(spread_percent(row.samples) for row in mine)
+        apart += percent
+    _print(
+        f"{_link(path_again)} repeats {_link(path)}: {inside} of "
+        f"{len({row.contender for row in timed})} backends stay within the spread of the first "
+        f"run, and no median is more than {max(apart):.1f} % apart.\n"
+    )
+
+
+def row_errors(task: str, *names: str) -> None:
+    """Print the relative error of a row that some backends made at each length, over its budget."""
+    path, file = _newest(task)
+
+    def text(line: Entry) -> str:
+        found = line.row and line.row.check
+        return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else ""
+
+    layout = Layout(
+        title=lambda name, file, _: f"{where(file.provenance)} ({name})",
+        line=lambda row: row.contender,
+        columns=[BACKEND, Column("N={at}", text, over=length)],
+        notes=lambda _: {},
+    )
+    _show(path, file, [row for row in main_rows(file) if row.contender in names], layout)
+
+
+def predictions(task: str, *measured: str) -> None:
+    """Print a task of predictions beside the times that were measured of the same files."""
+    path, file = _newest(task)
+    timed = [row for name in measured for row in main_rows(_newest(name)[1])]
+    _show(path, file, file.rows, tables.predictions(timed))
+    _print(f"{tables.accuracy(file, timed)}\n")
+
+
+def wavefronts(task: str, profile: str) -> None:
+    """Print the wavefronts that predictions count beside those of a profile."""
+    path, file = _newest(task)
+    profiled_path, profiled = _newest(profile)
+    counted = {(row.contender, row.metric): row.samples[0] for row in profiled.rows}
+    shape = tables.shape_of(profiled.rows[0])
+    rows = [
+        row
+        for row in file.rows
+        if (row.contender, "duration_us") in counted
+        and (row.kernel.seqlen, row.kernel.batch, row.kernel.num_heads)
+        == (shape.seqlen, shape.batch, shape.num_heads)
+    ]
+
+    def share(kind: str) -> tables.Text:
+        def text(line: Entry) -> str:
+            mine = line.first.extra.get(f"{kind}_wavefronts", 0)
+            found = counted[line.first.contender, f"shared_{kind}_wavefronts"]
+            if kind == "load":
+                found += counted.get((line.first.contender, "shared_matrix_wavefronts"), 0)
+            return f"{mine:,} / {found:,.0f}" + (f" = {mine / found:.3f}" if found else "")
+
+        return text
+
+    layout = Layout(
+        title=lambda name, *_: f"{shape}; counted / profiled ({name}, {_link(profiled_path)})",
+        columns=[BACKEND, Column("loads", share("load")), Column("stores", share("store"))],
+        notes=lambda _: {},
+    )
+    _show(path, file, rows, layout)
+
+
+def _show(path: Path, file: File, rows: list[Row], layout: Layout) -> None:
+    _print("\n".join(map(str, tables.pivot(_link(path), file, rows, layout))))
+
+
+@functools.cache
+def _files() -> dict[str, tuple[Path, File]]:
+    return newest(Path("results"))
+
+
+def _newest(task: str) -> tuple[Path, File]:
+    if task not in _files():
+        raise ResultsError(f"there are no results of a task {task}, only of {', '.join(_files())}")
+    return _files()[task]
+
+
+def _link(path: Path, text: str = "") -> str:
+    """Return a link to a file from the document that cog is filling."""
+    cog = sys.modules.get("cog")
+    document = Path(str(cog.inFile) if cog else "README.md")
+    return f"[{text or path.name}]({os.path.relpath(path, document.parent)})"
+
+
+def _print(text: str) -> None:
+    print(f"\n{text}")  # Markdown needs an empty line after a comment

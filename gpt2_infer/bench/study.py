@@ -1,0 +1,490 @@
+"""A study is data: what is measured, where, and how often. run() measures any of them.
+
+Contenders are timed cell by cell in interleaved rounds, A B C A B C: a drift of the machine reaches
+every contender alike. Nothing is written between two samples; a finished cell is one JSON line in a
+file beside the output, from which an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+from tqdm import tqdm
+
+from gpt2_infer.bench.record import (
+    BASELINE,
+    AtLeastOne,
+    File,
+    KernelCell,
+    ResultsError,
+    Row,
+    TaskName,
+    check_output,
+)
+from gpt2_infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from attention_kernels import BackendSpec
+
+STUDIES = Path(__file__).with_name("studies.toml")
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+# A comparison on a CPU takes minutes at these lengths, and hours at those of a GPU.
+LENGTHS = {
+    "cpu": {"max_tokens": [32, 64], "seqlens": [64, 128, 256, 512]},
+    "cuda": {
+        "max_tokens": [32, 64, 128, 256, 512],
+        "seqlens": [64, 128, 256, 512, 1024, 2048, 4096],
+    },
+}
+MIN_ROUNDS = 2  # one sample has no spread
+Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=MIN_ROUNDS)]
+Mode: TypeAlias = Literal["recompute", "kv-cache"]
+Figure = TypeVar("Figure")
+Cell = TypeVar("Cell", bound=msgspec.Struct)
+
+
+class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """What is measured; each kind has a module in which a Subject prepares it."""
+
+    subject: ClassVar[str]
+    """The module and the class of that Subject."""
+
+
+class Comparison(Study, kw_only=True):
+    """Backends beside each other."""
+
+    backends: list[str] = []
+    """Names, or version files, *.cu. Without these and families: every backend that runs."""
+    families: list[str] = []
+    baseline: str = BASELINE
+    device: Literal["cpu", "cuda"] | None = None
+    """None: cuda if there is one."""
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    rounds: Rounds = 5
+
+
+class KernelStudy(Comparison, kw_only=True, tag="kernel"):
+    """Kernels alone: the cells, or else every combination of the lists."""
+
+    subject = "kernels.Kernels"
+    cells: list[KernelCell] = []
+    seqlens: list[AtLeastOne] = []
+    """Empty: what LENGTHS says for the device."""
+    heads: AtLeastOne = 12
+    head_dims: list[AtLeastOne] = msgspec.field(default_factory=lambda: [64])
+    full: bool = False
+    """Without the causal mask."""
+
+
+class GenerationStudy(Comparison, kw_only=True, tag="generation"):
+    """Generation end to end, in every combination of the lists."""
+
+    subject = "generation.Texts"
+    model: str = "demo"
+    random_weights: bool = False
+    prompt: str | list[int] = DEFAULT_PROMPT
+    modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
+    max_tokens: list[AtLeastOne] = []
+    """The prompt included. Empty: what LENGTHS says for the device."""
+    timed: Literal["generation", "call"] = "generation"
+    """What a sample is: from the prompt to the last token, or the whole call with its warm-up."""
+    transformers: bool = False
+    """Whether transformers' generate() is a contender, and the baseline."""
+
+
+class LadderStudy(Study, kw_only=True):
+    """Every version of a ladder, in one shape."""
+
+    family: str = "fp32"
+    batch: AtLeastOne = 1
+    heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    full: bool = False
+    """Without the causal mask."""
+
+
+class ProfileStudy(LadderStudy, kw_only=True, tag="profile"):
+    """A ladder under Nsight Compute; needs a GPU, and ncu on PATH."""
+
+    subject = "profile.Profile"
+    seqlen: AtLeastOne = 1024
+
+
+class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
+    """What the compiler and the emulator say of a ladder; no GPU is needed."""
+
+    subject = "counting.Counting"
+    heads: AtLeastOne = 1
+    seqlen: AtLeastOne = 128
+    arch: str = "90"
+
+
+class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
+    """What a ladder should take on a GPU; no GPU is needed."""
+
+    subject = "prediction.Predictions"
+    gpu: str = "h200"
+    seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
+
+
+class BuildStudy(Study, kw_only=True, tag="build"):
+    """Cold builds of the float32 ladder; no GPU is needed."""
+
+    subject = "builds.Builds"
+    arch: str = "90"
+    rounds: Rounds = 3
+
+
+class DecodeStudy(Study, kw_only=True, tag="decode"):
+    """Engines writing a text, and peers beside them; needs a GPU."""
+
+    subject = "decoding.Decoding"
+    models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
+    engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
+        default_factory=lambda: ["eager", "graph", "fused"]
+    )
+    """The first one's text is what the others' are compared with."""
+    mode: Mode = "kv-cache"
+    backends: list[str] = []
+    """Attention backends, a contender each per engine; empty: the default."""
+    peers: bool = False
+    """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
+    rounds: Rounds = 5
+
+
+class BatchStudy(Study, kw_only=True, tag="batch"):
+    """Continuous batching by batch size, and transformers beside it."""
+
+    subject = "batches.Batches"
+    model: str = "gpt2"
+    device: str = "cuda"
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(
+        default_factory=lambda: [8, 32, 64, 128, 256, 512]
+    )
+    prompts: AtLeastOne = 4096
+    new_tokens: AtLeastOne = 64
+    peer_batch_sizes: list[AtLeastOne] = []
+    """Batch sizes of transformers, whose batches are sorted by length and padded on the left."""
+    rounds: Rounds = 2
+
+
+class JobStudy(Study, kw_only=True, tag="job"):
+    """`gpt2-infer batch` by the clock, with each of some options."""
+
+    subject = "batches.Jobs"
+    model: str
+    options: list[str]
+    prompts: AtLeastOne
+    new_tokens: AtLeastOne
+    batch_size: AtLeastOne | None = None
+    rounds: Rounds = 2
+
+
+class PerplexityStudy(Comparison, kw_only=True, tag="perplexity"):
+    """The score of each backend on the bundled model's held-out books."""
+
+    subject = "scores.Scores"
+    max_tokens: AtLeastOne = 30000
+    window: AtLeastOne = 1024
+
+
+AnyStudy: TypeAlias = (
+    KernelStudy
+    | GenerationStudy
+    | ProfileStudy
+    | InspectionStudy
+    | PredictionStudy
+    | BuildStudy
+    | DecodeStudy
+    | BatchStudy
+    | JobStudy
+    | PerplexityStudy
+)
+
+
+def load(path: Path = STUDIES) -> dict[str, AnyStudy]:
+    """Read a file of studies: by default those behind the documents, the most important first.
+
+    Raises RequestError.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=dict[str, AnyStudy])
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise RequestError(f"{path} is not a file of studies: {error}") from error
+
+
+# ---- Running one ---------------------------------------------------------------------------------
+
+
+class RejectedError(Exception):
+    """A contender's output was wrong: it gets no figure and does not run again."""
+
+
+@dataclass
+class Contender:
+    """Something to measure in a cell."""
+
+    row: Row
+    sample: Callable[[], Mapping[str, Any]] | None = None
+    """Take one sample by metric; None if it is not to be timed.
+
+    The row's own metric is among them; the others become rows beside it, and lists go to `extra`.
+    May raise RejectedError.
+    """
+    recheck: Callable[[], None] | None = None
+    """Check the output once more when all samples are taken; may raise RejectedError."""
+    beside: list[Row] = field(default_factory=list)
+    """Figures that take no sample of their own."""
+
+
+class Subject(Generic[Cell]):
+    """A study, ready to be measured: its constructor raises RequestError for what cannot be."""
+
+    cells: Sequence[Cell]
+    rounds: int = 1
+    warm_up: int = 1
+    """Rounds whose samples are dropped."""
+    device: str = "cpu"
+    specs: Sequence[BackendSpec] = ()
+    """The backends; their kernels are built before anything is measured."""
+    facts: Mapping[str, Any] = {}
+    """What the results say of the study beside its settings."""
+
+    @functools.cached_property
+    def sources(self) -> dict[str, str | None]:
+        """A digest of each backend's files."""
+        from gpt2_infer.bench.environment import backend_digest
+
+        return {spec.name: backend_digest(spec) for spec in self.specs}
+
+    def limits(self) -> dict[str, float]:
+        """Measure what the device reaches in this run."""
+        return {}
+
+    def contenders(self, cell: Cell) -> Iterable[Contender]:
+        """Check and yield the contenders of a cell."""
+        raise NotImplementedError
+
+
+def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
+    """Measure, and write `out`; the same call goes on with what an interrupted one has finished.
+
+    Raises RequestError, ResultsError or an AttentionError.
+    """
+    from attention_kernels import ladder
+    from gpt2_infer.bench.environment import provenance
+
+    task = task or type(study).__struct_config__.tag  # type: ignore[assignment]
+    try:
+        msgspec.convert(task, TaskName)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the name {task!r} cannot be a task's: {error}") from error
+    if out:
+        check_output(out)
+    module, _, name = study.subject.partition(".")
+    subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
+    settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
+    file = File(task=task, study=settings, provenance=provenance(), rows=[])
+    progress = Progress(out, file, subject)
+    ladder.build_all(subject.device, subject.specs)
+    if out:
+        file.provenance.limits = subject.limits()
+    file.rows = time_cells(subject, progress)
+    if out:
+        file.write(out)
+        progress.remove()
+    return file
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], Figure]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, list[Figure] | RejectedError]:
+    """Run each in turn: `warm_up` rounds, then `rounds` that are kept.
+
+    Returns the figures of each run, or the RejectedError that it raised. on_round(index) is called
+    before each round.
+    """
+    figures: dict[str, list[Figure]] = {name: [] for name in runs}
+    rejected: dict[str, RejectedError] = {}
+    for index in range(-warm_up, rounds):
+        on_round(index)
+        for name, one in runs.items():
+            if name in rejected:
+                continue
+            try:
+                figure = one()
+            except RejectedError as error:
+                rejected[name] = error
+            else:
+                if index >= 0:
+                    figures[name].append(figure)
+    return {**figures, **rejected}
+
+
+def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
+    """Check and time the contenders of each cell, except in cells that `progress` has already."""
+    with tqdm(total=len(subject.cells), unit="cell", disable=None) as bar:
+        for cell in subject.cells:
+            bar.set_description(str(cell))
+            if str(cell) not in progress.cells:
+                progress.add(cell, _time_cell(subject, cell, bar))
+            bar.update()
+    return [row for cell in subject.cells for row in progress.cells[str(cell)]]
+
+
+def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
+    timed: dict[str, Contender] = {}
+    bar.set_postfix_str("checking")
+    for contender in subject.contenders(cell):
+        timed[contender.row.contender] = contender
+        bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
+    outcomes = interleave(
+        {name: one.sample for name, one in timed.items() if one.sample},
+        rounds=subject.rounds,
+        warm_up=subject.warm_up,
+        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
+    )
+    for contender in timed.values():
+        contender.sample = None  # frees its graph's memory before anything is checked again
+    for name, outcome in outcomes.items():
+        _note(timed[name], outcome)
+    rows = [row for contender in timed.values() for row in (contender.row, *contender.beside)]
+    for row in rows:
+        row.cell = msgspec.to_builtins(cell)
+    return rows
+
+
+def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:
+    """Put samples into rows, or why they are rejected."""
+    row = contender.row
+    try:
+        if isinstance(outcome, RejectedError):
+            raise outcome
+        if contender.recheck:
+            contender.recheck()
+    except RejectedError as error:
+        row.status, row.reason = "failed", str(error)
+        return
+    for metric in outcome[0]:
+        samples = [_rounded(figures[metric]) for figures in outcome]
+        if metric == row.metric:
+            row.samples = samples
+        elif isinstance(samples[0], list):
+            row.extra[metric] = samples
+        else:
+            beside = Row(contender=row.contender, metric=metric, unit=row.unit, samples=samples)
+            contender.beside.append(beside)
+
+
+def _rounded(value: Any) -> Any:
+    return [*map(_rounded, value)] if isinstance(value, list) else float(f"{value:.6g}")
+
+
+# ---- Going on after an interruption --------------------------------------------------------------
+
+
+class _Plan(msgspec.Struct):
+    """What must be the same for the cells of two runs to belong together."""
+
+    settings: dict[str, Any]
+    commit: str | None
+    source_digest: str
+    sources: dict[str, str | None]
+    machine: dict[str, Any]
+
+
+class Progress:
+    """The finished cells of a run, one JSON line each in a file beside its output.
+
+    out: None keeps nothing. Raises ResultsError if the file beside `out` is of another run, or
+    cannot be read.
+    """
+
+    def __init__(self, out: Path | None, file: File, subject: Subject[Any]) -> None:
+        self.cells: dict[str, list[Row]] = {}
+        self.path = out.with_name(f"{out.name}.partial") if out else None
+        provenance = file.provenance
+        plan = _Plan(
+            settings={"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
+            commit=provenance.commit,
+            source_digest=provenance.source_digest,
+            sources=dict(subject.sources),
+            machine={
+                "machine": provenance.machine,
+                "driver": provenance.gpu.driver_version if provenance.gpu else None,
+                "packages": provenance.packages,
+                "precision": provenance.precision,
+                "build_flags": provenance.build_flags,
+            },
+        )
+        self._header = msgspec.json.encode((provenance.date, plan))
+        if self.path and self.path.exists():
+            provenance.resumed_from = [self._read(self.path, plan)]
+
+    def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
+        """Keep a finished cell; raises ResultsError if it cannot be written."""
+        if self.path:
+            line = msgspec.json.encode((str(cell), rows))
+            try:
+                with self.path.open("ab") as file:
+                    if file.tell() == 0:
+                        file.write(self._header + b"\n")
+                    file.write(line + b"\n")
+            except OSError as error:
+                raise ResultsError(self._not_written(error)) from error
+        self.cells[str(cell)] = rows
+
+    def remove(self) -> None:
+        """Delete the file: the output is written."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, plan: _Plan) -> str:
+        """Take what an earlier run finished; return its date."""
+        try:
+            header, *lines = path.read_bytes().splitlines(keepends=True)
+            date, earlier = msgspec.json.decode(header, type=tuple[str, _Plan])
+            differ = [
+                name
+                for name in _Plan.__struct_fields__
+                if getattr(earlier, name) != getattr(plan, name)
+            ]
+            if differ:
+                names = ", ".join(name.replace("_", " ") for name in differ)
+                raise ResultsError(
+                    f"{path} is of another run (its {names} differ): delete it or name another "
+                    "output"
+                )
+            lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut off
+            for line in lines:
+                cell, rows = msgspec.json.decode(line, type=tuple[str, list[Row]])
+                self.cells[cell] = rows
+        except (OSError, ValueError) as error:
+            if isinstance(error, ResultsError):
+                raise
+            raise ResultsError(f"{path} cannot be read, delete it: {error}") from error
+        path.write_bytes(header + b"".join(lines))
+        return date
+
+    def _not_written(self, error: OSError) -> str:
+        full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        kept = "nothing was finished" if not self.cells else f"{len(self.cells)} cells are kept"
+        return f"{self.path} cannot be written: {full}; {kept}, and the same command goes on"

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+import matplotlib.pyplot as plt
+from matplotlib.container import BarContainer
+
+from gpt2_infer.bench.record import KernelCell
+from gpt2_infer.bench.show import charts
+from gpt2_infer.bench.show.figures import main_rows
+from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels, profile, shapes
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (kernels(), {"time", "bars", "roofline"}),
+        (generation(), {"time", "bars", "memory"}),
+        (inspection(), {"bars"}),
+        (profile(), set()),
+    ],
+)
+def test_every_picture_names_every_backend(results, names):
+    drawn = charts.render(results)
+    assert {*drawn} == names
+    wanted = {row.contender for row in main_rows(results) if row.samples}
+    for name, svg in drawn.items():
+        for backend in wanted - ({"FREE_ATTENTION"} if name == "memory" else set()):
+            assert backend in svg.decode()
+
+
+def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate():
+    text = charts.render(inspection())["bars"].decode()
+    assert text == charts.render(inspection())["bars"].decode()
+    at = re.search(r"\d+\.\d{3,}", text)[0]
+    assert charts.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
+    assert charts.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
+    assert not charts.is_same(text, text.replace(at, f"1{at}", 1))
+    assert not charts.is_same(text, text.replace("31,000", "31,001"))
+
+
+@pytest.fixture
+def close():
+    yield
+    plt.close("all")
+
+
+def test_a_line_is_its_backends_medians_with_their_whiskers(close):
+    left, right = charts.kernel_time(kernels()).axes
+    lines = {line.get_label().split(" (")[0]: line for line in left.get_lines()}
+    assert [*map(tuple, lines["CUSTOM_CUDA_VERSION_1"].get_xydata())] == [(256, 100), (1024, 400)]
+    whiskers = [segment.tolist() for one in left.collections for segment in one.get_segments()]
+    assert [[1024, 399], [1024, 401]] in whiskers
+    assert lines["NAIVE_PYTORCH"].get_color() == charts.COLOURS["NAIVE_PYTORCH"]
+    assert "PYTORCH_SDPA_FLASH_ATTENTION" not in lines  # it has no samples
+    tflops = next(line for line in right.get_lines() if "VERSION_1 " in line.get_label())
+    assert tflops.get_xydata()[1][1] == pytest.approx(KernelCell(1024).flops / 400 / 1e6)
+
+
+def test_bars_are_medians_with_their_whiskers_and_use_the_width(close):
+    (axes,) = charts.generation_bars(generation()).axes
+    (bars,) = (one for one in axes.containers if isinstance(one, BarContainer))
+    widths = [bar.get_width() for bar in bars]
+    assert widths == [2.0, 4.0, 1.5, 1.0]
+    (whisker,) = (one.get_segments()[1] for one in bars.errorbar.lines[2])
+    assert [x for x, _ in whisker] == pytest.approx([3.96, 4.04])
+    assert axes.get_xlim()[1] < 1.2 * max(widths)
+
+
+def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
+    results = kernels()
+    for seqlen in (1024, 256):
+        results.rows.append(kernel("OTHER", [1.0, 2.0], cell=KernelCell(seqlen, batch=8)))
+    assert "OTHER" not in "".join(svg.decode() for svg in charts.render(results).values())
+    results.rows = [row for row in results.rows if row.kernel.seqlen == 1024]
+    assert {*charts.render(results)} == {"bars", "roofline"}
+
+
+def test_shapes_have_a_bar_each_of_each_backend_that_was_timed(close):
+    (axes,) = charts.kernel_shapes(shapes()).axes
+    bars = {one.get_label(): [bar.get_width() for bar in one] for one in axes.containers}
+    assert bars["FAST (3xfp16)"] == [pytest.approx(KernelCell(128).flops / 50 / 1e6)]
+    assert len(bars["NAIVE_PYTORCH (3xtf32)"]) == 2
+
+
+def test_a_roofline_has_speeds_below_what_the_gpu_does_and_errors_beside_them(close):
+    results = kernels()
+    results.provenance.limits |= {"ffma_tflops": 64.0, "mma_tf32_tflops": 305.0}
+    left, right = charts.roofline(results).axes
+    (bars,) = left.containers
+    names = [label.get_text() for label in left.get_yticklabels()]
+    speeds = dict(zip(names, (bar.get_width() for bar in bars), strict=True))
+    assert speeds["CUSTOM_CUDA_VERSION_2"] == pytest.approx(KernelCell(1024).flops / 50 / 1e6)
+    roofs = [line.get_xdata()[0] for line in left.get_lines()]
+    assert roofs == pytest.approx([64.0, 305 / 3])
+    assert left.get_xlim()[1] > max(roofs)
+    at = names.index("CUSTOM_CUDA_VERSION_2")
+    points = [line.get_xydata().tolist() for line in right.get_lines()]
+    assert [[4e-7, at]] in points
+    assert [[2e-6, at]] in points
+
+
+def test_errors_are_those_of_rows_where_all_are_known(close):
+    results = kernels()
+    for row in results.rows:
+        if row.check:
+            row.check.row_error, row.check.row_budget = 3e-6, 5e-6
+    _, right = charts.roofline(results).axes
+    assert {line.get_xdata()[0] for line in right.get_lines()} == {3e-6, 5e-6}

@@ -1,0 +1,233 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("pygments")
+
+from attention_kernels import ladder, list_backends
+from attention_kernels.ladder.header import parse_header
+from gpt2_infer.bench.record import Shape
+from gpt2_infer.bench.show.page import Measured, make_page
+from tests.gpt2_infer.bench.common import kernel, kernels
+
+pytestmark = pytest.mark.slow  # versions are compiled for the emulator
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+HOST_CODE = f"""\
+// v03 - {HOSTILE}
+//
+// Change: {HOSTILE}
+// Why:    a page shows any source.
+// Cost:   none.
+// Tile:   none
+// Layout: contiguous
+// Takes:  float32, on the CPU
+// Flags:  (none)
+// Expect: nothing.
+
+const char* text = "{HOSTILE}";
+"""
+V1, V2 = "custom-cuda-version-1", "custom-cuda-version-2"
+
+
+def make(folder: Path) -> str:
+    """The page of two rungs, of a file that is not counted, and of results."""
+    list_backends()
+    rungs = ladder.versions()
+    versions = {name: rungs[name] for name in ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2")}
+    versions[HOSTILE] = parse_header(folder / "v03_hostile.cu")
+    shape = Shape(num_heads=1, seqlen=33, head_dim=32)
+    return make_page(versions, [folder / "results.json"], shape)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "v03_hostile.cu").write_text(HOST_CODE)
+    kernels().write(folder / "results.json")
+    file = folder / "page.html"
+    file.write_text(make(folder), "utf-8")
+    return file
+
+
+def test_a_second_page_is_the_same_to_the_byte(file):
+    assert make(file.parent) == file.read_text("utf-8")
+
+
+def downloads(page: str) -> dict[str, Any]:
+    found = re.findall(r'download="([^"]+).gz" href="data:application/gzip;base64,([^"]+)"', page)
+    return {name: json.loads(gzip.decompress(base64.b64decode(it))) for name, it in found}
+
+
+def accesses(page: str, name: str) -> list[dict[str, Any]]:
+    return downloads(page)["counts.json"]["kernels"][name]["accesses"]
+
+
+def test_the_figures_are_those_of_the_json(file):
+    page = file.read_text("utf-8")
+    results = json.loads(file.with_name("results.json").read_text("utf-8"))
+    assert downloads(page)["results.json"] == results
+    for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
+        found = accesses(page, name)
+        lines = {access["lines"][0] for access in found}
+        view = page.partition(f'<section class="view" id="{slug}">')[2].partition("</section>")[0]
+        heated = re.findall(r"<li value=(\d+)><details><summary>(.*?)</summary>", view)
+        assert {int(line) for line, _ in heated} == lines
+        for line, row in heated:
+            shown = re.findall(r"<span(?: class=h\d)?>([\d,]*)</span>", row)
+            mine = [access for access in found if access["lines"][0] == int(line)]
+            counters = ("requests", "wavefronts", "conflicts", "sectors")
+            sums = [sum(access[counter] for access in mine) for counter in counters]
+            assert [int(text.replace(",", "") or 0) for text in shown] == sums
+    for row in results["rows"]:
+        if row["metric"] == "time" and (samples := sorted(row.get("samples", []))):
+            rows = re.findall(rf"<code>{row['contender']}</code>.*", page)
+            assert any(f">{samples[len(samples) // 2]:.1f}" in row for row in rows)
+
+
+def test_what_has_no_time_and_what_is_too_fast_is_said():
+    def words(file):
+        return [*Measured(Path("results.json"), file).pictures[0].words]
+
+    refused = "\u2715 PYTORCH_SDPA_FLASH_ATTENTION, N=1024 refused: not in float32."
+    assert words(kernels()) == [refused]
+    # 2 * 12 * 1024 ** 2 * 64 operations at 50 TFLOP/s take 32.2 us.
+    fast = [kernel("A", [32.0, 33.0, 34.0]), kernel("B", [33.0, 33.0, 34.0])]
+    (flag,) = words(kernels(fast))
+    assert "A, N=1024: 1 of 3 samples are beneath 32.21 us" in flag
+
+
+def test_what_a_source_says_stays_text(file):
+    page = file.read_text("utf-8")
+    assert page.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;") >= 4
+    assert "<img src" not in page
+    assert page.count("</script>") == 1
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    programs = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, programs)), None)
+    if program is None:
+        pytest.skip(f"needs a browser: none of {', '.join(programs)} is on PATH")
+    with sync_api.sync_playwright() as playwright:
+        options = {"executable_path": program, "args": ["--no-sandbox"], "timeout": 120_000}
+        browser = playwright.chromium.launch(**options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, file):
+    """open(hash): the page; it may ask for nothing but its file, and may complain of nothing."""
+    asked, said = [], []
+
+    def open_page(fragment: str = "", **options):
+        page = browser.new_context(**options).new_page()
+        page.set_default_timeout(60_000)  # the machine may be busy
+        page.on("request", lambda request: asked.append(request.url.partition("#")[0]))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(f"{file.as_uri()}{fragment}")
+        return page
+
+    yield open_page
+    assert {*asked} == {file.as_uri()}
+    assert said == []
+
+
+def test_a_click_on_a_heated_line_opens_its_map_and_the_address_keeps_it(open_page, file):
+    text = file.read_text("utf-8")
+    (conflict,) = (a for a in accesses(text, "CUSTOM_CUDA_VERSION_1") if a["conflicts"])
+    line = conflict["lines"][0]
+    page = open_page()
+    assert page.locator(".view:visible").count() == 1
+    heated = page.locator(f"#{V1} li[value='{line}'] details")
+    assert not heated.locator("svg").first.is_visible()
+    heated.locator("summary").click()
+    assert heated.locator("svg").first.is_visible()
+    assert "(32-way)" in heated.inner_text()
+    page.wait_for_url(f"**/page.html#{V1}:{line}")
+    again = open_page(page.url.partition("page.html")[2])
+    assert again.locator(f"#{V1} li[value='{line}'] svg").first.is_visible()
+    page.get_by_role("link", name="v01", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.locator(f"#{V2}").wait_for(state="visible")
+    assert not heated.is_visible()
+
+
+def test_a_source_is_that_of_its_file_though_the_page_has_equal_lines_once(open_page, file):
+    assert "as lines" in file.read_text("utf-8")
+    page = open_page()
+    for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
+        lines = page.locator(f"#{slug} .source > li").evaluate_all(
+            "all => all.map(li => (li.querySelector('summary code') ?? li).textContent.trimEnd())"
+        )
+        text = ladder.versions()[name].path.read_text("utf-8").rstrip()
+        assert lines == text.split("\n")[-len(lines) :]
+        numbers = page.locator(f"#{slug} .source > li").evaluate_all(
+            "all => all.map(li => li.value)"
+        )
+        assert numbers == [*range(text.count("\n") + 2 - len(lines), text.count("\n") + 2)]
+
+
+def test_two_versions_show_how_the_conflicts_go(open_page, file):
+    text = file.read_text("utf-8")
+    conflicts = sum(a["conflicts"] for a in accesses(text, "CUSTOM_CUDA_VERSION_1"))
+    assert conflicts > 0
+    page = open_page()
+    page.get_by_role("link", name="v01 \u2192 v02").click()
+    view = page.locator(f"#{V1}--{V2}")
+    view.wait_for(state="visible")
+    assert f"conflicts {conflicts:,} \u2192 0" in view.inner_text()
+    rows = [row.split("\t") for row in view.locator("tr").all_inner_texts()]
+    assert ["shared load", "conflicts", f"{conflicts:,}", "0", f"\u2212{conflicts:,}"] in rows
+    changed = view.locator("tr.differs").first.inner_text()
+    assert "k_stride = head_dim;" in changed
+    assert "k_stride = head_dim + 1;" in changed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
+)
+def test_nobody_is_shut_out(open_page, scheme, options):
+    """All views at once, as they are without the script, with some of the maps open."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = open_page(color_scheme=scheme)
+    page.evaluate(
+        """() => {
+          document.querySelectorAll('.view').forEach(view => view.hidden = false);
+          document.querySelectorAll('details').forEach((one, i) => one.open = i % 5 == 0);
+        }"""
+    )
+    found = axe.run(page, options=options).response["violations"]
+    serious = [one for one in found if one["impact"] in ("serious", "critical")]
+    assert [node["failureSummary"] for one in serious for node in one["nodes"]] == []
+
+
+@pytest.mark.parametrize("width", [500, 1000])
+def test_a_chart_needs_no_scrolling(open_page, width):
+    page = open_page(viewport={"width": width, "height": 800}, java_script_enabled=False)
+    sizes = page.locator(".chart").evaluate_all(
+        "all => all.map(it => [it.parentElement.scrollWidth, it.parentElement.clientWidth])"
+    )
+    assert len(sizes) == 3
+    assert [size for size in sizes if size[0] > size[1]] == []
+
+
+def test_without_javascript_every_view_is_there(open_page, file):
+    page = open_page(java_script_enabled=False)
+    assert page.locator(".view:visible").count() == file.read_text("utf-8").count('class="view"')

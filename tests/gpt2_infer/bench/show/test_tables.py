@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from gpt2_infer.bench.record import KernelCell, Row
+from gpt2_infer.bench.show import ladders, tables
+from gpt2_infer.bench.show.figures import ratio
+from tests.gpt2_infer.bench.common import (
+    file_of,
+    generation,
+    inspection,
+    kernel,
+    kernels,
+    profile,
+    shapes,
+)
+
+
+def rows(text: str) -> dict[str, dict[str, str]]:
+    """The cells of a text's first table, by backend and heading."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, *body = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    found = [dict(zip(head, row, strict=True)) for row in body]
+    return {row[head[0]].strip("`"): row for row in found}
+
+
+def test_there_is_no_ratio_to_another_precision_class_or_within_the_spread():
+    text = tables.render("FILE", kernels())
+    found = rows(text)
+    heading = "x NAIVE_PYTORCH, N=1024"
+    assert [row[heading] for row in found.values()] == ["1.00", "", "0.25", "2.00", "1.98"]
+    assert "PYTORCH_SDPA_FLASH_ATTENTION" not in found
+    assert "`PYTORCH_SDPA_FLASH_ATTENTION`: refused: not in float32" in text
+    assert found["NAIVE_PYTORCH"]["N=256, us"] == "25.0"
+    assert found["CUSTOM_CUDA_VERSION_2"]["spread"] == "4.0 %"
+    assert found["CUSTOM_CUDA_VERSION_2"]["error"] == "4.0e-07"
+    assert found["CUSTOM_CUDA_VERSION_2"]["workspace, KiB"] == "2"
+    assert "medians of 3 interleaved rounds (FILE)" in text
+    assert "an 8192^3 matmul reached 50 TFLOP/s" in text
+    naive, other = kernel("A", [1.0, 3.0]), kernel("B", [2.0, 4.0])
+    assert math.isnan(ratio(other, [naive, other], "A"))
+
+
+def test_a_ratio_is_to_a_baseline_that_is_no_more_precise():
+    ieee, split, tf32 = (
+        kernel(name, [samples], precision=name)
+        for name, samples in (("ieee-fp32", 8.0), ("3xfp16", 4.0), ("tf32", 2.0))
+    )
+    other = kernel("3xtf32", [5.0], precision="3xtf32")
+    assert ratio(split, [other], "3xtf32") == 1.25
+    assert ratio(ieee, [split], "3xfp16") == 0.5
+    assert ratio(split, [ieee], "ieee-fp32") is None
+    assert ratio(tf32, [split], "3xfp16") is None
+
+
+def test_shapes_at_lengths_of_their_own_share_a_table():
+    text = tables.render("FILE", shapes())
+    found = rows(text)
+    assert [*found] == ["B=1 H=12 head_dim=32, float32, causal, N=64", str(KernelCell(128))]
+    speed = KernelCell(128).flops / 50 / 1e6
+    assert found[str(KernelCell(128))]["`FAST`, 3xfp16"] == f"{speed:.3g} (2.00 x)"
+    assert next(iter(found.values()))["`FAST`, 3xfp16"] == "refused"
+    assert "`FAST`: refused: not in 32" in text
+
+
+def test_a_single_length_has_percentiles_and_a_relative_error():
+    results = kernels()
+    results.rows = [row for row in results.rows if row.kernel.seqlen == 1024]
+    found = rows(tables.render("FILE", results))["NAIVE_PYTORCH"]
+    assert found["20 % .. 80 %"] == "99.4 .. 100.6"
+    assert found["relative error"] == "1.0%"
+    assert "spread" not in found
+
+
+def test_generation_shows_the_share_of_attention_and_what_was_not_compared():
+    text = tables.render("FILE", generation())
+    found = rows(text)
+    assert found["NAIVE_PYTORCH"]["attention's share"] == "50.0%"
+    assert found["FREE_ATTENTION"]["attention's share"] == ""
+    assert found["CUSTOM_CUDA_VERSION_2"]["x NAIVE_PYTORCH"] == "1.33"
+    assert found["CUSTOM_CUDA_VERSION_2"]["512 tokens, s"] == "1.500"
+    assert found["CUSTOM_CUDA_VERSION_2"]["tokens/s"] == "336"
+    assert found["CUSTOM_CUDA_VERSION_2"]["peak memory, MiB"] == "1536"
+    assert text.count("its text was compared with nothing") == 1
+
+
+def test_an_inspection_shows_conflicts_and_waste_and_names_what_was_refused():
+    text = tables.render("FILE", inspection())
+    first, second, third = rows(text).values()
+    assert first["shared loads"] == "1,000 + 31,000 (32-way)"
+    assert first["sectors stored"] == "80 (10 would do)"
+    assert first["warps/SM, occupancy"] == "16, 25 %"
+    assert (second["shared loads"], second["sectors stored"]) == ("1,000", "80")
+    assert (third["registers"], third["shared loads"]) == ("40", "")
+    assert "`CUSTOM_CUDA_VERSION_3`: refused: not this one; nor that" in text
+
+
+def test_a_profile_becomes_a_table_with_throughputs():
+    first, second = rows(tables.render("FILE", profile())).values()
+    assert first["duration us"] == "100"
+    # A wavefront is 128 bytes at most, a sector 32.
+    assert first["shared loads, GB/s at most"] == f"{1e6 * 128 / 100e-6 / 1e9:,.3g}"
+    assert second["asynchronous global loads, GB/s"] == f"{1000 * 32 / 50e-6 / 1e9:,.3g}"
+    assert "global loads, GB/s" not in first
+
+
+def test_a_build_and_published_figures_have_tables():
+    def seconds(contender, *samples, **fields):
+        return Row(contender=contender, metric="time", unit="s", samples=[*samples], **fields)
+
+    nvcc = seconds("nvcc", 1.0, 2.0, 3.0, extra={"versions": 12})
+    build = file_of("build", [nvcc], settings={"jobs": 2})
+    assert "12 versions on 2 cores" in tables.render("FILE", build)
+    theirs = [
+        seconds("A", 1.0, cell={"card": "one"}),
+        seconds("B", 2.0, cell={"card": "one"}),
+        seconds("B", 3.0, cell={"card": "other"}),
+    ]
+    published = file_of("published", theirs, settings={"note": "Theirs"})
+    assert rows(tables.render("FILE", published))["B"]["other"] == "3.0 s"
+
+
+def test_a_version_is_compared_with_the_one_before_it():
+    text = ladders.sections("fp32", [kernels(), generation(), profile(), inspection()])
+    sections = dict(re.findall(r"#### `CUSTOM_CUDA_VERSION_(\d+)`(.*?)(?=####|\Z)", text, re.S))
+    assert len(sections) >= 12
+    told = {
+        number: section.split("**Measured:** ")[1].strip()
+        for number, section in sections.items()
+        if "**Measured:**" in section
+    }
+    assert told["1"].startswith("the kernel alone at N=1024 takes 400.0 us (399.0 .. 401.0); 512 t")
+    assert "50.0 us (49.0 .. 51.0), 8.00 times as fast as `CUSTOM_CUDA_VERSION_1`" in told["2"]
+    assert "the same as `CUSTOM_CUDA_VERSION_2` within the spread" in told["3"]
+    assert "512 tokens take 1.500 s (1.485 .. 1.515), 2.67 times as fast" in told["2"]
+    assert "attention is 33% of that" in told["2"]
+    assert "50 % of the issue slots are used (`CUSTOM_CUDA_VERSION_1`: 50 %)" in told["2"]
+    assert "by inspection at N=64, registers 40, bytes spilled 0, " in told["1"]
+    assert "registers 39 after 40, bank conflicts on shared loads 0 after 31,000." in told["2"]
+    assert {*told} == {"1", "2", "3"}
+
+
+def test_a_version_that_was_not_timed_says_why():
+    refused = {"status": "refused", "reason": "not here", "samples": []}
+    results = kernels([kernel("CUSTOM_CUDA_VERSION_1", **refused)])
+    text = ladders.sections("fp32", [results])
+    assert "**Measured:** the kernel alone at N=1024: refused, not here." in text
+
+
+@pytest.mark.parametrize("family", ["fp32", "fa1"])
+def test_the_overview_of_a_ladder_is_its_headers(family):
+    text = ladders.versions_table(family)
+    assert len(rows(text)) >= 6
+    assert ("takes" in next(iter(rows(text).values()))) != ("Each takes" in text)

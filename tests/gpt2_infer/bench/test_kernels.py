@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from attention_kernels import UnknownBackendError, get_backend
+from attention_kernels.conformance import Case
+from attention_kernels.reference import naive_attention
+from gpt2_infer.bench import kernels, selection
+from gpt2_infer.bench.record import KernelCell, encode
+from gpt2_infer.bench.selection import select
+from gpt2_infer.bench.study import KernelStudy, run
+from gpt2_infer.errors import RequestError
+from tests.gpt2_infer.bench.common import TWO, add, by_name, off_by_one
+
+CELL = KernelCell(24, num_heads=2, head_dim=32)
+
+
+def compare(*names, cells=(CELL,), rounds=2, out=None):
+    dtypes = [*dict.fromkeys(cell.dtype for cell in cells)]
+    study = KernelStudy(
+        backends=[*names], cells=[*cells], dtypes=dtypes, device="cpu", rounds=rounds
+    )
+    return run(study, "kernel", out)
+
+
+def test_kernels_are_checked_then_timed(clean_registry):
+    add("TEST_WRONG", off_by_one)
+    results = compare(*TWO, "TEST_WRONG", "CUSTOM_CUDA_VERSION_8", rounds=3)
+    found = by_name(results)
+    for name in TWO:
+        assert found[name].status == "ok"
+        assert len(found[name].samples) == 3
+        assert all(sample > 0 for sample in found[name].samples)
+        assert found[name].check.error <= found[name].check.budget
+    wrong = found["TEST_WRONG"]
+    assert (wrong.status, wrong.samples) == ("failed", [])
+    assert "over its budget" in wrong.reason or "budget" in wrong.reason
+    emulated = found["CUSTOM_CUDA_VERSION_8"]
+    assert (emulated.status, emulated.samples) == ("emulated", [])
+    assert emulated.check.error <= emulated.check.budget
+    assert emulated.extra["flags"] == "--use_fast_math"
+    assert len(emulated.extra["source_digest"]) == 64
+    encode(results)
+
+
+def test_a_dtype_that_a_backend_does_not_take_is_not_its_cell():
+    cells = [KernelCell(8, num_heads=1, head_dim=32, dtype=d) for d in ("float32", "float16")]
+    results = compare("NAIVE_PYTORCH", "CUSTOM_CUDA_VERSION_1", cells=cells)
+    assert [(row.contender, row.cell["dtype"]) for row in results.rows] == [
+        ("NAIVE_PYTORCH", "float32"),
+        ("CUSTOM_CUDA_VERSION_1", "float32"),
+        ("NAIVE_PYTORCH", "float16"),
+    ]
+
+
+def test_what_a_backend_refuses_is_no_failure(monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    cell = KernelCell(8, num_heads=1, head_dim=128)
+    found = by_name(compare("CUSTOM_CUDA_VERSION_1", cells=[cell]))["CUSTOM_CUDA_VERSION_1"]
+    assert found.status == "refused"
+    assert "shared memory" in found.reason
+
+
+def test_a_kernel_that_answers_from_memory_is_caught(clean_registry):
+    known = {}
+
+    def by_shape(q, k, v, softmax_scale, is_causal):
+        if q.shape not in known:
+            known[q.shape] = naive_attention(q, k, v, softmax_scale, is_causal)
+        return known[q.shape].clone()
+
+    add("TEST_MEMORY", by_shape)
+    found = by_name(compare("TEST_MEMORY"))
+    assert found["NAIVE_PYTORCH"].status == "ok"
+    assert (found["TEST_MEMORY"].status, found["TEST_MEMORY"].samples) == ("failed", [])
+    assert "after its samples its output is wrong" in found["TEST_MEMORY"].reason
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_kernel_that_raises_has_failed_and_stops_no_other(after, clean_registry):
+    calls = []
+
+    def fails(q, k, v, softmax_scale, is_causal):
+        calls.append(1)
+        if len(calls) > after:
+            raise AssertionError("not today\nnor tomorrow")
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    add("TEST_FAILS", fails)
+    found = by_name(compare("TEST_FAILS", "PYTORCH_SDPA_MATH", rounds=5))
+    assert found["PYTORCH_SDPA_MATH"].status == "ok"
+    assert (found["TEST_FAILS"].status, found["TEST_FAILS"].samples) == ("failed", [])
+    assert "raised AssertionError: not today (" in found["TEST_FAILS"].reason
+    assert "\n" not in found["TEST_FAILS"].reason
+    assert found["TEST_FAILS"].reason.startswith("while it was timed") == bool(after)
+
+
+def test_every_call_of_a_cell_is_of_its_shape(clean_registry, monkeypatch):
+    seen, timed, sampler = set(), [], kernels.kernel_sampler
+
+    def watch(spec, inputs, **options):
+        timed.append((spec, inputs))
+        return sampler(spec, inputs, **options)
+
+    def spy(q, k, v, softmax_scale, is_causal):
+        seen.add((q.shape, q.dtype, softmax_scale, is_causal, q.is_contiguous()))
+        return naive_attention(q, k, v, softmax_scale, is_causal)
+
+    monkeypatch.setattr(kernels, "kernel_sampler", watch)
+    precisions = {"float32": "ieee-fp32", "float16": "fp16"}
+    for needs in (True, False):
+        spec = add(f"TEST_SPY_{needs}".upper(), spy, precisions=precisions, needs_contiguous=needs)
+        cell = KernelCell(8, batch=2, num_heads=3, head_dim=16, dtype="float16", is_causal=False)
+        compare(spec.name, cells=[cell])
+        assert seen == {((2, 8, 3, 16), torch.float16, 0.25, False, needs)}
+        seen.clear()
+        (inputs,) = (inputs for timed_spec, inputs in timed if timed_spec is spec)
+        assert all(x.is_contiguous() == needs for qkv in inputs for x in qkv)  # no copy is timed
+        assert len({x.data_ptr() for qkv in inputs for x in qkv}) == 3 * len(inputs)
+
+
+def test_a_sample_is_the_time_of_one_call(monkeypatch):
+    moments = iter((1.0, 1.000006))
+    monkeypatch.setattr(kernels, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
+    spec = types.SimpleNamespace(attention=lambda *_, **__: None)
+    inputs = [Case(4, 8, seed=seed).inputs("cpu") for seed in range(3)]
+    sample = kernels.kernel_sampler(spec, inputs)
+    assert sample() == pytest.approx(2.0)  # microseconds: three calls took six
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
+    out = tmp_path / "r.json"
+    cells = [CELL, KernelCell(8, num_heads=1, head_dim=32)]
+    seen, check = [], selection.check
+
+    def interrupt(row, spec, cases, *arguments, **options):
+        seen.append(cases[0].seqlen)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        check(row, spec, cases, *arguments, **options)
+
+    monkeypatch.setattr(selection, "check", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compare(*TWO, cells=cells, out=out)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json.partial"]
+    results = compare(*TWO, cells=cells, out=out)
+    assert seen[3:] == [8] * 2  # the first cell is not measured again
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert len(results.rows) == 4
+    assert results.provenance.resumed_from
+
+
+def test_what_no_memory_holds_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("attention_kernels.ladder.build_all", pytest.fail)
+    for cell in (
+        KernelCell(64, num_heads=10**12),
+        KernelCell(64, batch=10**30),
+        KernelCell(64, head_dim=10**12, dtype="float16"),
+    ):
+        with pytest.raises(RequestError, match=r"would take .* GiB, and cpu has \d"):
+            compare(*TWO, cells=[CELL, cell])
+
+
+def test_inputs_that_there_is_no_memory_for_are_a_failure_of_their_cell(monkeypatch):
+    monkeypatch.setattr(selection, "check", lambda *_, **__: None)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(kernels.torch, "stack", no_memory)
+    results = compare(*TWO)
+    assert [row.status for row in results.rows] == ["failed"] * 2
+    assert {row.reason for row in results.rows} == {"OutOfMemoryError: no memory"}
+
+
+def test_only_what_runs_here_is_selected():
+    names = [spec.name for spec in select([], "cpu")]
+    assert "NAIVE_PYTORCH" in names
+    assert not any(name.startswith("CUSTOM_CUDA") for name in names)  # emulated
+    assert [s.name for s in select(["naive-pytorch", "NAIVE_PYTORCH"], "cpu")] == ["NAIVE_PYTORCH"]
+    of_torch = select([], "cpu", families=["pytorch"])
+    assert {spec.family for spec in of_torch} == {"pytorch"}
+    named = select(["CUSTOM_CUDA_VERSION_2"], "cpu", families=["pytorch"])
+    assert named == [*of_torch, get_backend("CUSTOM_CUDA_VERSION_2")]
+    with pytest.raises(RequestError, match="no backend is of the family nvidia: there are"):
+        select([], "cpu", families=["nvidia"])
+    with pytest.raises(UnknownBackendError):
+        select(["no-such"], "cpu")
+    with pytest.raises(RequestError, match="cannot be compared on cpu: runs on cuda only"):
+        select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
+    with pytest.raises(RequestError, match="on cpu: it has a decode kernel only"):
+        select(["DECODE_SPLIT_KV_VERSION_1"], "cpu")
+    with pytest.raises(RequestError, match="the kernels of decode decode, and only attention"):
+        selection.versions_of("decode")
+
+
+def test_a_family_that_cannot_be_measured_here_is_named(capsys):
+    pytorch = select([], "cpu", families=["pytorch"])
+    assert capsys.readouterr().err == ""
+    assert select([], "cpu", families=["pytorch", "fp32"]) == pytorch
+    err = capsys.readouterr().err
+    assert err.startswith("nothing is measured on cpu of fp32 (its source runs in the CPU ")
+    assert err.count("\n") == 1
+    with pytest.raises(RequestError, match=r"^nothing is measured on cpu of fp32 \("):
+        select([], "cpu", families=["fp32"])
+    with pytest.raises(RequestError, match=r"of numpy \(takes float32, float64, not float16\)"):
+        select([], "cpu", families=["numpy"], dtypes=["float16"])

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.record import (
+    SCHEMA,
+    KernelCell,
+    ResultsError,
+    check_output,
+    encode,
+    newest,
+    read,
+    schema,
+)
+from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile, provenance
+
+RESULTS = Path(__file__).parents[3] / "results"
+
+
+@pytest.mark.parametrize("make", [kernels, generation, inspection, profile])
+def test_what_is_written_is_what_is_read(make, tmp_path):
+    make().write(tmp_path / "r.json")
+    assert read(tmp_path / "r.json") == make()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def change(path: str, value: object):
+    """Set one field of a file's JSON, or delete it."""
+
+    def apply(content: dict) -> None:
+        *folders, last = path.split(".")
+        for folder in folders:
+            content = content[int(folder) if folder.isdigit() else folder]
+        if value is None:
+            del content[last]
+        else:
+            content[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("apply", "words"),
+    [
+        (change("study", None), "is not a results file: Object missing required field `study`"),
+        (change("study.kind", "other"), "its study is of no known kind"),
+        (change("task", "Test Task"), "matching regex"),
+        (change("provenance.gpu.name", None), "missing required field `name`"),
+        (change("rows.0.metric", None), "missing required field `metric`"),
+        (change("rows.0.more", 1), "contains unknown field `more`"),
+        (change("rows.0.cell.seqlen", [1]), "Expected `bool | int | str`, got `array`"),
+        (change("rows.0.cell.seqlen", -8), "Expected `int` >= 1"),
+        (change("rows.0.check.error", None), "missing required field `error`"),
+        (change("rows.0.cell.dtype", "float8"), "matching regex"),
+        (change("rows.0.samples", [1.0, 0.0, 1.0]), "a time is not positive"),
+        (change("rows.0.check.error", -1.0), "`float` >= 0"),
+        (change("rows.0.samples", []), "a row has neither samples nor a reason"),
+    ],
+)
+def test_what_a_table_or_a_picture_needs_is_required(apply, words, tmp_path):
+    file = tmp_path / "r.json"
+    content = json.loads(encode(kernels()))
+    apply(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ResultsError) as caught:
+        read(file)
+    assert str(caught.value).startswith(str(file))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"task": "kernel"'])
+def test_a_truncated_file_is_one_line(text, tmp_path):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(ResultsError, match=r"r.json is truncated or not JSON: "):
+        newest(tmp_path)
+    with pytest.raises(ResultsError, match=r"none.json cannot be read: No such file"):
+        read(tmp_path / "none.json")
+
+
+def test_nothing_invalid_is_written_and_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(ResultsError, match="not valid"):
+        kernels(task="No Such Task").write(tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ResultsError, match=r"r.json cannot be written: No space left on device$"):
+        kernels().write(tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_lose_a_finished_run_is_found_before_it_begins(tmp_path):
+    file = tmp_path / "r.json"
+    check_output(file)
+    assert not list(tmp_path.iterdir())
+    file.touch()
+    with pytest.raises(ResultsError, match="exists: name another file"):
+        check_output(file)
+    with pytest.raises(ResultsError, match="there is no folder"):
+        check_output(tmp_path / "none" / "r.json")
+    with pytest.raises(ResultsError, match="cannot be written"):
+        check_output(Path("/proc/r.json"))
+
+
+def test_the_newest_results_of_a_task_are_used(tmp_path):
+    for name, date in (("a", "2026-01-02"), ("b", "2026-01-03"), ("c", "2026-01-01")):
+        kernels(provenance=provenance(date=date)).write(tmp_path / f"{name}.json")
+    found = newest(tmp_path)
+    assert {task: path.name for task, (path, _) in found.items()} == {"kernel-test": "b.json"}
+    with pytest.raises(ResultsError, match="there is no folder"):
+        newest(tmp_path / "none")
+
+
+def test_the_committed_results_are_whole():
+    for file in RESULTS.glob("*.json"):
+        results = read(file)
+        assert results.task in file.name.replace("_", "-"), file
+        words = msgspec.json.encode(results.provenance).decode().split('"')
+        assert not any(word.startswith("/") for word in words), file
+
+
+def test_the_committed_results_are_of_commits_in_the_history():
+    history = environment._git("rev-list", "HEAD")
+    if history is None or environment._git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs a checkout with its history")
+    commits = {*history.split(), None}  # None: published by others
+    unknown = [p.name for p in RESULTS.glob("*.json") if read(p).provenance.commit not in commits]
+    assert unknown == []
+
+
+def test_the_arithmetic_of_a_cell():
+    cell = KernelCell(1024, batch=2, num_heads=12, head_dim=64)
+    assert cell.flops == 2 * 2 * 12 * 1024 * 1024 * 64
+    assert KernelCell(1024, 2, 12, 64, is_causal=False).flops == 2 * cell.flops
+    assert cell.min_bytes == 4 * 2 * 1024 * 12 * 64 * 4
+    assert KernelCell(1024, 2, 12, 64, "float16").min_bytes == cell.min_bytes // 2
+
+
+def test_readers_of_results_import_neither_torch_nor_the_model():
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from gpt2_infer.bench import record, study; "
+        "from gpt2_infer.bench.show import charts, tables; "
+        "tables.render('f', record.read(__import__('pathlib').Path(sys.argv[1]))); "
+        "print({'torch', 'transformers', 'gpt2_infer.model'} & {*sys.modules})"
+    )
+    file = min(RESULTS.glob("*generation-batch.json"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_the_schema_in_the_package_is_that_of_a_file():
+    assert SCHEMA.read_text("utf-8") == schema()
