@@ -144,7 +144,9 @@ class BackendSpec:
                 return f"needs compute capability {need} or higher, and this device has {have}"
         try:
             return self.probe(device_type) if self.probe else None
-        except (Exception, SystemExit) as error:  # a listing shows the others all the same
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a listing shows the others all the same
             return f"its probe raised {describe(error)}"
 
     def is_too_new(self, device: torch.device) -> bool:
@@ -201,9 +203,9 @@ class BackendSpec:
                     raise UnavailableBackendError(self.name, reason)
                 try:
                     kernels = cast("object", self.loader())
-                except AttentionError:
+                except (AttentionError, KeyboardInterrupt):
                     raise
-                except (Exception, SystemExit) as error:
+                except BaseException as error:
                     reason = f"its loader raised {describe(error)}"
                     raise UnavailableBackendError(self.name, reason) from error
                 if not isinstance(kernels, Kernels):
@@ -300,9 +302,9 @@ class BackendSpec:
             raise UnsupportedError(self.name, [reason])
         try:
             o = kernel(*arguments)
-        except (AttentionError, torch.OutOfMemoryError):
+        except (AttentionError, torch.OutOfMemoryError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise KernelError(self.name, f"raised {describe(error)}") from error
         q = tensors[0]
         if not isinstance(o, Tensor):

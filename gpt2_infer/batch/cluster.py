@@ -30,8 +30,8 @@ from gpt2_infer.errors import RequestError
 
 
 def run_on_ray(
-    inputs: Sequence[Path],
-    out: Path,
+    inputs: Sequence[str | Path],
+    out: str | Path,
     settings: Settings,
     *,
     address: str,
@@ -58,10 +58,10 @@ def run_on_ray(
             raise RequestError("the cluster has no GPU: --devices cpu:N asks for N processes")
         if settings.batch_size is None and not cpus:
             raise RequestError("on the GPUs of a cluster --batch-size must be given")
-        inputs, out = [path.absolute() for path in inputs], out.absolute()
+        files, out = [Path(path).absolute() for path in inputs], Path(out).absolute()
         with locked(out):
             job = plan(
-                inputs, out, settings, device=device, resume=resume, strict=strict, on_ray=True
+                files, out, settings, device=device, resume=resume, strict=strict, on_ray=True
             )
             context = DataContext.get_current()
             context.checkpoint_config = CheckpointConfig(

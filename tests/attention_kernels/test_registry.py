@@ -130,6 +130,14 @@ def raise_assertion(*_: object) -> Tensor:
     raise AssertionError("no")
 
 
+class OddError(BaseException):
+    """An exception of a plug-in's own that `except Exception` does not catch."""
+
+
+def raise_odd(*_):
+    raise OddError("odd")
+
+
 def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
     def load() -> Kernels:
         raise OSError("no such library")
@@ -137,6 +145,7 @@ def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
     for name, loader, words in (
         ("TEST_BROKEN", load, "its loader raised OSError: no such library (test_registry.py:"),
         ("TEST_EXIT", lambda: sys.exit(3), "its loader raised SystemExit: 3 (test_registry.py:"),
+        ("TEST_ODD", raise_odd, "its loader raised OddError: odd (test_registry.py:"),
         ("TEST_NONE", lambda: None, "its loader returned NoneType instead of Kernels"),
     ):
         register(name=name, **FIELDS)(loader)
@@ -149,6 +158,9 @@ def test_a_probe_that_fails_is_a_reason(clean_registry):
     register(name="TEST_PROBE", probe=raise_assertion, **FIELDS)(Kernels)
     reason = get_backend("TEST_PROBE").unavailable_reason("cpu")
     assert reason.startswith("its probe raised AssertionError: no (test_registry.py:")
+    register(name="TEST_ODD_PROBE", probe=raise_odd, **FIELDS)(Kernels)
+    reason = get_backend("TEST_ODD_PROBE").unavailable_reason("cpu")
+    assert reason.startswith("its probe raised OddError: odd")
 
 
 Q = torch.randn(1, 1, 2, 8)
@@ -165,6 +177,7 @@ CALLS = {
         (raise_assertion, KernelError, "raised AssertionError: no (test_registry.py:"),
         (lambda *_: {}["tile"], KernelError, "raised KeyError: 'tile' (test_registry.py:"),
         (lambda *_: Q @ Q, KernelError, "raised RuntimeError: Expected size"),
+        (raise_odd, KernelError, "raised OddError: odd (test_registry.py:"),
         (lambda *_: sys.exit(), KernelError, "raised SystemExit: no message (test_"),
         (lambda *_: None, OutputError, "returned NoneType instead of (1, 1, 2, 8)"),
         (lambda q, *_: q.mT, OutputError, "returned (1, 1, 8, 2) torch.float32 on cpu instead of"),
