@@ -7,11 +7,14 @@ attention: q, k, v and o are (batch, seqlen, num_heads, head_dim) with seqlen_q 
 and v may be strided views whose last stride is 1; o is a new, contiguous tensor. With is_causal,
 query i sees the keys 0..i.
 
+Inputs are finite. A key or value that a query does not see changes no bit of its row of o, however
+large it is; NaN and infinity may, as 0 * NaN is NaN.
+
 decode: one new token per row against a cache. q and o are (batch, 1, num_heads, head_dim), k_cache
 and v_cache are (batch, max_seqlen, num_heads, head_dim), seqlens is int32 (batch,) on the same
 device and counts the valid keys of each row, the new token's own included. Each length is between 1
 and max_seqlen: on the CPU that is checked, and on CUDA, where reading it would stall the host, the
-caller guarantees it. Keys and values past seqlens are finite and are not seen.
+caller guarantees it. Keys and values past seqlens are not seen.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // O += P V. P is 0 for keys that no row of the warp sees, but V may be anything: 0 * NaN is not
-    // 0.
+    // O += P V. Keys that no row of the warp sees are left out. V is finite: 0 * NaN is not 0.
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
       if (n_start + 8 * j >= n_warp_end) break;

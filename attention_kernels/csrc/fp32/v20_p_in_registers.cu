@@ -32,17 +32,19 @@ inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
 }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows, times `scale`, to shared memory. Those from valid_rows on are past the end: they
+// become zero.
 template <int kHeadDim, int kRows, int kPad>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
-                                 int valid_rows) {
+                                 int valid_rows, float scale) {
 #pragma unroll
   for (int i = 0; i < kRows * kHeadDim / (4 * kThreads); ++i) {
     const int r = 4 * (i * kThreads + threadIdx.x) / kHeadDim;
     const int d = 4 * (i * kThreads + threadIdx.x) % kHeadDim;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float4 x = r < valid_rows ? load4(g_tile + r * g_stride, d) : zero;
     store4(s_tile + r * (kHeadDim + kPad), d,
-           r < valid_rows ? load4(g_tile + r * g_stride, d) : zero);
+           make_float4(scale * x.x, scale * x.y, scale * x.z, scale * x.w));
   }
 }
 
@@ -111,9 +113,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     __syncthreads();
     load_tile<kHeadDim, kBlockN, kPad>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
-                                       n_end - n_start);
+                                       n_end - n_start, 1.0f);
+    // Half of V: split() rounds up, which may double the exponent.
     load_tile<kHeadDim, kBlockN, kPad>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
-                                       n_end - n_start);
+                                       n_end - n_start, 0.5f);
     __syncthreads();
 
     // S = Q K^T
@@ -161,8 +164,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // O += P V. P is 0 for keys that no row of the warp sees, but V may be anything: 0 * NaN is not
-    // 0.
+    // O += P V. Keys that no row of the warp sees are left out. V is finite: 0 * NaN is not 0.
     constexpr int kColumns = kHeadDim > 64 ? 32 : kHeadDim;  // at once, for want of registers
 #pragma unroll
     for (int first = 0; first < kHeadDim; first += kColumns) {
@@ -189,11 +191,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   for (int r = 0; r < 2; ++r) {
-    const float sum = reduce_sum(row_sum[r]);
+    const float half_sum = 0.5f * reduce_sum(row_sum[r]);
     if (m + 8 * r < seqlen) {
       for (int d = 0; d < kHeadDim / 8; ++d) {
-        store2(gO + (m + 8 * r) * row_stride, 8 * d + n, rO[d][2 * r] / sum,
-               rO[d][2 * r + 1] / sum);
+        store2(gO + (m + 8 * r) * row_stride, 8 * d + n, rO[d][2 * r] / half_sum,
+               rO[d][2 * r + 1] / half_sum);
       }
     }
   }

@@ -1,14 +1,16 @@
 // v21 - split into float16, once per block
 //
 // Change: K and V are split when they are stored to shared memory, into two numbers of float16. Each
-//         row is first multiplied by the power of two that brings its largest number to 2^14, so
-//         that lo is seldom subnormal. A row of K gives its power back to its column of S. A row of V
-//         gives it to P: its exponent is added to the scores, which keeps P at most 1, and is taken
-//         off again in the row's sum. Fragments are loaded by ldmatrix, V's transposed.
+//         row of K and each column of a tile of V is first multiplied by the power of two that brings
+//         its largest number to 2^14, so that lo is seldom subnormal. A row of K gives its power back
+//         to its column of S, a column of V to its column of O. Tiles that some row of the block sees
+//         in part keep V in float32 and v20's product: a power of two would depend on keys that the
+//         row does not see. Fragments are loaded by ldmatrix, V's transposed.
 // Why:    tensor cores multiply float16 twice as fast as TF32, which has as many bits. Only one of
 //         four warps splits a number. One ldmatrix loads what took eight loads.
-// Cost:   range: numbers 2^18 times smaller than the largest of their row lose bits, and so do rows of
-//         V that are 2^100 times smaller than others that the same query sees.
+// Cost:   range: a number 2^16 times smaller than the largest of its row of Q or K, of its column in a
+//         tile of V, or of its row of P begins to lose bits; at 2^39 nothing is left. With weights
+//         that small an outlier of V counts for nothing.
 // Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
@@ -26,10 +28,10 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kPad = 8;       // halves
-constexpr int kTop = 14;      // exponent of a row's largest number, scaled
-constexpr int kLeast = -104;  // exponents that are used
-constexpr int kMost = 126;
+constexpr int kPad = 8;      // halves
+constexpr int kTop = 14;     // exponent of the largest number of a row, or of a column of V, scaled
+constexpr int kLeast = -97;  // exponents that are used
+constexpr int kMost = 127;
 constexpr float kScaleP = 0x1p15f;
 
 inline __device__ float4 load4(const float* row, unsigned d) {
@@ -37,6 +39,9 @@ inline __device__ float4 load4(const float* row, unsigned d) {
 }
 inline __device__ float2 load2(const float* row, unsigned d) {
   return reinterpret_cast<const float2*>(row)[d / 2];
+}
+inline __device__ void store4(float* row, unsigned d, float4 x) {
+  reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
@@ -46,7 +51,7 @@ inline __device__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
 }
 
-// The exponent of a row's largest number.
+// The exponent of the largest number of a row or of a column.
 inline __device__ int exponent_of(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
   return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
@@ -61,31 +66,96 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// Splits kRows rows into shared memory: kHeadDim hi, then as many lo. keep() gets each row's exponent.
-// Rows from valid_rows on are past the end: they become zero.
-template <int kHeadDim, int kRows, typename Keep>
-inline __device__ void split_tile(half* s_tile, const float* g_tile, int64_t g_stride,
-                                  int valid_rows, Keep keep) {
+// The same for TF32, which ignores the low 13 bits of lo.
+inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
+  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
+  lo = __float_as_uint(x - __uint_as_float(hi));
+}
+
+// Stores x, four columns of a row, as kHeadDim hi and as many lo.
+template <int kHeadDim>
+inline __device__ void store_split(half* row, unsigned d, float4 x, float4 scale) {
+  uint2 hi, lo;
+  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+  *reinterpret_cast<uint2*>(row + d) = hi;
+  *reinterpret_cast<uint2*>(row + kHeadDim + d) = lo;
+}
+
+inline __device__ float4 largest_of(float4 x, float4 y) {
+  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
+                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
+}
+
+// A thread has the same four columns of each kRowsApart-th row of a tile.
+template <int kHeadDim>
+constexpr int kRowsApart = 4 * kThreads / kHeadDim;
+
+// Calls visit(i, r, x) for the thread's rows, i = 0, 1, ... Those from valid_rows on are past the end:
+// they are zero.
+template <int kHeadDim, int kRows, typename Visit>
+inline __device__ void for_each_row(const float* g_tile, int64_t g_stride, int valid_rows,
+                                    Visit visit) {
 #pragma unroll
-  for (int i = 0; i < kRows * kHeadDim / (4 * kThreads); ++i) {
-    const int r = 4 * (i * kThreads + threadIdx.x) / kHeadDim;
-    const int d = 4 * (i * kThreads + threadIdx.x) % kHeadDim;
+  for (int i = 0; i < kRows / kRowsApart<kHeadDim>; ++i) {
+    const int r = i * kRowsApart<kHeadDim> + 4 * threadIdx.x / kHeadDim;
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const float4 x = r < valid_rows ? load4(g_tile + r * g_stride, d) : zero;
+    visit(i, r, r < valid_rows ? load4(g_tile + r * g_stride, 4 * threadIdx.x % kHeadDim) : zero);
+  }
+}
+
+// Splits rows of K. keep() gets what undoes a row's power of two.
+template <int kHeadDim, int kRows, int kStride, typename Keep>
+inline __device__ void split_k(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
+                               Keep keep) {
+  for_each_row<kHeadDim, kRows>(g_tile, g_stride, valid_rows, [&](int, int r, float4 x) {
+    const int d = 4 * threadIdx.x % kHeadDim;
     float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
     for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
     const int exponent = exponent_of(largest);
     const float scale = power_of_two(kTop - exponent);
-    uint2 hi, lo;
-    split(x.x * scale, x.y * scale, hi.x, lo.x);
-    split(x.z * scale, x.w * scale, hi.y, lo.y);
-    half* row = s_tile + r * (2 * kHeadDim + kPad) + d;
-    *reinterpret_cast<uint2*>(row) = hi;
-    *reinterpret_cast<uint2*>(row + kHeadDim) = lo;
-    if (d == 0) keep(r, exponent);
+    store_split<kHeadDim>(to + r * kStride, d, x, make_float4(scale, scale, scale, scale));
+    if (d == 0) keep(r, power_of_two(exponent - kTop));
+  });
+}
+
+// Splits rows of V. keep() gets what undoes the powers of two of a column and of P.
+template <int kHeadDim, int kRows, int kStride, typename Keep>
+inline __device__ void split_v(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
+                               Keep keep) {
+  __shared__ float4 s_largest[kWarps][kHeadDim / 4];
+  const int d = 4 * threadIdx.x % kHeadDim;
+  float4 rows[kRows / kRowsApart<kHeadDim>];
+  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for_each_row<kHeadDim, kRows>(g_tile, g_stride, valid_rows, [&](int i, int, float4 x) {
+    rows[i] = x;
+    largest = largest_of(largest, x);
+  });
+#pragma unroll
+  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
+    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
   }
+  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
+  __syncthreads();
+  for (int warp = 0; warp < kWarps; ++warp) largest = largest_of(largest, s_largest[warp][d / 4]);
+  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
+                                  exponent_of(largest.z), exponent_of(largest.w));
+  const float4 scale =
+      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
+                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsApart<kHeadDim>; ++i) {
+    const int r = i * kRowsApart<kHeadDim> + 4 * threadIdx.x / kHeadDim;
+    store_split<kHeadDim>(to + r * kStride, d, rows[i], scale);
+  }
+  if (4 * threadIdx.x / kHeadDim != 0) return;
+  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
+  keep(d, make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
 // The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
@@ -98,13 +168,53 @@ inline __device__ float reduce_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
+// O = row_scale O + P V in TF32, whose exponents are float32's, with V as it is: rows of kHeadDim
+// floats. A finite V times a P of 0 is 0, however large it is.
+template <int kBlockN, int kHeadDim>
+inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
+                                        const float (&rP)[kBlockN / 8][4],
+                                        const float (&row_scale)[2], const float* s_v, int keys) {
+  constexpr int kStride = kHeadDim + kPad / 2;
+  const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
+#pragma unroll
+  for (int first = 0; first < kHeadDim; first += 16) {
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[j][i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halves, as rounding up may double the exponent
+          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 8 + d][i];
+        x = fmaf(x, row_scale[i / 2], 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
+
 template <int kBlockM, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 2 : 3)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
   static_assert(kBlockM == 16 * kWarps, "a warp has the 16 rows of a fragment");
+  static_assert(kBlockN % kRowsApart<kHeadDim> == 0 && kBlockN >= kHeadDim / 4);
   constexpr int kStride = 2 * kHeadDim + kPad;
   // Blocks start in the order of their index: those with the most keys, the last queries', first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
@@ -132,8 +242,9 @@ __global__ void __launch_bounds__(kThreads)
   half* sK = smem;
   half* sV = sK + kBlockN * kStride;
   float* s_k_scale = reinterpret_cast<float*>(sV + kBlockN * kStride);
-  float* s_v_exponent = s_k_scale + kBlockN;
-  float* s_v_unit = s_v_exponent + kBlockN;  // 2^-exponent
+  // The scales of V's columns, four behind each of its first rows. This lane's columns are 8 d + n.
+  float* s_v_scale = reinterpret_cast<float*>(sV + 2 * kHeadDim);
+  const float* lane_v_scale = s_v_scale + n / 4 * (kStride / 2) + n % 4;
   // Where a lane's rows of matrices begin: of K, 8 keys and 32 columns; of V, 16 and 16.
   const half* matrices_k = sK + lane_id % 8 * kStride + lane_id / 8 * 8;
   const half* matrices_v = sV + lane_id % 16 * kStride + lane_id / 16 * 8;
@@ -157,19 +268,28 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on, and none of this warp one from n_warp_end on.
+  // Every query of this block sees the keys up to n_seen, none sees one from n_end on, and none of this
+  // warp one from n_warp_end on.
+  const int n_seen = is_causal ? m_start : seqlen;
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int n_warp_end = is_causal ? min(m_warp + 16, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     __syncthreads();
-    split_tile<kHeadDim, kBlockN>(
-        sK, gK + n_start * k_strides.seqlen, k_strides.seqlen, n_end - n_start,
-        [&](int r, int exponent) { s_k_scale[r] = power_of_two(exponent - kTop); });
-    split_tile<kHeadDim, kBlockN>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
-                                  n_end - n_start, [&](int r, int exponent) {
-                                    s_v_exponent[r] = exponent;
-                                    s_v_unit[r] = power_of_two(-exponent);
-                                  });
+    split_k<kHeadDim, kBlockN, kStride>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
+                                        n_end - n_start,
+                                        [&](int r, float scale) { s_k_scale[r] = scale; });
+    const float* g_tile = gV + n_start * v_strides.seqlen;
+    const bool is_seen = n_start + kBlockN <= n_seen;
+    if (is_seen) {
+      split_v<kHeadDim, kBlockN, kStride>(
+          sV, g_tile, v_strides.seqlen, n_end - n_start,
+          [&](int d, float4 scale) { store4(s_v_scale, d / 4 * (kStride / 2), scale); });
+    } else {
+      for_each_row<kHeadDim, kBlockN>(
+          g_tile, v_strides.seqlen, n_end - n_start, [&](int, int r, float4 x) {
+            store4(reinterpret_cast<float*>(sV + r * kStride), 4 * threadIdx.x % kHeadDim, x);
+          });
+    }
     __syncthreads();
 
     // S = Q K^T, small products first
@@ -195,18 +315,16 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // Scores, in units of log2, plus the exponent of V's row
+    // Scores, in units of log2
     float new_max[2] = {row_max[0], row_max[1]};
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
       const float2 k_scale = load2(s_k_scale, 8 * j + n);
-      const float2 v_exponent = load2(s_v_exponent, 8 * j + n);
       for (int i = 0; i < 4; ++i) {
         const int r = i / 2, c = i % 2;
         const int visible = (is_causal ? min(m + 8 * r + 1, seqlen) : seqlen) - n_start;
         float& score = rS[j][i];
-        score =
-            q_scale[r] * (score * (c ? k_scale.y : k_scale.x)) + (c ? v_exponent.y : v_exponent.x);
+        score = q_scale[r] * (score * (c ? k_scale.y : k_scale.x));
         if (8 * j + n + c >= visible) score = -INFINITY;
         new_max[r] = fmaxf(new_max[r], score);
       }
@@ -219,30 +337,36 @@ __global__ void __launch_bounds__(kThreads)
       row_sum[r] *= row_scale[r];
     }
 
-    // P = 2^(S - row_max), split, and the statistics of the keys seen so far
-    unsigned hiP[kBlockN / 16][4], loP[kBlockN / 16][4];
+    // P = 2^(S - row_max), and the statistics of the keys seen so far
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
-      const float2 v_unit = load2(s_v_unit, 8 * j + n);
-      for (int r = 0; r < 2; ++r) {
-        const float x = exp2f(rS[j][2 * r] - row_max[r]);
-        const float y = exp2f(rS[j][2 * r + 1] - row_max[r]);
-        row_sum[r] += x * v_unit.x;
-        row_sum[r] += y * v_unit.y;
-        const int i = j % 2 * 2 + r;
-        split(x * kScaleP, y * kScaleP, hiP[j / 2][i], loP[j / 2][i]);
+      for (int i = 0; i < 4; ++i) {
+        rS[j][i] = exp2f(rS[j][i] - row_max[i / 2]);
+        row_sum[i / 2] += rS[j][i];
       }
     }
 
-    // O += P V, small products first. P is 0 for keys that no row of the warp sees, but V may be
-    // anything: 0 * NaN is not 0.
+    // O += P V. A power of two for a column would tell a row of keys that it does not see.
+    if (!is_seen) {
+      add_product_tf32<kBlockN, kHeadDim>(rO, rS, row_scale, reinterpret_cast<float*>(sV),
+                                          n_warp_end - n_start);
+      continue;
+    }
+    unsigned hiP[kBlockN / 16][4], loP[kBlockN / 16][4];
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      for (int r = 0; r < 2; ++r) {
+        const int i = j % 2 * 2 + r;
+        split(rS[j][2 * r] * kScaleP, rS[j][2 * r + 1] * kScaleP, hiP[j / 2][i], loP[j / 2][i]);
+      }
+    }
+    // Small products first
 #pragma unroll
     for (int d = 0; d < kHeadDim; d += 16) {
       float rPV[2][4] = {};
       unsigned hiV[kBlockN / 16][4], loV[4];
 #pragma unroll
       for (int j = 0; j < kBlockN / 16; ++j) {
-        if (n_start + 16 * j >= n_warp_end) break;
         const half* matrices = matrices_v + 16 * j * kStride + d;
         ptx::load_matrices_transposed(hiV[j], matrices);
         ptx::load_matrices_transposed(loV, matrices + kHeadDim);
@@ -253,20 +377,22 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int j = 0; j < kBlockN / 16; ++j) {
-        if (n_start + 16 * j >= n_warp_end) break;
         for (int c = 0; c < 2; ++c) {
           ptx::mma<false>(rPV[c], hiP[j], {hiV[j][2 * c], hiV[j][2 * c + 1]});
         }
       }
-      for (int i = 0; i < 8; ++i) {
-        float& x = rO[d / 8 + i / 4][i % 4];
-        x = x * row_scale[i % 4 / 2] + rPV[i / 4][i % 4];
+      for (int c = 0; c < 2; ++c) {
+        const float2 v_scale = load2(lane_v_scale, (d / 8 + c) * kStride);
+        for (int i = 0; i < 4; ++i) {
+          float& x = rO[d / 8 + c][i];
+          x = fmaf(x, row_scale[i / 2], rPV[c][i] * (i % 2 ? v_scale.y : v_scale.x));
+        }
       }
     }
   }
 
   for (int r = 0; r < 2; ++r) {
-    const float scale = power_of_two(-kTop) / kScaleP / reduce_sum(row_sum[r]);
+    const float scale = 1.0f / reduce_sum(row_sum[r]);
     if (m + 8 * r < seqlen) {
       for (int d = 0; d < kHeadDim / 8; ++d) {
         store2(gO + (m + 8 * r) * row_stride, 8 * d + n, rO[d][2 * r] * scale,
@@ -284,7 +410,7 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   constexpr int kBlockN = kHeadDim > 64 ? 32 : 64;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   const size_t smem_bytes =
-      sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * 3 * kBlockN;
+      sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * kBlockN;
   return launch_kernel(attention_kernel<kBlockM, kBlockN, kHeadDim>, grid, dim3(kThreads),
                        smem_bytes, stream, static_cast<const float*>(params.q),
                        static_cast<const float*>(params.k), static_cast<const float*>(params.v),

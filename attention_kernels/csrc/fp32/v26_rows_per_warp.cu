@@ -34,9 +34,9 @@ constexpr int kResident = 3;  // blocks that a multiprocessor runs at once, or m
 constexpr int kKeys = 32;     // that Split is padded to: whole tiles
 constexpr int kStages = 2;    // tiles in shared memory: one in use, the others on their way
 constexpr int kPad = 8;       // halves
-constexpr int kTop = 14;      // exponent of a row's largest number, scaled
-constexpr int kLeast = -104;  // exponents that are used
-constexpr int kMost = 126;
+constexpr int kTop = 14;     // exponent of the largest number of a row, or of a column of V, scaled
+constexpr int kLeast = -97;  // exponents that are used
+constexpr int kMost = 127;
 constexpr float kScaleP = 0x1p15f;
 
 inline __device__ float4 load4(const float* row, unsigned d) {
@@ -44,6 +44,9 @@ inline __device__ float4 load4(const float* row, unsigned d) {
 }
 inline __device__ float2 load2(const float* row, unsigned d) {
   return reinterpret_cast<const float2*>(row)[d / 2];
+}
+inline __device__ void store4(float* row, unsigned d, float4 x) {
+  reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
@@ -53,7 +56,7 @@ inline __device__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
 }
 
-// The exponent of a row's largest number.
+// The exponent of the largest number of a row or of a column.
 inline __device__ int exponent_of(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
   return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
@@ -68,14 +71,105 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
+// The same for TF32, which ignores the low 13 bits of lo.
+inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
+  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
+  lo = __float_as_uint(x - __uint_as_float(hi));
+}
+
+// Stores x, four columns of a row, as kHeadDim hi and as many lo.
+template <int kHeadDim>
+inline __device__ void store_split(half* row, unsigned d, float4 x, float4 scale) {
+  uint2 hi, lo;
+  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+  *reinterpret_cast<uint2*>(row + d) = hi;
+  *reinterpret_cast<uint2*>(row + kHeadDim + d) = lo;
+}
+
+inline __device__ float4 largest_of(float4 x, float4 y) {
+  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
+                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
+}
+
+// A thread has the same four columns of each kRowsApart-th row of a tile.
+template <int kHeadDim>
+constexpr int kRowsApart = 4 * kThreads / kHeadDim;
+
+// Calls visit(i, r, x) for the thread's rows, i = 0, 1, ... Those from valid_rows on are past the end:
+// they are zero.
+template <int kHeadDim, int kRows, typename Visit>
+inline __device__ void for_each_row(const float* g_tile, int64_t g_stride, int valid_rows,
+                                    Visit visit) {
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsApart<kHeadDim>; ++i) {
+    const int r = i * kRowsApart<kHeadDim> + 4 * threadIdx.x / kHeadDim;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    visit(i, r, r < valid_rows ? load4(g_tile + r * g_stride, 4 * threadIdx.x % kHeadDim) : zero);
+  }
+}
+
+// Splits rows of K. keep() gets what undoes a row's power of two.
+template <int kHeadDim, int kRows, int kStride, typename Keep>
+inline __device__ void split_k(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
+                               Keep keep) {
+  for_each_row<kHeadDim, kRows>(g_tile, g_stride, valid_rows, [&](int, int r, float4 x) {
+    const int d = 4 * threadIdx.x % kHeadDim;
+    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    }
+    const int exponent = exponent_of(largest);
+    const float scale = power_of_two(kTop - exponent);
+    store_split<kHeadDim>(to + r * kStride, d, x, make_float4(scale, scale, scale, scale));
+    if (d == 0) keep(r, power_of_two(exponent - kTop));
+  });
+}
+
+// Splits rows of V. keep() gets what undoes the powers of two of a column and of P.
+template <int kHeadDim, int kRows, int kStride, typename Keep>
+inline __device__ void split_v(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
+                               Keep keep) {
+  __shared__ float4 s_largest[kWarps][kHeadDim / 4];
+  const int d = 4 * threadIdx.x % kHeadDim;
+  float4 rows[kRows / kRowsApart<kHeadDim>];
+  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for_each_row<kHeadDim, kRows>(g_tile, g_stride, valid_rows, [&](int i, int, float4 x) {
+    rows[i] = x;
+    largest = largest_of(largest, x);
+  });
+#pragma unroll
+  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
+    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
+  }
+  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
+  __syncthreads();
+  for (int warp = 0; warp < kWarps; ++warp) largest = largest_of(largest, s_largest[warp][d / 4]);
+  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
+                                  exponent_of(largest.z), exponent_of(largest.w));
+  const float4 scale =
+      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
+                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsApart<kHeadDim>; ++i) {
+    const int r = i * kRowsApart<kHeadDim> + 4 * threadIdx.x / kHeadDim;
+    store_split<kHeadDim>(to + r * kStride, d, rows[i], scale);
+  }
+  if (4 * threadIdx.x / kHeadDim != 0) return;
+  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
+  keep(d, make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
+}
+
 // What split_kernel() makes of K and V, for each head: rows of kHeadDim hi and as many lo, `padded` of
-// K and as many of V, and three numbers for each key.
+// K and as many of V, a number for each key, and kHeadDim for each tile of V.
 struct Split {
   half* halves;
   float* k_scales;
-  float* v_exponents;
-  float* v_units;  // 2^-exponent
-  int padded;      // keys of a head, a multiple of kKeys
+  float* v_scales;
+  int padded;  // keys of a head, a multiple of kKeys
 };
 
 // Parts of the output: for each part of the keys and each row of each head, O before the division, and
@@ -86,40 +180,31 @@ struct Parts {
   int keys;  // of a part, a multiple of kBlockM
 };
 
-// Rows from seqlen on become zero. Blocks of y = 0 split K, of y = 1 V.
-template <int kHeadDim>
+// A block has a tile of kBlockN keys, blocks of y = 0 of K, of y = 1 of V.
+template <int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, Split to,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   const bool is_v = blockIdx.y == 1;
   const float* x_rows = is_v ? v : k;
   const Strides strides = is_v ? v_strides : k_strides;
-  const int64_t key = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / (kHeadDim / 4);
-  const int r = key % to.padded;
-  const int64_t batch_head = key / to.padded;
+  const int64_t first_key = int64_t{blockIdx.x} * kBlockN;
+  const int n_start = first_key % to.padded;
+  const int64_t batch_head = first_key / to.padded;
   const int batch = batch_head / num_heads;
   const int head = batch_head % num_heads;
-  const int d = threadIdx.x % (kHeadDim / 4) * 4;
-  const float* g_row = x_rows + batch * strides.batch + head * strides.head + r * strides.seqlen;
-  const float4 x = r < seqlen ? load4(g_row, d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-  for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
-  }
-  const int exponent = exponent_of(largest);
-  const float scale = power_of_two(kTop - exponent);
-  uint2 hi, lo;
-  split(x.x * scale, x.y * scale, hi.x, lo.x);
-  split(x.z * scale, x.w * scale, hi.y, lo.y);
-  half* row = to.halves + ((2 * batch_head + is_v) * to.padded + r) * 2 * kHeadDim + d;
-  *reinterpret_cast<uint2*>(row) = hi;
-  *reinterpret_cast<uint2*>(row + kHeadDim) = lo;
-  if (d != 0) return;
+  const float* g_tile =
+      x_rows + batch * strides.batch + head * strides.head + n_start * strides.seqlen;
+  half* rows = to.halves + ((2 * batch_head + is_v) * to.padded + n_start) * 2 * kHeadDim;
   if (is_v) {
-    to.v_exponents[key] = exponent;
-    to.v_units[key] = power_of_two(-exponent);
+    float* scales = to.v_scales + int64_t{blockIdx.x} * kHeadDim;
+    split_v<kHeadDim, kBlockN, 2 * kHeadDim>(
+        rows, g_tile, strides.seqlen, seqlen - n_start,
+        [&](int d, float4 scale) { store4(scales, d, scale); });
   } else {
-    to.k_scales[key] = power_of_two(exponent - kTop);
+    split_k<kHeadDim, kBlockN, 2 * kHeadDim>(
+        rows, g_tile, strides.seqlen, seqlen - n_start,
+        [&](int r, float scale) { to.k_scales[first_key + r] = scale; });
   }
 }
 
@@ -133,6 +218,18 @@ inline __device__ void copy(void* to, const void* from) {
     if (kCount % kThreads != 0 && i >= kCount) break;
     __pipeline_memcpy_async(static_cast<char*>(to) + i / kRow * kStride + i % kRow * 16,
                             static_cast<const char*>(from) + i * 16, 16);
+  }
+}
+
+// The same for kRows rows of floats. Those after the last one are copies of it.
+template <int kRows, int kHeadDim, int kStride>
+inline __device__ void copy_rows(void* to, const float* from, int64_t g_stride, int last) {
+#pragma unroll
+  for (int start = 0; start < kRows * kHeadDim / 4; start += kThreads) {
+    const int r = (start + threadIdx.x) / (kHeadDim / 4);
+    const int d = 4 * threadIdx.x % kHeadDim;
+    __pipeline_memcpy_async(static_cast<char*>(to) + r * kStride + d * 4,
+                            from + min(r, last) * g_stride + d, 16);
   }
 }
 
@@ -152,16 +249,56 @@ inline __device__ void multiply(float (&sums)[4], uint4 a, unsigned b0, unsigned
 
 template <int kBlockN, int kHeadDim>
 constexpr int kStageBytes =
-    sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * 3 * kBlockN;
+    sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * kBlockN;
+
+// O = row_scale O + P V in TF32, whose exponents are float32's, with V as it is: rows of kHeadDim
+// floats. A finite V times a P of 0 is 0, however large it is.
+template <int kBlockN, int kHeadDim>
+inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
+                                        const float (&rP)[kBlockN / 8][4],
+                                        const float (&row_scale)[2], const float* s_v, int keys) {
+  constexpr int kStride = kHeadDim + kPad / 2;
+  const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
+#pragma unroll
+  for (int first = 0; first < kHeadDim; first += 16) {
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[j][i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halves, as rounding up may double the exponent
+          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 8 + d][i];
+        x = fmaf(x, row_scale[i / 2], 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
 
 template <int kFragments, int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? kResident : 4)
-    attention_kernel(const float* __restrict__ q, Split kv, Parts parts, float* __restrict__ o,
-                     Strides q_strides, int seqlen, int num_heads, float softmax_scale,
-                     bool is_causal) {
+    attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
+                     Parts parts, float* __restrict__ o, Strides q_strides, Strides v_strides,
+                     int seqlen, int num_heads, float softmax_scale, bool is_causal) {
   constexpr int kRows = 16 * kFragments;  // of a warp
   constexpr int kBlockM = kRows * kWarps;
   constexpr int kSteps = kHeadDim / 16;
+  static_assert(kBlockN % kRowsApart<kHeadDim> == 0 && kBlockN >= kHeadDim / 4);
   constexpr int kStride = 2 * kHeadDim + kPad;
   // Blocks start in the order of their index: those with the most keys, the last queries', first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
@@ -178,6 +315,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
   const float* gQ = q + batch * q_strides.batch + head * q_strides.head;
   const half* gK = kv.halves + 2 * int64_t{blockIdx.x} * kv.padded * 2 * kHeadDim;
   const half* gV = gK + int64_t{kv.padded} * 2 * kHeadDim;
+  const float* gRows = v + batch * v_strides.batch + head * v_strides.head;
   const int64_t first_key = int64_t{blockIdx.x} * kv.padded;
   float* gO = o + offset;
 
@@ -192,6 +330,8 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
   float row_sum[kFragments][2] = {};  // this lane's share of it
   float rO[kFragments][kHeadDim / 8][4] = {};
 
+  // Every query of this block sees the keys up to here.
+  const int n_seen = is_causal ? m_start : seqlen;
   ATTENTION_DYNAMIC_SHARED(half, smem);
   constexpr int kStageHalfs = kStageBytes<kBlockN, kHeadDim> / sizeof(half);
   const auto copy_keys = [&](int n_start) {
@@ -200,10 +340,16 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
     float* s_k_scale = reinterpret_cast<float*>(sV + kBlockN * kStride);
     constexpr int kRow = 2 * kHeadDim / 8, kBytes = sizeof(half) * kStride;
     copy<kBlockN * kRow, kRow, kBytes>(sK, gK + int64_t{n_start} * 2 * kHeadDim);
-    copy<kBlockN * kRow, kRow, kBytes>(sV, gV + int64_t{n_start} * 2 * kHeadDim);
     copy<kBlockN / 4, 1, 16>(s_k_scale, kv.k_scales + first_key + n_start);
-    copy<kBlockN / 4, 1, 16>(s_k_scale + kBlockN, kv.v_exponents + first_key + n_start);
-    copy<kBlockN / 4, 1, 16>(s_k_scale + 2 * kBlockN, kv.v_units + first_key + n_start);
+    if (n_start + kBlockN <= n_seen) {
+      copy<kBlockN * kRow, kRow, kBytes>(sV, gV + int64_t{n_start} * 2 * kHeadDim);
+      // The scales of V's columns, four behind each of its first rows
+      copy<kHeadDim / 4, 1, kBytes>(sV + 2 * kHeadDim,
+                                    kv.v_scales + (first_key + n_start) / kBlockN * kHeadDim);
+    } else {
+      copy_rows<kBlockN, kHeadDim, kBytes>(sV, gRows + n_start * v_strides.seqlen, v_strides.seqlen,
+                                           seqlen - 1 - n_start);
+    }
   };
 
   // This lane's parts of Q: of each t and each 16 columns hi and lo, 32 lanes apart.
@@ -241,8 +387,9 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
     const half* sK = smem + n_start / kBlockN % kStages * kStageHalfs;
     const half* sV = sK + kBlockN * kStride;
     const float* s_k_scale = reinterpret_cast<const float*>(sV + kBlockN * kStride);
-    const float* s_v_exponent = s_k_scale + kBlockN;
-    const float* s_v_unit = s_v_exponent + kBlockN;
+    // This lane's columns are 8 d + n.
+    const float* lane_v_scale =
+        reinterpret_cast<const float*>(sV + 2 * kHeadDim) + n / 4 * (kStride / 2) + n % 4;
     // Where a lane's rows begin of four matrices, two of hi and two of lo: of K 8 keys and 16 columns,
     // of V 16 keys and 8 columns.
     const half* matrices_k =
@@ -272,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
       }
     }
 
-    // Scores, in units of log2, plus the exponent of V's row
+    // Scores, in units of log2
     float new_max[kFragments][2];
 #pragma unroll
     for (int t = 0; t < kFragments; ++t) {
@@ -281,7 +428,6 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
       const float2 k_scale = load2(s_k_scale, 8 * j + n);
-      const float2 v_exponent = load2(s_v_exponent, 8 * j + n);
 #pragma unroll
       for (int t = 0; t < kFragments; ++t) {
         for (int i = 0; i < 4; ++i) {
@@ -289,8 +435,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
           const int row = m + 16 * t + 8 * r;
           const int visible = (is_causal ? min(row + 1, seqlen) : seqlen) - n_start;
           float& score = rS[t][j][i];
-          score = q_scale[t][r] * (score * (c ? k_scale.y : k_scale.x)) +
-                  (c ? v_exponent.y : v_exponent.x);
+          score = q_scale[t][r] * (score * (c ? k_scale.y : k_scale.x));
           if (kIsMasked && 8 * j + n + c >= visible) score = -INFINITY;
           new_max[t][r] = fmaxf(new_max[t][r], score);
         }
@@ -307,30 +452,42 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
       }
     }
 
-    // P = 2^(S - row_max), split, and the statistics of the keys seen so far
-    unsigned hiP[kFragments][kBlockN / 16][4], loP[kFragments][kBlockN / 16][4];
+    // P = 2^(S - row_max), and the statistics of the keys seen so far
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
-      const float2 v_unit = load2(s_v_unit, 8 * j + n);
 #pragma unroll
       for (int t = 0; t < kFragments; ++t) {
-        for (int r = 0; r < 2; ++r) {
-          const float x = exp2f(rS[t][j][2 * r] - row_max[t][r]);
-          const float y = exp2f(rS[t][j][2 * r + 1] - row_max[t][r]);
-          row_sum[t][r] += x * v_unit.x;
-          row_sum[t][r] += y * v_unit.y;
-          const int i = j % 2 * 2 + r;
-          split(x * kScaleP, y * kScaleP, hiP[t][j / 2][i], loP[t][j / 2][i]);
+        for (int i = 0; i < 4; ++i) {
+          rS[t][j][i] = exp2f(rS[t][j][i] - row_max[t][i / 2]);
+          row_sum[t][i / 2] += rS[t][j][i];
         }
       }
     }
 
-    // O += P V, small products first. P is 0 for keys that no row of a fragment sees, but V may be
-    // anything: 0 * NaN is not 0.
-    const auto sees = [&](int t, int j) {
-      const int m_end = m_warp + 16 * (t + 1);
-      return !kIsMasked || n_start + 16 * j < (is_causal ? min(m_end, seqlen) : seqlen);
-    };
+    // O += P V. A power of two for a column would tell a row of keys that it does not see.
+    if (kIsMasked) {
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        const int m_end = m_warp + 16 * (t + 1);
+        add_product_tf32<kBlockN, kHeadDim>(rO[t], rS[t], row_scale[t],
+                                            reinterpret_cast<const float*>(sV),
+                                            (is_causal ? min(m_end, seqlen) : seqlen) - n_start);
+      }
+      return;
+    }
+    unsigned hiP[kFragments][kBlockN / 16][4], loP[kFragments][kBlockN / 16][4];
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+      for (int t = 0; t < kFragments; ++t) {
+        for (int r = 0; r < 2; ++r) {
+          const int i = j % 2 * 2 + r;
+          split(rS[t][j][2 * r] * kScaleP, rS[t][j][2 * r + 1] * kScaleP, hiP[t][j / 2][i],
+                loP[t][j / 2][i]);
+        }
+      }
+    }
+    // Small products first
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d) {
       float rPV[kFragments][4] = {};
@@ -340,7 +497,6 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
         ptx::load_matrices_transposed(rV[j], matrices_v + 16 * j * kStride + 8 * d);
 #pragma unroll
         for (int t = 0; t < kFragments; ++t) {
-          if (!sees(t, j)) continue;
           ptx::mma<false>(rPV[t], loP[t][j], {rV[j][0], rV[j][1]});
           ptx::mma<false>(rPV[t], hiP[t][j], {rV[j][2], rV[j][3]});
         }
@@ -349,20 +505,20 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
       for (int j = 0; j < kBlockN / 16; ++j) {
 #pragma unroll
         for (int t = 0; t < kFragments; ++t) {
-          if (sees(t, j)) ptx::mma<false>(rPV[t], hiP[t][j], {rV[j][0], rV[j][1]});
+          ptx::mma<false>(rPV[t], hiP[t][j], {rV[j][0], rV[j][1]});
         }
       }
+      const float2 v_scale = load2(lane_v_scale, d * kStride);
 #pragma unroll
       for (int t = 0; t < kFragments; ++t) {
         for (int i = 0; i < 4; ++i) {
-          rO[t][d][i] = rO[t][d][i] * row_scale[t][i / 2] + rPV[t][i];
+          float& x = rO[t][d][i];
+          x = fmaf(x, row_scale[t][i / 2], rPV[t][i] * (i % 2 ? v_scale.y : v_scale.x));
         }
       }
     }
   };
 
-  // Every row of this warp sees the keys up to here.
-  const int n_all = is_causal ? min(m_warp + 1, seqlen) : seqlen;
   copy_keys(n_begin);
   __pipeline_commit();
   for (int n_start = n_begin; n_start < n_end; n_start += kBlockN) {
@@ -370,7 +526,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
     __syncthreads();
     if (n_start + kBlockN < n_end) copy_keys(n_start + kBlockN);
     __pipeline_commit();
-    if (n_start + kBlockN <= n_all) {
+    if (n_start + kBlockN <= n_seen) {
       compute(n_start, std::false_type());
     } else if (n_start < n_warp_end) {
       compute(n_start, std::true_type());
@@ -383,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? k
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = reduce_sum(row_sum[t][r]);
-      const float scale = power_of_two(-kTop) / kScaleP / (is_whole ? sum : 1.0f);
+      const float scale = 1.0f / (is_whole ? sum : 1.0f);
       const int row = m + 16 * t + 8 * r;
       const int64_t of_part = (int64_t{blockIdx.z} * gridDim.x + blockIdx.x) * seqlen + row;
       float* to = is_whole ? gO + row * row_stride : parts.o + of_part * kHeadDim;
@@ -465,34 +621,37 @@ int64_t scratch_floats(const Params& params) {
   if (make_plan(params, &plan) != cudaSuccess) return 0;  // launch() returns the error
   const int64_t heads = int64_t{params.batch} * params.num_heads;
   const int64_t part_rows = plan.parts > 1 ? heads * params.seqlen * plan.parts : 0;
-  return heads * plan.padded * (2 * params.head_dim + 3) + part_rows * (params.head_dim + 2);
+  const int64_t keys = heads * plan.padded;
+  return keys * (2 * params.head_dim + 1) + keys / kKeys * params.head_dim +
+         part_rows * (params.head_dim + 2);
 }
 
 template <int kFragments, int kHeadDim>
 cudaError_t launch_rows(const Params& params, const Plan& plan, cudaStream_t stream) {
   constexpr int kBlockM = 16 * kFragments * kWarps;
-  constexpr int kBlockN = 32;
+  constexpr int kBlockN = kKeys;
   const int heads = params.batch * params.num_heads;
   const int64_t keys = int64_t{heads} * plan.padded;
   const int64_t rows = int64_t{heads} * params.seqlen;
   float* scales = params.scratch + keys * 2 * kHeadDim;
-  const Split kv = {reinterpret_cast<half*>(params.scratch), scales, scales + keys,
-                    scales + 2 * keys, plan.padded};
-  float* part_o = scales + 3 * keys;
+  const Split kv = {reinterpret_cast<half*>(params.scratch), scales, scales + keys, plan.padded};
+  float* part_o = scales + keys + keys / kBlockN * kHeadDim;
   const Parts parts = {part_o, reinterpret_cast<float2*>(part_o + rows * plan.parts * kHeadDim),
                        plan.keys};
+  const auto v = static_cast<const float*>(params.v);
   const auto o = static_cast<float*>(params.o);
-  cudaError_t error = launch_kernel(
-      split_kernel<kHeadDim>, dim3(keys * (kHeadDim / 4) / kThreads, 2), dim3(kThreads), 0, stream,
-      static_cast<const float*>(params.k), static_cast<const float*>(params.v), kv,
-      params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+  cudaError_t error =
+      launch_kernel(split_kernel<kBlockN, kHeadDim>, dim3(keys / kBlockN, 2), dim3(kThreads), 0,
+                    stream, static_cast<const float*>(params.k), v, kv, params.k_strides,
+                    params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const dim3 grid(heads, ceil_div(params.seqlen, kBlockM), plan.parts);
   constexpr int kBytesQ = 4 * kBlockM * kHeadDim;
   error = launch_kernel(attention_kernel<kFragments, kBlockN, kHeadDim>, grid, dim3(kThreads),
                         kStages * kStageBytes<kBlockN, kHeadDim> + kBytesQ, stream,
-                        static_cast<const float*>(params.q), kv, parts, o, params.q_strides,
-                        params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+                        static_cast<const float*>(params.q), v, kv, parts, o, params.q_strides,
+                        params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                        params.is_causal);
   if (error != cudaSuccess || plan.parts == 1) return error;
   return launch_kernel(join_kernel<kBlockM, kHeadDim>,
                        dim3(ceil_div<int64_t>(rows * (kHeadDim / 4), kThreads)), dim3(kThreads), 0,

@@ -27,6 +27,7 @@ from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import build, compilers, header, op
 from attention_kernels.ladder.header import HeaderError
+from attention_kernels.reference import naive_attention, reference_attention
 from tests.conftest import DEVICES, emulator_settings, usable
 
 NAMES = [name for name, version in ladder.versions().items() if version.role == "attention"]
@@ -151,6 +152,50 @@ def test_the_future_does_not_change_the_past(name, device):
         for cut in (41, 64):
             case = Case(100, head_dim, dtype=dtype_of(spec))
             assert not future_leaks(spec, case, device, cut)
+
+
+@on_every_device
+@for_every_version
+def test_a_future_of_any_size_changes_nothing(name, device):
+    """Not a bit, by a power of two that later keys choose or by an overflow of what is then 0."""
+    spec = usable(name, device)
+    q, k, v = inputs_of(name, device, 100, num_heads=1)
+    before = spec.attention(q, k, v)
+    for cut in (41, 64, 81):
+        future = v.clone()
+        future[:, cut:] = torch.finfo(v.dtype).max * v[:, cut:].sign()
+        assert torch.equal(spec.attention(q, k, future)[:, :cut], before[:, :cut]), cut
+
+
+def v_of_every_size(v: torch.Tensor):
+    """Yield variations of v that one power of two for a row, or for all of it, could not hold."""
+    first, rows, middle = torch.arange(v.shape[3]), torch.arange(v.shape[1]), v.shape[1] // 3
+    yield v * 1e-30
+    yield v * 1e36
+    yield torch.where(rows[:, None, None] % 2 == 0, v * 1e-19, v * 1e19)
+    yield torch.where(rows[:, None, None] < 2 * middle, v * 1e-25, v * 1e16)
+    yield torch.where(rows[:, None, None] < 2 * middle, v * 1e16, v * 1e-25)
+    yield torch.where(first % 2 == 0, v * 2.0**40, v)
+    for exponent in (20, 40, 60):
+        one_row = torch.where(first == 0, torch.zeros_like(v), v)
+        one_row[:, middle] = torch.where(first == 0, 2.0**exponent, 0.0)
+        yield one_row
+
+
+@on_every_device
+@for_each([name for name in FP32 if PRECISIONS[name] != {"tf32"}])
+def test_v_of_any_size_keeps_the_error_of_float32(name, device):
+    """By column: the norm of a row would hide the columns that an outlier leaves alone."""
+    spec = usable(name, device)
+    q, k, v = Case(100, 32, num_heads=1).inputs("cpu")
+    for is_causal in (True, False):
+        for values in v_of_every_size(v):
+            exact = reference_attention(q, k, values, None, is_causal)
+            unit = reference_attention(q, k, values.abs(), None, is_causal).clamp_min(1e-300)
+            o = spec.attention(*(x.to(device) for x in (q, k, values)), is_causal=is_causal).cpu()
+            error = ((o - exact).abs() / unit).max()
+            naive = ((naive_attention(q, k, values, None, is_causal) - exact).abs() / unit).max()
+            assert error <= 4 * naive
 
 
 @on_every_device
