@@ -289,28 +289,31 @@ def _digests(
     pairs = zip(flags, [*flags[1:], ""], strict=False)
     folders += [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
     found: dict[str, str] = {}
-    wanted = [str(file) for file in files]
+    wanted, seen = {str(file) for file in files}, set[str]()
     while wanted:
-        file = os.path.normpath(wanted.pop())
-        if file in found or (target == "cuda" and file.startswith(emulator)):
+        file = wanted.pop()
+        seen.add(file)
+        if target == "cuda" and file.startswith(emulator):
             continue
         try:
             status = os.stat(file)
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            found[file], names = _read(file, status.st_mtime_ns, status.st_ctime_ns)
+            if stat.S_ISREG(status.st_mode):
+                times = status.st_mtime_ns, status.st_ctime_ns
+                found[file], included = _read(file, times, (*folders,))
+                wanted |= included - seen
         except (OSError, ValueError):  # most are headers of the system, which lie elsewhere
             continue
-        around = [os.path.dirname(file), *folders]
-        wanted += [os.path.join(folder, name) for name in names for folder in around]
     return dict(sorted(found.items()))
 
 
 @functools.cache
-def _read(file: str, _mtime: int, _ctime: int) -> tuple[str, list[str]]:
-    """Return the SHA-256 of a file and what it includes; read again when it has changed."""
+def _read(file: str, _times: tuple[int, int], folders: tuple[str, ...]) -> tuple[str, set[str]]:
+    """Return the SHA-256 of a file and where what it includes may be; once for its times."""
     text = Path(file).read_bytes()
-    return hashlib.sha256(text).hexdigest(), [*map(os.fsdecode, INCLUDE.findall(text))]
+    names = [*map(os.fsdecode, INCLUDE.findall(text))]
+    around = (os.path.dirname(file), *folders)
+    places = {os.path.normpath(os.path.join(one, name)) for one in around for name in names}
+    return hashlib.sha256(text).hexdigest(), places
 
 
 def _stem(name: str, *parts: object) -> str:
