@@ -69,24 +69,26 @@ class Suite:
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if not finished or not counts["passed"] + counts["failed"]:  # without a GPU all are skipped
             return
-        from gpt2_infer.bench.results import GpuTests, TestFailure, TestTime
+        from gpt2_infer.bench.record import File, Row
 
-        self.results = GpuTests(
+        self.results = File(
             task="gpu-tests",
+            study={
+                "kind": "tests",
+                "workers": session.config.getoption("numprocesses", None) or 1,
+                **{name: counts[name] for name in ("passed", "failed", "skipped")},
+                "seconds": round(time.perf_counter() - self.started, 1),  # building, too
+            },
             provenance=self.provenance,
-            workers=session.config.getoption("numprocesses", None) or 1,
-            passed=counts["passed"],
-            failed=counts["failed"],
-            skipped=counts["skipped"],
-            duration_s=round(time.perf_counter() - self.started, 1),
-            slowest=[
-                TestTime(test=test, seconds=round(seconds, 1))
+            rows=[
+                Row(contender=test, metric="duration", unit="s", samples=[round(seconds, 1)])
                 for test, seconds in self.seconds.most_common(SLOWEST)
             ],
-            failures=[
-                TestFailure(test=test, message=lines) for test, lines in self.messages.items()
-            ],
         )
+        for test, lines in self.messages.items():
+            row = Row(contender=test, metric="outcome", unit="", status="failed")
+            row.reason = "\n".join(lines)
+            self.results.rows.append(row)
         self.results.write(self.file)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -94,7 +96,11 @@ class Suite:
             source = found.provenance
             state = {True: "with uncommitted changes", False: "clean", None: "no checkout"}
             terminalreporter.write_line(
-                f"{self.file}: {found.passed} passed, {found.failed} failed, {found.skipped} "
-                f"skipped in {found.duration_s:.0f} s; commit {source.commit}, "
-                f"{state[source.dirty]}"
+                "{file}: {passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s; "
+                "commit {commit}, {state}".format(
+                    file=self.file,
+                    commit=source.commit,
+                    state=state[source.dirty],
+                    **found.study,
+                )
             )

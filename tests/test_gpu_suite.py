@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpt2_infer.bench.results import GpuTests, read
+
+from gpt2_infer.bench.record import read
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -49,14 +50,14 @@ def test_counts_durations_and_failures_are_written(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     done = suite(tmp_path, "-n", "1")
     results = read(tmp_path / "report.json")
-    assert isinstance(results, GpuTests), done.stdout
-    assert (results.passed, results.failed, results.skipped) == (1, 2, 1)
-    assert f"1 passed, 2 failed, 1 skipped in {results.duration_s:.0f} s" in done.stdout
-    messages = {failure.test: "\n".join(failure.message) for failure in results.failures}
+    study = results.study
+    assert (study["passed"], study["failed"], study["skipped"]) == (1, 2, 1)
+    assert f"1 passed, 2 failed, 1 skipped in {study['seconds']:.0f} s" in done.stdout
+    messages = {row.contender: row.reason for row in results.of("outcome")}
     assert messages.keys() == {"test_some.py::test_wrong", "test_some.py::test_broken"}
     assert "one is not two" in messages["test_some.py::test_wrong"]
     assert "cannot be taken down" in messages["test_some.py::test_broken"]
-    assert {one.test.split("::")[1] for one in results.slowest} == {
+    assert {row.contender.split("::")[1] for row in results.of("duration")} == {
         "test_right",
         "test_wrong",
         "test_broken",

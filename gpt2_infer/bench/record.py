@@ -32,6 +32,7 @@ KINDS = (
     "decode",
     "batch",
     "perplexity",
+    "tests",
     "published",
 )
 """What a file's study may be; see study.py."""

@@ -661,7 +661,22 @@ PUBLISHED = Layout(
     ],
 )
 
+TESTS = Layout(
+    title=lambda name, file, _: (
+        "{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s".format(
+            **file.study
+        )
+        + f"; {where(file.provenance)} ({name}). The slowest, and those that failed"
+    ),
+    columns=[
+        Column("test", _code),
+        Column("seconds", _timed(lambda row: f"{row.median:.1f}")),
+        Column("outcome", _first(lambda row: row.status)),
+    ],
+)
+
 LAYOUTS = {
+    "tests": TESTS,
     "profile": PROFILE,
     "inspection": INSPECTION,
     "build": BUILD,

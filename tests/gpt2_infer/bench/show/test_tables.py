@@ -123,6 +123,16 @@ def test_a_build_and_published_figures_have_tables():
     assert rows(tables.render("FILE", published))["B"]["other"] == "3.0 s"
 
 
+def test_a_run_of_tests_has_a_table():
+    slow = Row(contender="test_a", metric="duration", unit="s", samples=[2.0])
+    wrong = Row(contender="test_b", metric="outcome", unit="", status="failed", reason="no")
+    settings = {"passed": 1, "failed": 1, "skipped": 0, "seconds": 3.0}
+    text = tables.render("FILE", file_of("tests", [slow, wrong], settings=settings))
+    assert "1 passed, 1 failed, 0 skipped in 3 s" in text
+    assert rows(text)["test_a"] == {"test": "`test_a`", "seconds": "2.0", "outcome": "ok"}
+    assert rows(text)["test_b"]["outcome"] == "failed"
+
+
 def test_a_version_is_compared_with_the_one_before_it():
     text = ladders.sections("fp32", [kernels(), generation(), profile(), inspection()])
     sections = dict(re.findall(r"#### `CUSTOM_CUDA_VERSION_(\d+)`(.*?)(?=####|\Z)", text, re.S))
