@@ -70,7 +70,9 @@ def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text
     try:
         data = read_file(path)
         text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8-sig")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (lzma.LZMAError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read as UTF-8 text: {error}") from error
     tokenizer = model.tokenizer
     if tokenizer is None or tokenizer.end_of_text is None:

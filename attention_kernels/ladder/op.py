@@ -80,7 +80,7 @@ def resolve(what: str) -> BackendSpec:
         return get_backend(what)
     file = Path(what)
     if not file.is_file():
-        raise HeaderError(f"there is no file {file}")
+        raise HeaderError(f"{file} is not a file" if file.exists() else f"there is no file {file}")
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
     version = replace(header.parse_header(file, f"file_{place}_"), label=file.stem)
     return backend(file.stem.upper(), "file", version)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         if _is_expected(error):
-            console.print_error("gpt2-infer", f"{error}{_hint(error)}")
+            console.print_error("gpt2-infer", f"{_text(error)}{_hint(error)}")
             return console.EXIT_BAD_INPUT
         from attention_kernels.errors import describe
 
@@ -94,6 +94,13 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 def _list_commands() -> str:
     rows = [f"  {name:<12}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
     return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
+
+
+def _text(error: Exception) -> str:
+    """Return an error's sentence: of the system's own, without the number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
 
 
 def _hint(error: Exception) -> str:

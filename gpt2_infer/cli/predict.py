@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         for file in files
         if file.study["kind"] == "prediction"
         for row in file.rows
-        if row.extra["version_digest"] == digest
+        if row.extra.get("version_digest") == digest
         for known in row.extra.get("measured_digests", ())
     ]
     cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]

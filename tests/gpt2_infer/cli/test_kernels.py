@@ -54,11 +54,14 @@ def test_an_architecture_is_a_compute_capability(word, capsys):
         (["FLASH_ATTENTION_1_CPU"], "it is host code"),
         (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family is for all of a ladder"),
         (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 takes head_dim 7"),
+        (["{0}/v01_none.cu"], "there is no file {0}/v01_none.cu"),
+        (["{0}/v01_folder.cu"], "{0}/v01_folder.cu is not a file"),
         (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
     ],
 )
 def test_what_kernels_does_not_take_is_one_line(words, complaint, capsys, tmp_path):
     (tmp_path / "my kernel.cu").write_text("")
+    (tmp_path / "v01_folder.cu").mkdir()
     assert main(["kernels", *(word.format(tmp_path) for word in words)]) == 2
     err = capsys.readouterr().err
     assert complaint.format(tmp_path) in err
