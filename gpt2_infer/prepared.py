@@ -33,7 +33,7 @@ class Prepared:
         self._waiting: list[tuple[Hashable, Engine]] = []
         self._shared: dict[Hashable, object] = {}
         self.stamp = object()
-        """Another one after each clear()."""
+        """A new object after each clear()."""
         _all.add(self)
 
     def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:

@@ -50,6 +50,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
         engine = make_engine(model, request)
     else:
         engine = cast("Engine", kept)
+        engine.clear()
         engine.begin(model, request)
 
     def keep() -> None:

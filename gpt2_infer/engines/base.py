@@ -65,7 +65,7 @@ class Engine:
         return min(round_up(last, length_step(name, model.device)), model.config.n_positions)
 
     def begin(self, model: GPT2, request: Request) -> None:
-        """Take a request of the engine's shape."""
+        """Take a request of the engine's shape; the engine is new, or clear() was called."""
         prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
         lengths = [len(row) for row in prompts]
         self.model, self.sampling = model, request.sampling
@@ -74,18 +74,21 @@ class Engine:
         self.longest, self.same_length = max(lengths), len({*lengths}) == 1
         self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
         padded = [row + [0] * (self.longest - len(row)) for row in prompts]
-        self.tokens.zero_()
         self.tokens[:, : self.longest] = torch.tensor(padded, device=self.device)
         self.prompt_lengths.copy_(torch.tensor(lengths, device=self.device))
-        self.newest.zero_()
         self.reset()
         if not self.sampling.is_greedy:
             uniforms = self.sampling.uniforms(len(prompts), new_tokens, self.device)
             self.uniforms[:, :new_tokens] = uniforms
 
     def rest(self) -> None:
-        """Forget the request, and the model, which would live on with the engine."""
+        """Forget the model, which would live as long as the engine."""
         del self.model
+
+    def clear(self) -> None:
+        """Forget the last request: the tensors become as new, on the current stream."""
+        self.tokens.zero_()
+        self.newest.zero_()
 
     @property
     def nbytes(self) -> int:

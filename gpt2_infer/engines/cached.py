@@ -28,10 +28,10 @@ class Cached(Engine):
         self.prompt_shape: tuple[int, bool] | None = None  # of that graph
         self.step_graph: torch.cuda.CUDAGraph | None = None
 
-    def rest(self) -> None:
-        """Forget the request and the model; the cache becomes as a new one."""
-        super().rest()
-        self.cache.kv.zero_()
+    def clear(self) -> None:
+        """Forget the last request: the tensors become as new, on the current stream."""
+        super().clear()
+        self.cache.kv.zero_()  # the last request may have left NaN there
 
     @property
     def nbytes(self) -> int:

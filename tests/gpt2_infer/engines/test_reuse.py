@@ -154,11 +154,20 @@ def waiting(model):
     return [engine for _, engine in model._prepared._waiting]
 
 
-def test_an_engine_waits_with_an_empty_cache_and_without_the_model(captured):
+def test_nan_of_the_last_call_is_not_in_the_cache(captured):
+    model = random_model(CONFIG)
+    wanted = call(model, mode="kv-cache")
+    (engine,) = waiting(model)
+    with torch.inference_mode():
+        engine.cache.kv.fill_(torch.nan)
+    assert call(model, mode="kv-cache") == wanted
+    assert waiting(model) == [engine]
+
+
+def test_an_engine_does_not_keep_its_model_alive(captured):
     model = random_model(CONFIG)
     call(model, mode="kv-cache")
     (engine,) = waiting(model)
-    assert not engine.cache.kv.any()
     gc.collect()
     gc.disable()
     try:
