@@ -151,7 +151,8 @@ def record(
     flags = [*compilers.compile_flags(version, "emulator", ""), "-fno-pie"]
     csrc = header.csrc_of(version)
     element = getattr(torch, version.dtype).itemsize
-    arguments = map(str, (batch, seqlen, num_heads, head_dim, element, int(is_causal)))
+    sizes = (batch, seqlen, num_heads, head_dim, element, int(is_causal))
+    arguments = [*map(str, sizes), version.layout]
     with tempfile.TemporaryDirectory() as folder:
         # The emulator's own functions are in both objects: the first one's, bare, are linked.
         objects = [f"{folder}/recorder.o", f"{folder}/kernel.o"]

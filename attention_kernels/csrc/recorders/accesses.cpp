@@ -423,18 +423,18 @@ int main(int, char** arguments) {
     return Strides{params.seqlen * to_next, to_next, params.head_dim};
   };
   const size_t bytes = row * params.batch * params.seqlen * element;
-#ifdef ATTENTION_CONTIGUOUS
-  params.q = tensor("q", bytes);
-  params.k = tensor("k", bytes);
-  params.v = tensor("v", bytes);
-  params.q_strides = params.k_strides = params.v_strides = strides(row);
-#else
-  const auto* const qkv = static_cast<const unsigned char*>(tensor("qkv", 3 * bytes));
-  params.q = qkv;
-  params.k = qkv + row * element;
-  params.v = qkv + 2 * row * element;
-  params.q_strides = params.k_strides = params.v_strides = strides(3 * row);
-#endif
+  if (std::strcmp(arguments[7], "contiguous") == 0) {
+    params.q = tensor("q", bytes);
+    params.k = tensor("k", bytes);
+    params.v = tensor("v", bytes);
+    params.q_strides = params.k_strides = params.v_strides = strides(row);
+  } else {
+    const auto* const qkv = static_cast<const unsigned char*>(tensor("qkv", 3 * bytes));
+    params.q = qkv;
+    params.k = qkv + row * element;
+    params.v = qkv + 2 * row * element;
+    params.q_strides = params.k_strides = params.v_strides = strides(3 * row);
+  }
   params.o = tensor("o", bytes);
   params.o_strides = strides(row);
   params.scratch = static_cast<float*>(

@@ -210,6 +210,11 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
     assert all((a.requests, a.sectors, a.fewest_sectors) == (2, 32, 32) for a in copies)
 
 
+def test_contiguous_inputs_are_tensors_of_their_own(patterns: dict[str, list[Access]]) -> None:
+    (found,) = patterns["a pair"]
+    assert found.costliest.array == "q"
+
+
 def test_atomics_are_counted(patterns: dict[str, list[Access]]) -> None:
     for comment, *counts in (
         ("an atomic each", "shared", 2, 0, 1, 0),
@@ -296,10 +301,11 @@ def test_the_readme_shows_what_is_counted() -> None:
 def test_wavefronts_are_the_profilers() -> None:
     """Of versions whose loads, or whose stores, nvcc leaves as they are, measured on an H200."""
     file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
-    profile = {v["name"]: v["metrics"] for v in json.loads(file.read_text("utf-8"))["versions"]}
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}
     for number, kind, wavefronts in ((14, "load", 15_552), (11, "store", 3_840)):
         name = f"CUSTOM_CUDA_VERSION_{number}"
-        assert profile[name][f"shared_{kind}_wavefronts"] == wavefronts
+        assert profile[name, f"shared_{kind}_wavefronts"] == [wavefronts]
         found = [a for a in counted(name) if a.kind == kind]
         assert sum(a.wavefronts for a in found) == wavefronts
 
@@ -356,7 +362,7 @@ LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
         ("std::exit(0);", {}, "there is nothing to count: .* or ends the process before"),
         ("std::exit(3);", {}, "its launch ended with exit status 3"),
         ("std::abort();", {}, r"its launch was killed by SIGABRT \(it aborted"),
-        ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 422212465065984 bytes of qkv"),
+        ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),
     ],
 )
 def test_a_launch_that_tells_nothing_is_no_empty_table(

@@ -187,8 +187,9 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     """As compiled: nvcc keeps some of what the source loads in a register."""
     list_backends()
     file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
-    profiled = {v["name"]: v["metrics"] for v in json.loads(file.read_text("utf-8"))["versions"]}
-    metrics = profiled["CUSTOM_CUDA_VERSION_2"]
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    mine = (row for row in rows if row["contender"] == "CUSTOM_CUDA_VERSION_2")
+    metrics = {row["metric"]: row["samples"][0] for row in mine}
     (found,) = predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_2"], H200, [128], num_heads=1)
     assert found.load_wavefronts == metrics["shared_load_wavefronts"]
     assert found.store_wavefronts == metrics["shared_store_wavefronts"]
