@@ -53,6 +53,7 @@ struct Params {
 // One new token per row against a cache. q and o are (batch, 1, num_heads, head_dim); k_cache and
 // v_cache are (batch, max_seqlen, num_heads, head_dim). A captured graph replays the launch with
 // other seqlens: neither the grid nor the scratch can depend on them, only on max_seqlen.
+// One launch gets 65,535 rows at most, as many as a grid has on y or z: a larger batch is several.
 struct DecodeParams {
   const void* q;
   const void* k_cache;

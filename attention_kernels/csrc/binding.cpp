@@ -18,6 +18,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstring>
 #include <initializer_list>
@@ -191,7 +192,26 @@ cudaStream_t current_stream([[maybe_unused]] const Tensor& of) {
 #endif
 }
 
-// Allocates o and scratch, and launches the version on the current stream of q's device.
+// How many rows one launch takes. A decode kernel may count them on grid.y or grid.z, which end there.
+constexpr int64_t rows_at_once(const Params&) { return INT_MAX; }
+constexpr int64_t rows_at_once(const DecodeParams&) { return 65535; }
+
+// Moves on to the rows after the first ones.
+void skip_rows(Params&, int64_t, size_t) {}
+void skip_rows(DecodeParams& params, int64_t rows, size_t element_bytes) {
+  const auto moved = [&](auto pointer, const Strides& strides) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    return reinterpret_cast<decltype(pointer)>(address + rows * strides.batch * element_bytes);
+  };
+  params.q = moved(params.q, params.q_strides);
+  params.k_cache = moved(params.k_cache, params.k_strides);
+  params.v_cache = moved(params.v_cache, params.v_strides);
+  params.o = moved(params.o, params.o_strides);
+  params.seqlens += rows;
+}
+
+// Allocates o and scratch, and launches the version on the current stream of q's device, once for
+// each rows_at_once().
 template <typename AnyParams>
 Tensor launch(AnyParams params, const Tensor& q) {
 #ifndef ATTENTION_EMULATOR
@@ -204,7 +224,9 @@ Tensor launch(AnyParams params, const Tensor& q) {
   params.o = o.mutable_data_ptr();
   params.q_strides = strides_of(q);
   params.o_strides = strides_of(o);
-  params.batch = static_cast<int>(q.size(0));
+  int64_t left = q.size(0);
+  const auto first_rows = [&] { return static_cast<int>(std::min(left, rows_at_once(params))); };
+  params.batch = first_rows();
   params.num_heads = static_cast<int>(q.size(2));
   params.head_dim = static_cast<int>(q.size(3));
   poison(o, stream);
@@ -219,8 +241,13 @@ Tensor launch(AnyParams params, const Tensor& q) {
     params.scratch = static_cast<float*>(scratch->mutable_data_ptr());
     poison(*scratch, stream);
   }
-  check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q,
-               "head_dim " + std::to_string(q.size(3)) + " ");
+  while (left > 0) {
+    params.batch = first_rows();
+    check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q,
+                 "head_dim " + std::to_string(q.size(3)) + " ");
+    skip_rows(params, params.batch, q.element_size());
+    left -= params.batch;
+  }
   return o;
 }
 

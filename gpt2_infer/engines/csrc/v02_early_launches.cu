@@ -160,8 +160,8 @@ __device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
   }
 }
 
-// One value per row of the batch. What a kernel of this step has written comes from L2: an earlier
-// kernel may have left the line in L1.
+// One value per row of the batch. What a kernel of this step has written is read from L2, where it
+// lies, as a block reads it once. After wait_for_previous() any load would see it.
 template <bool kFromL2>
 __device__ void load_rows(const float* from, float (&rows)[kBatch]) {
   const auto load = [](auto* address) { return kFromL2 ? __ldcg(address) : *address; };
@@ -917,7 +917,8 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const StepParams&) { return sizeof(Scratch) / sizeof(float); }
 
 cudaError_t launch(const StepParams& p, cudaStream_t stream) {
-  // Not early: what it reads, the step before writes.
+  // Not early: what it reads, the step before writes. That step has ended when this one begins, so
+  // every kernel may read seqlens before it waits.
   Chain chain{stream,
               launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
   for (int layer = 0; layer < p.layers; ++layer) {

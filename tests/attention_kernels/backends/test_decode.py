@@ -10,7 +10,7 @@ import torch
 from attention_kernels import UnsupportedError, get_backend, ladder
 from attention_kernels.cases import EDGES
 from attention_kernels.conformance import DecodeCase, run_case
-from attention_kernels.ladder import header
+from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.test_cuda import fused
 from tests.conftest import DEVICES, emulator_settings, usable
 
@@ -63,6 +63,58 @@ def test_it_is_right(name, dtype, device):
         cases.append(ragged(32, dtype, scale=1e4))
     failed = [str(case) for case in cases if not run_case(spec, case, device).passed]
     assert not failed
+
+
+# Row i of o becomes row i of v, and lengths tell nothing: the host does it, as a kernel would.
+COPY = """\
+// v01 - a copy
+//
+// Change: of v.
+// Why:    fast.
+// Cost:   none.
+// Tile:   none
+// Layout: strided
+// Role:   decode
+// Flags:  (none)
+// Expect: nothing.
+
+#include "common.cuh"
+
+namespace attention::ATTENTION_VERSION {
+int64_t scratch_floats(const DecodeParams& params) { return params.batch; }
+cudaError_t launch(const DecodeParams& params, cudaStream_t) {
+  if (params.batch > 65535) return cudaErrorInvalidConfiguration;
+  for (int row = 0; row < params.batch; ++row) {
+    for (int d = 0; d < params.head_dim; ++d) {
+      static_cast<float*>(params.o)[row * params.o_strides.batch + d] =
+          params.seqlens[row] *
+          static_cast<const float*>(params.v_cache)[row * params.v_strides.batch + d];
+    }
+  }
+  return cudaSuccess;
+}
+}  // namespace attention::ATTENTION_VERSION
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_no_grid_holds_are_launched_later(tmp_path):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    (tmp_path / "v01_copy.cu").write_text(COPY)
+    spec = ladder.resolve(str(tmp_path / "v01_copy.cu"))
+    v = torch.randn(65537, 2, 1, 32)
+    lengths = torch.randint(1, 3, (65537,), dtype=torch.int32)
+    o = spec.decode(v[:, :1], v, v, lengths)
+    assert torch.equal(o, v[:, :1] * lengths[:, None, None, None])
+
+
+@pytest.mark.gpu
+@for_every_version
+def test_a_batch_larger_than_a_grid(name):
+    v = torch.randn(65537, 1, 1, 32, device="cuda")
+    lengths = torch.ones(65537, dtype=torch.int32, device="cuda")
+    assert torch.equal(usable(name, "cuda").decode(v, v, v, lengths), v)
 
 
 @pytest.mark.gpu
