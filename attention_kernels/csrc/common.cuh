@@ -19,13 +19,6 @@ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-#ifndef ATTENTION_EMULATOR
-
-// Dynamic shared memory, 128-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
-#define ATTENTION_DYNAMIC_SHARED(type, name)                     \
-  extern __shared__ __align__(128) unsigned char name##_bytes[]; \
-  type* const name = reinterpret_cast<type*>(name##_bytes)
-
 // A block may use more than 48 KB, static shared memory included, only after the kernel's limit has
 // been raised; asking for more than the device has fails here.
 inline cudaError_t allow_shared(const void* kernel, size_t smem_bytes) {
@@ -36,6 +29,22 @@ inline cudaError_t allow_shared(const void* kernel, size_t smem_bytes) {
     (void)cudaGetLastError();  // reported here, it must not surface at a later, innocent call
   return error;
 }
+
+// How many blocks of a kernel a multiprocessor of the current device runs at once.
+template <typename... Parameters>
+cudaError_t resident_blocks(void (*kernel)(Parameters...), int threads, size_t smem_bytes,
+                            int* blocks) {
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
+  if (error != cudaSuccess) return error;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, smem_bytes);
+}
+
+#ifndef ATTENTION_EMULATOR
+
+// Dynamic shared memory, 128-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
+#define ATTENTION_DYNAMIC_SHARED(type, name)                     \
+  extern __shared__ __align__(128) unsigned char name##_bytes[]; \
+  type* const name = reinterpret_cast<type*>(name##_bytes)
 
 // Launches `kernel` with any amount of dynamic shared memory and returns the launch's error.
 template <typename... Parameters, typename... Arguments>

@@ -399,6 +399,16 @@ cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute attribute, int val
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// By shared memory, of which each block takes 1 KB more, and the threads that every multiprocessor
+// has: the emulator knows no registers.
+template <typename Function>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*, int threads,
+                                                          size_t smem_bytes) {
+  const size_t shared = attention::emulator::Device::emulated().shared_limit + 1024;
+  *blocks = static_cast<int>(std::min<size_t>(shared / (smem_bytes + 1024), 1024 / threads));
+  return cudaSuccess;
+}
+
 namespace attention {
 
 // Found before libm's by the kernels, which live in this namespace: g++ calls those instead of

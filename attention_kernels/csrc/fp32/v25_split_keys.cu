@@ -239,8 +239,8 @@ inline __device__ float reduce_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// That a multiprocessor runs at once.
-constexpr int resident_blocks(int head_dim) { return head_dim > 64 ? 2 : 3; }
+// Of a multiprocessor, as far as registers go.
+constexpr int most_blocks(int head_dim) { return head_dim > 64 ? 2 : 3; }
 
 template <int kBlockN, int kHeadDim>
 constexpr int kStageBytes =
@@ -286,7 +286,7 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
 }
 
 template <int kBlockM, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, resident_blocks(kHeadDim))
+__global__ void __launch_bounds__(kThreads, most_blocks(kHeadDim))
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
                      Parts parts, float* __restrict__ o, Strides q_strides, Strides v_strides,
                      int seqlen, int num_heads, float softmax_scale, bool is_causal) {
@@ -545,16 +545,27 @@ struct Plan {
   int parts;
 };
 
+template <int kHeadDim>
+cudaError_t count_resident(int* blocks) {
+  return resident_blocks(attention_kernel<kRows, kKeys, kHeadDim>, kThreads,
+                         kStages * kStageBytes<kKeys, kHeadDim>, blocks);
+}
+
 cudaError_t make_plan(const Params& params, Plan* plan) {
-  int device = 0, multiprocessors = 0;
+  int device = 0, multiprocessors = 0, resident = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = params.head_dim == 32   ? count_resident<32>(&resident)
+            : params.head_dim == 64 ? count_resident<64>(&resident)
+                                    : count_resident<128>(&resident);
   if (error != cudaSuccess) return error;
   constexpr int64_t kUnit = 128;
   const int64_t blocks = ceil_div(params.seqlen, kRows);
   const int64_t keys = params.is_causal ? (blocks + 1) * kRows / 2 : params.seqlen;  // of a block
-  const int64_t at_once = int64_t{multiprocessors} * resident_blocks(params.head_dim);
+  const int64_t at_once =
+      int64_t{multiprocessors} * std::min(resident, most_blocks(params.head_dim));
   const int64_t share = ceil_div(params.batch * params.num_heads * blocks * keys, at_once);
   const int64_t units = std::min(ceil_div(share, kUnit), ceil_div<int64_t>(params.seqlen, kUnit));
   plan->padded = ceil_div(params.seqlen, kKeys) * kKeys;

@@ -6,8 +6,8 @@
 // Why:    what is loaded of K and V serves twice as many products. With Q in registers, 32 rows per
 //         warp leave room for two blocks, and what is won in loads is lost in waiting.
 // Cost:   16 bytes of Q for every six products; the large and the small products of S alternate, which
-//         costs a bit of precision. head_dim 128 has no room for 32 rows, and takes 100 KB of shared
-//         memory: sm_86, 89 and 120 refuse it.
+//         costs a bit of precision. head_dim 128 has no room for 32 rows, and takes 98 KB of shared
+//         memory: sm_86, 89 and 120 run one block on a multiprocessor.
 // Tile:   kBlockM x kBlockN = 128 x 32 or 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
@@ -30,10 +30,10 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kResident = 3;  // blocks that a multiprocessor runs at once, or more
-constexpr int kKeys = 32;     // that Split is padded to: whole tiles
-constexpr int kStages = 2;    // tiles in shared memory: one in use, the others on their way
-constexpr int kPad = 8;       // halves
+constexpr int kMostResident = 3;  // blocks of a multiprocessor that share the keys
+constexpr int kKeys = 32;         // that Split is padded to: whole tiles
+constexpr int kStages = 2;        // tiles in shared memory: one in use, the others on their way
+constexpr int kPad = 8;           // halves
 constexpr int kTop = 14;     // exponent of the largest number of a row, or of a column of V, scaled
 constexpr int kLeast = -97;  // exponents that are used
 constexpr int kMost = 127;
@@ -291,7 +291,7 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
 }
 
 template <int kFragments, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? kResident : 4)
+__global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3 : 4)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
                      Parts parts, float* __restrict__ o, Strides q_strides, Strides v_strides,
                      int seqlen, int num_heads, float softmax_scale, bool is_causal) {
@@ -593,18 +593,39 @@ struct Plan {
   int parts;
 };
 
+template <int kFragments, int kHeadDim>
+constexpr size_t kSmemBytes =
+    kStages * kStageBytes<kKeys, kHeadDim> + 4 * 16 * kFragments * kWarps * kHeadDim;
+
+template <int kFragments, int kHeadDim>
+cudaError_t count_resident(int* blocks) {
+  return resident_blocks(attention_kernel<kFragments, kKeys, kHeadDim>, kThreads,
+                         kSmemBytes<kFragments, kHeadDim>, blocks);
+}
+
 cudaError_t make_plan(const Params& params, Plan* plan) {
   int device = 0, multiprocessors = 0;
+  int resident[2] = {};  // with one fragment and with two
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = params.head_dim == 32   ? count_resident<1, 32>(&resident[0])
+            : params.head_dim == 64 ? count_resident<1, 64>(&resident[0])
+                                    : count_resident<1, 128>(&resident[0]);
+  if (error == cudaSuccess && params.head_dim <= 64)
+    error = params.head_dim == 32 ? count_resident<2, 32>(&resident[1])
+                                  : count_resident<2, 64>(&resident[1]);
   if (error != cudaSuccess) return error;
   constexpr int64_t kUnit = 128;
-  const int64_t at_once = int64_t{multiprocessors} * kResident;
+  const auto blocks_at_once = [&](int fragments) {
+    return int64_t{multiprocessors} * std::min(resident[fragments - 1], kMostResident);
+  };
   const int64_t heads = int64_t{params.batch} * params.num_heads;
   const bool is_large =
-      params.head_dim <= 64 && heads * ceil_div(params.seqlen, 32 * kWarps) >= at_once;
+      params.head_dim <= 64 && heads * ceil_div(params.seqlen, 32 * kWarps) >= blocks_at_once(2);
   plan->fragments = is_large ? 2 : 1;
+  const int64_t at_once = blocks_at_once(plan->fragments);
   const int rows = 16 * kWarps * plan->fragments;  // of a block
   const int64_t blocks = ceil_div(params.seqlen, rows);
   const int64_t keys = params.is_causal ? (blocks + 1) * rows / 2 : params.seqlen;  // of a block
@@ -646,12 +667,11 @@ cudaError_t launch_rows(const Params& params, const Plan& plan, cudaStream_t str
                     params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const dim3 grid(heads, ceil_div(params.seqlen, kBlockM), plan.parts);
-  constexpr int kBytesQ = 4 * kBlockM * kHeadDim;
-  error = launch_kernel(attention_kernel<kFragments, kBlockN, kHeadDim>, grid, dim3(kThreads),
-                        kStages * kStageBytes<kBlockN, kHeadDim> + kBytesQ, stream,
-                        static_cast<const float*>(params.q), v, kv, parts, o, params.q_strides,
-                        params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
-                        params.is_causal);
+  error =
+      launch_kernel(attention_kernel<kFragments, kBlockN, kHeadDim>, grid, dim3(kThreads),
+                    kSmemBytes<kFragments, kHeadDim>, stream, static_cast<const float*>(params.q),
+                    v, kv, parts, o, params.q_strides, params.v_strides, params.seqlen,
+                    params.num_heads, params.softmax_scale, params.is_causal);
   if (error != cudaSuccess || plan.parts == 1) return error;
   return launch_kernel(join_kernel<kBlockM, kHeadDim>,
                        dim3(ceil_div<int64_t>(rows * (kHeadDim / 4), kThreads)), dim3(kThreads), 0,

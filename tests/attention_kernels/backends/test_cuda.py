@@ -23,6 +23,7 @@ from attention_kernels import (
 )
 from attention_kernels.backends import cuda
 from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
+from attention_kernels.inspection import resources
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import build, compilers, header, op
@@ -165,6 +166,30 @@ def test_a_future_of_any_size_changes_nothing(name, device):
         future = v.clone()
         future[:, cut:] = torch.finfo(v.dtype).max * v[:, cut:].sign()
         assert torch.equal(spec.attention(q, k, future)[:, :cut], before[:, :cut]), cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "parts"),
+    [("90", 64, 3), ("80", 64, 3), ("86", 64, 2), ("89", 64, 2), ("120", 64, 2), ("89", 32, 3)],
+)
+def test_keys_are_split_for_the_blocks_that_fit(arch, head_dim, parts, recorder_of_25, monkeypatch):
+    """1,024 keys in parts of a third for three blocks on a multiprocessor, of half for two."""
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
+    version = get_backend("CUSTOM_CUDA_VERSION_25").version
+    command = [str(recorder_of_25), "--case=1,1024,12,1", str(head_dim)]
+    grids = {row[4]: row[5] for row in resources.recorded_rows(version, command)}
+    (grid,) = [grid for name, grid in grids.items() if "::attention_kernel<" in name]
+    assert grid == f"12,16,{parts}"
+
+
+@pytest.fixture(scope="module")
+def recorder_of_25(tmp_path_factory):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    version = get_backend("CUSTOM_CUDA_VERSION_25").version
+    return resources.launch_recorder(version, tmp_path_factory.mktemp("recorder"))
 
 
 def v_of_every_size(v: torch.Tensor):
