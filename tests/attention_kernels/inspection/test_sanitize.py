@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer"),
 ]
-MOST = 9  # backends in one process under a sanitizer: a large family is shared out among workers
+MOST = 3  # backends in one process under a sanitizer: a family is shared out among workers
 NEGATIVE = Path(__file__).parents[1] / "negative"
 
 
