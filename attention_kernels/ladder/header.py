@@ -14,6 +14,7 @@ from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
+FIRST = "From"  # may be ahead of Change
 OPTIONAL = ("Role", "Takes", "Needs", "Precision", "Error")  # lines that may follow Layout
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
@@ -28,6 +29,9 @@ TAKES = re.compile(
 NEEDS = re.compile(r"sm_([1-9][0-9]?)([0-9])")
 # How many times the budget of its precision class a version needs, and why.
 ERROR = re.compile(r"(\d+)x: \S.*")
+
+
+START = re.compile(r"v\d+")
 
 
 class HeaderError(AttentionError, ValueError):
@@ -56,6 +60,8 @@ class VersionHeader:
     flags: tuple[str, ...]
     """Compiler flags of this version only."""
     expect: str
+    start: str | None = None
+    """The name of the version that it changes, if that is not the one before it."""
     role: str = "attention"
     """What it computes: "attention", "decode" or, with parameters of its own, "struct"."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -110,17 +116,22 @@ def version_number(path: Path) -> int:
 
 def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
     """Return the headers of a folder's version files, by number; raises HeaderError."""
-    return [parse_header(path, op_prefix) for path in version_files(folder)]
+    found = [parse_header(path, op_prefix) for path in version_files(folder)]
+    for at, version in enumerate(found):
+        start = version.start
+        if start is not None and start not in {earlier.name for earlier in found[:at]}:
+            raise HeaderError(f"{version.path.name}: From names no earlier version: {start}")
+    return found
 
 
 def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     """Read the comment that opens a version file.
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. After Layout may come `Role: decode`, then `Takes:  float16, head_dim 32 64`,
-    `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`, then `Needs:  sm_80`,
-    `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError naming the file and what is wrong
-    with it.
+    more lines. Ahead of Change may stand `From:   v05`; after Layout may come `Role: decode`, then
+    `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`,
+    then `Needs:  sm_80`, `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError naming the
+    file and what is wrong with it.
     """
     try:
         return _parse(path, op_prefix)
@@ -155,6 +166,9 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
     if slack is None:
         raise HeaderError("Error is like `2x: every tile rounds O again`")
+    start = values.pop(FIRST, None)
+    if start is not None and not START.fullmatch(start):
+        raise HeaderError(f"From is like `v12`, not {start!r}")
     flags = values.pop("Flags")
     try:
         split = () if flags == "(none)" else tuple(shlex.split(flags))
@@ -167,6 +181,7 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         path.absolute(),
         version_number(path),
         flags=split,
+        start=start,
         dtypes=tuple(dict.fromkeys(takes[1].split())),
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
@@ -183,7 +198,7 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     field = None
     for line in lines:
-        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
+        if start := re.match(rf"({'|'.join((FIRST, *FIELDS, *OPTIONAL))}):\s*(.*)", line):
             field = start[1]
             if field in values:
                 raise HeaderError(f"the header has {field} twice")
@@ -192,7 +207,7 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
             values[field] = f"{values[field]} {line}".strip()
     if missing := [name for name in FIELDS if not values.get(name)]:
         raise HeaderError(f"the header lacks {', '.join(missing)}")
-    ordered = (*FIELDS[:5], *OPTIONAL, *FIELDS[5:])
+    ordered = (FIRST, *FIELDS[:5], *OPTIONAL, *FIELDS[5:])
     if list(values) != [name for name in ordered if name in values]:
         raise HeaderError(f"the header's order is {', '.join(ordered)}")
     if values["Layout"] not in LAYOUTS:

@@ -1,6 +1,7 @@
 // v02 - 32 x 32 tiles, of which a thread has a register tile: negative in the document
 //
-// Change: (from v01) the tile is 32 x 32. In both products a thread computes kThreadM rows of
+// From:   v01
+// Change: the tile is 32 x 32. In both products a thread computes kThreadM rows of
 //         kThreadN columns (of O, kHeadDim / kThreadsX) at once, in registers.
 // Why:    a value that is read from shared memory serves four multiplication-additions, and K and
 //         V are read from global memory half as often.

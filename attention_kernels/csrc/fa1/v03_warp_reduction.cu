@@ -1,6 +1,7 @@
 // v03 - the statistics of the rows by warp shuffles: a negative experiment
 //
-// Change: (from v01) a warp takes its rows one after the other: each lane holds an element, and
+// From:   v01
+// Change: a warp takes its rows one after the other: each lane holds an element, and
 //         the row's maximum and sum are reduced by shuffles. A lane then updates each row.
 // Why:    in v01 one thread walks over a row while 48 of the 64 wait.
 // Cost:   five dependent shuffles for a maximum and five for a sum, for each of a warp's 8 rows.

@@ -1,6 +1,7 @@
 // v04 - Q K^T by tensor cores, one warp a block
 //
-// Change: (from v01) a block is one warp, and it computes Q K^T by WMMA, 16 x 16 x 16 at a time: a
+// From:   v01
+// Change: a block is one warp, and it computes Q K^T by WMMA, 16 x 16 x 16 at a time: a
 //         col_major fragment of the rows of K is K^T. The rest is v01's, by 32 threads.
 // Why:    one instruction multiplies two matrices, and reads each operand once. It takes all lanes
 //         of a warp; with one warp in a block its barriers are the warp's own, and cheap.

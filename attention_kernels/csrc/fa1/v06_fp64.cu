@@ -1,6 +1,7 @@
 // v06 - the baseline in double precision
 //
-// Change: (from v01) the types: q, k, v, o and all between are double. The launch bounds ask for
+// From:   v01
+// Change: the types: q, k, v, o and all between are double. The launch bounds ask for
 //         one block on a multiprocessor: shared memory limits how many there are, so the compiler
 //         need not spill registers for more.
 // Why:    to tell a wrong algorithm from rounding: what is left of the error is double's own.

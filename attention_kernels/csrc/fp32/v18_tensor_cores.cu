@@ -1,6 +1,7 @@
 // v18 - both products on tensor cores, in TF32
 //
-// Change: (from v12) a warp has 16 rows and multiplies by mma.sync. The instruction says what a lane
+// From:   v12
+// Change: a warp has 16 rows and multiplies by mma.sync. The instruction says what a lane
 //         holds of S and O: two neighbouring columns of two rows, in every 8 columns.
 // Why:    one instruction does the work of 32 FFMA per lane, on other units.
 // Cost:   TF32 keeps 11 of float32's 24 bits of both factors. The rows of K, V and P are padded, each

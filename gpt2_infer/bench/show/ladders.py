@@ -77,16 +77,15 @@ def overview(family: str, kernel: File, generation: File) -> str:
 
 
 def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return what each version is compared with: the one before it; None for the first.
+    """Return what each version is compared with; None for the first.
 
-    Or the one that its header starts from: `Change: (from v01) ...`.
+    That is the version before it, or the one that its header names: `From: v12`.
     """
     names = {version.name: name for name, version in versions.items()}
     found: dict[str, str | None] = {}
     last: str | None = None
     for name, version in versions.items():
-        start = re.match(r"\(from (v\d+)\)", version.change)
-        found[name] = names.get(start[1]) if start else last
+        found[name] = names.get(version.start) if version.start else last
         last = name
     return found
 
@@ -104,7 +103,8 @@ def sections(family: str, measured: Sequence[File]) -> str:
         title, change, *rest = map(
             _prose, (version.title, version.change, version.why, version.cost, version.expect)
         )
-        words = [f"#### `{name}`: {_capital(title)}", _capital(change)]
+        change = f"From `{before}`: {change}" if version.start else _capital(change)
+        words = [f"#### `{name}`: {_capital(title)}", change]
         words += [
             f"*{word}:* {text}"
             for word, text in zip(("Why", "Cost", "Expected"), rest, strict=True)

@@ -64,7 +64,8 @@ def test_a_header_is_read_field_by_field(csrc):
             "// Role:   decode\n// Flags",
             "a decode kernel reads the cache where it lies",
         ),
-        ("// Expect", "// Takes:  float16\n// Expect", "the header's order is Change, Why"),
+        ("// Expect", "// Takes:  float16\n// Expect", "the header's order is From, Change, Why"),
+        ("// Change", "// From:   version 1\n// Change", "From is like `v12`, not 'version 1'"),
     ],
 )
 def test_a_broken_header_is_named(csrc, old, new, words):
@@ -74,6 +75,16 @@ def test_a_broken_header_is_named(csrc, old, new, words):
         header.parse_header(file)
     assert "v01_first.cu: " in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_a_version_says_which_one_it_changes(csrc):
+    assert {v.name: v.start for v in header.versions() if v.start} == {"v18": "v12"}
+    file = csrc / "fp32" / "v02_second.cu"
+    file.write_text(file.read_text().replace("// Change", "// From:   v01\n// Change"))
+    assert [version.start for version in header.versions(csrc / "fp32")] == [None, "v01"]
+    file.write_text(file.read_text().replace("v01", "v03"))
+    with pytest.raises(HeaderError, match=r"v02_second.cu: From names no earlier version: v03"):
+        header.versions(csrc / "fp32")
 
 
 def test_a_version_of_several_dtypes_is_built_for_each(csrc):
@@ -136,7 +147,7 @@ def test_fields_out_of_order_are_named(csrc):
     file = csrc / "fp32" / "v01_first.cu"
     lines = file.read_text().replace("// Why:    because.\n", "")
     file.write_text(lines.replace("// Expect: less.\n", "// Expect: less.\n// Why: because.\n"))
-    with pytest.raises(HeaderError, match="the header's order is Change, Why"):
+    with pytest.raises(HeaderError, match="the header's order is From, Change, Why"):
         header.parse_header(file)
 
 
