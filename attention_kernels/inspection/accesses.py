@@ -111,10 +111,6 @@ _COUNTED = (
 )
 _UNCOUNTED = {
     r"^#include <mma\.h>": "a fragment's loads are in an order that CUDA does not document",
-    # One alone runs after those before it, on a thread of its own: without their static arrays.
-    r"(\b__shared__\b|\blaunch_early\()[\s\S]*\blaunch_early\(": (
-        "kernels that start early run at the same time as others"
-    ),
 }
 
 

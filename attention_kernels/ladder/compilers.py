@@ -146,9 +146,9 @@ def compile_flags(
 ) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    Of a version's own flags g++ takes the macros and what is passed through nvcc to it; the others
-    are nvcc's. folder: where nvcc will run; see shell_safe(). Raises BuildError where a compiler
-    is missing.
+    Of a version's own flags g++ takes the macros and what is passed through nvcc to it, and it is
+    told whether subnormal numbers are flushed; the others are nvcc's. folder: where nvcc will run;
+    see shell_safe(). Raises BuildError where a compiler is missing.
     """
     flags = [*binding_flags(target, csrc_of(version), folder)]
     flags += [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
@@ -158,6 +158,8 @@ def compile_flags(
         flags.append(f"-DATTENTION_{version.role.upper()}")
     if target == "emulator":
         flags += [flag for flag in version.flags if flag.startswith("-D")]
+        if any(re.fullmatch("--?(use_fast_math|ftz=true)", flag) for flag in version.flags):
+            flags.append("-DATTENTION_EMULATOR_FLUSHES")  # subnormal numbers, to 0
         for flag in version.flags:
             if flag.startswith("-Xcompiler="):
                 flags += flag.removeprefix("-Xcompiler=").split(",")

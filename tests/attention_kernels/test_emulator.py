@@ -13,16 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import UnavailableBackendError, ladder
+from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import compilers
 
-FILE = Path(__file__).parent / "negative" / "v04_faults.cu"
+NEGATIVE = Path(__file__).parent / "negative"
+FILE = NEGATIVE / "v04_faults.cu"
 SOURCE = FILE.read_text("utf-8")
 RIGHT, SPIN, BARRIERS, ABOVE, BELOW, NULL, DIVERGENCE = range(1, 8)
 PAST_AN_ARRAY, PAST_A_POINTER, FLOAT2, FLOAT4, JUST_PAST, ASSERT, TRAP, EXIT, ABORT = range(8, 17)
 PAST_A_FUNCTION, RACE, EXIT_OF_THE_HOST, RETURNED = range(17, 21)
-NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS, PRINTS = range(21, 25)
+NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS, PRINTS, SUBNORMAL, ARRIVES_TWICE, WAITS_TWICE = range(
+    21, 28
+)
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -180,6 +183,8 @@ def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
         (EXIT, "the version file calls exit(3)"),
         (ABORT, "the version file calls abort()"),
         (NO_SUCH_BLOCK, "store_to_block() at {}: that block of the cluster has not begun, or has"),
+        (ARRIVES_TWICE, "cluster_arrive() at {}: the thread has not waited since it arrived"),
+        (WAITS_TWICE, "cluster_wait() at {}: the thread has not arrived"),
         (NOT_SHARED, "store_to_block() at {}: the address is not in shared memory"),
     ],
 )
@@ -197,6 +202,48 @@ def test_what_a_thread_prints_is_shown_with_its_place(spec, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 4 * PRINTS
     assert f"block (3, 0, 0) thread (33, 0, 0) {place_of(PRINTS)}: 7 of 8" in lines
+
+
+def test_subnormal_numbers_are_flushed_where_nvcc_would_flush_them(spec, tmp_path):
+    kept = launch(spec, SUBNORMAL)
+    assert bool((kept > 0).all() & (kept < torch.finfo(torch.float32).tiny).all())
+    file = tmp_path / "v05_flushes.cu"
+    file.write_text(
+        SOURCE.replace("// v04", "// v05").replace("Flags:  (none)", "Flags:  --use_fast_math")
+    )
+    assert not launch(ladder.resolve(str(file)), SUBNORMAL).any()
+    assert bool((launch(spec, SUBNORMAL) == kept).all())
+    assert torch.tensor([1e-38]) * 0.1 > 0  # and not in torch's own operations afterwards
+
+
+@pytest.mark.parametrize("order", ["", "reverse"])
+def test_early_launches_overlap_all_that_are_in_a_row(order, threads, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    spec = ladder.resolve(str(NEGATIVE / "v07_early.cu"))
+
+    def run(fault: int) -> torch.Tensor:
+        x = torch.zeros(1, fault, 1, 32)
+        return spec.attention(x, x, x)[0, 0, 0]
+
+    right = torch.full((32,), 2.0)
+    assert torch.equal(run(1), right)
+    with pytest.raises(RuntimeError, match="launched early ended, and none of its threads called"):
+        run(2)
+    assert torch.equal(run(3), right)
+    assert run(4).isnan().any()
+    assert torch.equal(run(1), right)
+
+
+def test_a_version_whose_second_kernel_might_end_first_fails(tmp_path):
+    """Version 17 of the ladder, where nothing is cut and no block waits."""
+    source = get_backend("CUSTOM_CUDA_VERSION_17").version.path
+    text = source.read_text("utf-8")
+    assert "if (!is_cut && blockIdx.x > 0) return;" in text
+    file = tmp_path / source.name
+    file.write_text(text.replace("if (!is_cut && blockIdx.x > 0) return;", "if (!is_cut) return;"))
+    x = torch.zeros(1, 65, 16, 32)
+    with pytest.raises(RuntimeError, match="launched early ended"):
+        ladder.resolve(str(file)).attention(x, x, x, is_causal=False)
 
 
 def test_a_write_past_an_array_through_a_function_is_told(spec):

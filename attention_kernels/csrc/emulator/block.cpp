@@ -221,7 +221,7 @@ void Block::record_stuck() {
 // address of its stack.
 inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
   if (fiber.pending != nullptr) fiber.pending->clear();
-  fiber.cluster_waits = 0;
+  fiber.cluster_arrivals = fiber.cluster_waits = 0;
   auto** const top = reinterpret_cast<void**>(&fiber);
 #ifdef ATTENTION_EMULATOR_ASAN
   fiber.fake_stack = nullptr;

@@ -57,7 +57,10 @@ struct Launch {
   unsigned interrupts = 0;  // counted before it began
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
-  PreviousLaunch* previous = nullptr;  // that has yet to run
+  bool flushes = false;                // subnormal floats to 0
+  bool is_early = false;               // it may start before the launch ahead of it has ended
+  PreviousLaunch* previous = nullptr;  // that may have yet to run
+  bool* waited = nullptr;              // set once a thread has waited for it
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
 };
@@ -163,16 +166,16 @@ struct Block {
   void drop_stacks();
 };
 
-// Checks a launch as the CUDA runtime does, and runs it.
-cudaError_t run_launch(const Launch& launch);
+// Checks a launch as the CUDA runtime does, and runs it: at once, or after begin_launches() in
+// finish_launches(). release(arguments) is called when they have been used.
+cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments));
 
-// The same, for a launch that may start before the last one has ended. CUDA promises neither that it
-// does nor that it does not, so every other one of them in a row runs first, and the one before it
-// when a thread waits for it: a kernel that reads what it should have waited for is wrong then.
-// release(arguments) is called when they have been used.
-cudaError_t run_early(const Launch& launch, void (*release)(const void* arguments));
+// What the calling thread launches from here on, finish_launches() runs. Of early launches in a row
+// the last starts first, and the one ahead of each runs when a thread waits for it, or else last:
+// CUDA promises neither that they overlap nor that they do not.
+void begin_launches();
 
-// Runs the launch that has been put off, if there is one; returns its error, or else `error`.
+// Returns the first error, or `error`, with which nothing runs.
 cudaError_t finish_launches(cudaError_t error);
 
 // In a kernel: runs the launch ahead of it.

@@ -443,31 +443,41 @@ void run_call(const void* call) {
 }
 
 template <typename Kernel, typename... Arguments>
+cudaError_t launch_any(bool is_early, Kernel* kernel, dim3 grid, int cluster, dim3 block,
+                       size_t smem_bytes, Arguments... arguments) {
+  using Call = decltype(make_call(kernel, arguments...));
+  emulator::Launch launch{grid, block, smem_bytes, run_call<Call>,
+                          new Call(make_call(kernel, arguments...))};
+  launch.cluster = cluster;
+  launch.is_early = is_early;
+#ifdef ATTENTION_EMULATOR_FLUSHES
+  launch.flushes = true;
+#endif
+  return emulator::run_launch(launch,
+                              [](const void* used) { delete static_cast<const Call*>(used); });
+}
+
+template <typename Kernel, typename... Arguments>
 cudaError_t launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t /*stream*/, Arguments... arguments) {
-  const auto call = make_call(kernel, arguments...);
-  return emulator::run_launch({grid, block, smem_bytes, run_call<decltype(call)>, &call});
+  return launch_any(false, kernel, grid, 0, block, smem_bytes, arguments...);
 }
 
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_early(Kernel* kernel, dim3 grid, int cluster, dim3 block, size_t smem_bytes,
                          cudaStream_t /*stream*/, Arguments... arguments) {
-  using Call = decltype(make_call(kernel, arguments...));
-  const Call* const call = new Call(make_call(kernel, arguments...));
-  emulator::Launch launch{grid, block, smem_bytes, run_call<Call>, call};
-  launch.cluster = cluster;
-  return emulator::run_early(launch,
-                             [](const void* used) { delete static_cast<const Call*>(used); });
+  return launch_any(true, kernel, grid, cluster, block, smem_bytes, arguments...);
 }
 
-// Calls launches(), and runs what it has put off.
+// Calls launches(), and runs what it launches.
 template <typename Launches>
 cudaError_t complete(Launches launches) {
   cudaError_t error;
+  emulator::begin_launches();
   try {
     error = launches();
   } catch (...) {  // exit() in host code
-    emulator::finish_launches(cudaSuccess);
+    emulator::finish_launches(cudaErrorUnknown);
     throw;
   }
   return emulator::finish_launches(error);

@@ -18,12 +18,14 @@ struct HalfFormat {
   using Native = __fp16;  // aarch64 before g++ 13
 #endif
   static uint16_t encode(float value) { return bit_cast<uint16_t>(static_cast<Native>(value)); }
-  // Without a call, so that it vectorises: the bits, moved to where a float has them, are the value
-  // times 2^-112, subnormals included.
+  // Without a call, so that it vectorises, and without a subnormal float, which may count as 0.
   static float decode(uint16_t bits) {
-    const float magnitude = bit_cast<float>(uint32_t{bits & 0x7fffu} << 13) * 0x1p112f;
+    const uint32_t moved = uint32_t{bits & 0x7fffu} << 13;  // to where a float has them
+    const float subnormal = bit_cast<float>(moved + (113u << 23)) - 0x1p-14f;
+    const uint32_t magnitude =
+        (bits & 0x7c00) == 0 ? bit_cast<uint32_t>(subnormal) : moved + (112u << 23);
     const uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
-    return bit_cast<float>(bit_cast<uint32_t>(magnitude) | special | (bits & 0x8000u) << 16);
+    return bit_cast<float>(magnitude | special | (bits & 0x8000u) << 16);
   }
 };
 

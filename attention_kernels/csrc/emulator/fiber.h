@@ -49,6 +49,39 @@ constexpr uintptr_t kEntryOffset = 16;
 
 struct Block;
 
+// While it lives, subnormal floats count as 0 on this OS thread and come out as 0, or they do not.
+class Subnormals {
+ public:
+  explicit Subnormals(bool flushed) : before(get()) {
+    set(flushed ? before | kFlush : before & ~kFlush);
+  }
+  ~Subnormals() { set(before); }
+  Subnormals(const Subnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Register = unsigned;
+  static constexpr Register kFlush = 0x8040;  // flush to zero, and denormals are zeros
+  static Register get() { return __builtin_ia32_stmxcsr(); }
+  static void set(Register value) { __builtin_ia32_ldmxcsr(value); }
+#elif defined(__aarch64__)
+  using Register = uint64_t;
+  static constexpr Register kFlush = 1 << 24;
+  static Register get() {
+    Register value;
+    asm volatile("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  static void set(Register value) { asm volatile("msr fpcr, %0" ::"r"(value)); }
+#else
+  using Register = unsigned;
+  static constexpr Register kFlush = 0;
+  static Register get() { return 0; }
+  static void set(Register) {}
+#endif
+  const Register before;
+};
+
 // A place to come back to: a fiber, or where the OS thread came from.
 struct Context {
   void* stack_pointer = nullptr;  // ucontext_t* without a hand-written switch
@@ -71,9 +104,9 @@ struct PendingCopy {
 struct Fiber : Context {
   Block* block;
   uint3 thread_idx;
-  unsigned thread;                    // linear index in the block
-  std::vector<PendingCopy>* pending;  // null, as all of a new stack, until there are any
-  unsigned cluster_waits;             // at the cluster's barrier
+  unsigned thread;                           // linear index in the block
+  std::vector<PendingCopy>* pending;         // null, as all of a new stack, until there are any
+  unsigned cluster_arrivals, cluster_waits;  // at the cluster's barrier
 };
 
 // Fibers lie at different offsets within a page: at equal ones they would compete for the same few

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <system_error>
@@ -160,6 +161,7 @@ struct GridRun {
     try {
       block = Blocks::instance().acquire();
       block->prepare(launch);
+      const Subnormals subnormals(launch.flushes);
       const SignalStack signal_stack(*block);
       std::optional<Ticker> ticker;
       if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
@@ -185,9 +187,9 @@ struct Outcome {
   std::string message;
 };
 
-inline Outcome run_grid(Launch launch) {
+// What is wrong with a launch, before it runs. Reads the settings.
+inline Outcome check(Launch& launch, uint64_t& workers) {
   const dim3 grid = launch.grid, block = launch.block;
-  uint64_t workers = 1;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
     return {emulatorErrorSetting, wrong};
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
@@ -212,6 +214,12 @@ inline Outcome run_grid(Launch launch) {
                                        std::to_string(launch.shared_limit) +
                                        " of the emulated device"};
   }
+  return {};
+}
+
+inline Outcome run_grid(Launch launch) {
+  uint64_t workers = 1;
+  if (const Outcome wrong = check(launch, workers); wrong.error != cudaSuccess) return wrong;
   [[maybe_unused]] static const bool handling = [] {
     catch_faults();
     handle(tick_signal(), on_tick, SA_RESTART);
@@ -239,85 +247,128 @@ inline Outcome run_grid(Launch launch) {
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-// A launch that has been put off.
+// A launch that others may overlap.
 struct PreviousLaunch {
   Launch launch;
   void (*release)(const void* arguments);
+  bool waited = false;
   std::mutex mutex;
   bool has_run = false;
   Outcome outcome;
 
-  PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {}
+  PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
+    launch.waited = &waited;
+  }
+  ~PreviousLaunch() { release(launch.arguments); }
+  PreviousLaunch(const PreviousLaunch&) = delete;
 
-  const Outcome& run() {
+  // The first time: on an OS thread of its own where the caller's has the static shared arrays of
+  // the next launch.
+  const Outcome& run(bool on_own_thread) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!std::exchange(has_run, true)) {
-      // On an OS thread of its own: the caller's has the static shared arrays of the next launch.
+    if (std::exchange(has_run, true)) return outcome;
+    if (on_own_thread) {
       std::thread(&PreviousLaunch::thread_main, static_cast<void*>(this)).join();
-      release(launch.arguments);
+    } else {
+      thread_main(this);
     }
     return outcome;
   }
 
   static void thread_main(void* self) {
-    auto& previous = *static_cast<PreviousLaunch*>(self);
-    previous.outcome = run_grid(previous.launch);
+    auto& it = *static_cast<PreviousLaunch*>(self);
+    it.outcome = run_grid(it.launch);
+    if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
+      it.outcome = {cudaErrorLaunchFailure,
+                    "a kernel that is launched early ended, and none of its threads called "
+                    "wait_for_previous(): what comes after it may start before what is ahead of it "
+                    "has ended"};
+    }
   }
 };
 
-// By host thread.
+// By host thread, between begin_launches() and finish_launches().
 struct PutOff {
+  using Launches = std::vector<std::unique_ptr<PreviousLaunch>>;
+
   std::mutex mutex;
-  std::map<std::thread::id, PreviousLaunch*> launches;
+  std::map<std::thread::id, Launches> launches;
 
   static PutOff& instance() {
     static PutOff* const all = new PutOff;
     return *all;
   }
 
-  PreviousLaunch* exchange(PreviousLaunch* next) {
+  // The calling thread's, or null.
+  Launches* find() {
     const std::lock_guard<std::mutex> lock(mutex);
-    return std::exchange(launches[std::this_thread::get_id()], next);
+    const auto found = launches.find(std::this_thread::get_id());
+    return found == launches.end() ? nullptr : &found->second;
   }
 };
 
-cudaError_t finish_launches(cudaError_t error) {
-  PreviousLaunch* const previous = PutOff::instance().exchange(nullptr);
-  if (previous == nullptr) return error;
-  const Outcome outcome = previous->run();
-  delete previous;
-  return outcome.error == cudaSuccess ? error
-                                      : Blocks::instance().report(outcome.error, outcome.message);
+// How many launches overlap at most.
+inline size_t most_overlapping = 4;
+
+void begin_launches() {
+  PutOff& all = PutOff::instance();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.launches[std::this_thread::get_id()].clear();
 }
 
-cudaError_t run_launch(const Launch& launch) {
-  if (const cudaError_t error = finish_launches(cudaSuccess); error != cudaSuccess) return error;
-  const Outcome outcome = run_grid(launch);
-  return Blocks::instance().report(outcome.error, outcome.message);
-}
-
-cudaError_t run_early(const Launch& launch, void (*release)(const void* arguments)) {
-  PreviousLaunch* const previous = PutOff::instance().exchange(nullptr);
-  if (previous == nullptr) {
-    PutOff::instance().exchange(new PreviousLaunch(launch, release));
-    return cudaSuccess;
+// Runs `count` launches of which each but the first is early: the last one first.
+inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* launches,
+                                      size_t count) {
+  for (size_t i = 1; i < count; ++i) launches[i]->launch.previous = launches[i - 1].get();
+  for (size_t i = count; i-- > 0;) {
+    if (launches[i]->run(/*on_own_thread=*/i + 1 < count).error != cudaSuccess) break;
   }
-  Launch next = launch;
-  next.previous = previous;
-  const Outcome outcome = run_grid(next);
-  release(launch.arguments);
-  const Outcome first = previous->run();  // unless a thread has waited for it
-  delete previous;
-  const Outcome& said = first.error == cudaSuccess ? outcome : first;
-  return Blocks::instance().report(said.error, said.message);
+  const auto failed = [](const auto& launch) { return launch->outcome.error != cudaSuccess; };
+  return (*std::find_if(launches, launches + count - 1, failed))->outcome;
+}
+
+cudaError_t finish_launches(cudaError_t error) {
+  PutOff& all = PutOff::instance();
+  PutOff::Launches launches;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    launches = std::move(all.launches.extract(std::this_thread::get_id()).mapped());
+  }
+  if (error != cudaSuccess) return error;
+  for (size_t first = 0, end; first < launches.size(); first = end) {
+    end = first + 1;
+    while (end < launches.size() && launches[end]->launch.is_early) ++end;
+    for (size_t count; first < end; first += count) {
+      count = (end - first - 1) % most_overlapping + 1;
+      const Outcome& outcome = run_overlapping(&launches[first], count);
+      if (outcome.error != cudaSuccess)
+        return Blocks::instance().report(outcome.error, outcome.message);
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments)) {
+  auto one = std::make_unique<PreviousLaunch>(launch, release);
+  Blocks& blocks = Blocks::instance();
+  if (PutOff::Launches* const launches = PutOff::instance().find()) {
+    uint64_t workers;
+    const Outcome wrong = check(one->launch, workers);
+    if (wrong.error == cudaSuccess) launches->push_back(std::move(one));
+    return blocks.report(wrong.error, wrong.message);
+  }
+  const Outcome& outcome = one->run(/*on_own_thread=*/false);
+  return blocks.report(outcome.error, outcome.message);
 }
 
 void wait_for_previous() {
   Block& block = *this_fiber().block;
+  if (block.launch->waited != nullptr)
+    __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
   PreviousLaunch* const previous = block.launch->previous;
   if (previous == nullptr) return;
   const unsigned ticks = block.signals.ticks;  // those of the other launch are not this block's
-  const Outcome& outcome = previous->run();
+  const Outcome& outcome = previous->run(/*on_own_thread=*/true);
   block.signals.ticks = ticks;
   if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());
 }

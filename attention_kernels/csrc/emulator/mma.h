@@ -218,6 +218,7 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const M
 // The product of a whole warp, whose calls hold the addresses of d, a, b and c.
 template <typename D, typename A, typename B, typename C>
 void multiply(const MatrixCalls& calls, const Site& site) {
+  const Subnormals kept(false);  // tensor cores flush none
   constexpr unsigned m = D::kRows, n = D::kColumns, k = A::kColumns;
   float rA[m][k], rB[k][n], rC[m][n];
   const char* wrong = gather<A>(rA, calls, 1);

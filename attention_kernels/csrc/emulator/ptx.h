@@ -150,13 +150,20 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-inline void cluster_arrive() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  if (block.races != nullptr) block.races->release(block.cluster);
-  __atomic_fetch_add(&block.cluster->arrived, 1, __ATOMIC_RELEASE);
-}
-ATTENTION_EMULATOR_INLINE void cluster_wait() {
+// Arrivals and waits take turns.
+inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
   emulator::Fiber& self = emulator::this_fiber();
+  if (self.cluster_arrivals++ != self.cluster_waits)
+    emulator::fail(cudaErrorLaunchFailure, emulator::Site{"cluster_arrive", file, line}.text() +
+                                               ": the thread has not waited since it arrived");
+  if (self.block->races != nullptr) self.block->races->release(self.block->cluster);
+  __atomic_fetch_add(&self.block->cluster->arrived, 1, __ATOMIC_RELEASE);
+}
+ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
+  emulator::Fiber& self = emulator::this_fiber();
+  if (self.cluster_waits == self.cluster_arrivals)
+    emulator::fail(cudaErrorLaunchFailure, emulator::Site{"cluster_wait", file, line}.text() +
+                                               ": the thread has not arrived");
   const emulator::Launch& launch = *self.block->launch;
   const emulator::Cluster& cluster = *self.block->cluster;
   const uint64_t due = uint64_t{++self.cluster_waits} * launch.cluster * self.block->threads;

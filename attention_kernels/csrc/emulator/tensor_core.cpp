@@ -60,6 +60,7 @@ float tensor_core_sum(float sum, const Operands<kDepth>& a, const Operands<kDept
 // unpacks a register.
 template <int kDepth, typename Values>
 void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
+  const emulator::Subnormals kept(false);
   constexpr int kInWord = kDepth / 8;
   Operands<kDepth> a[16], b[8];
   const auto unpack = [&](unsigned word, Operands<kDepth>& to, unsigned k) {

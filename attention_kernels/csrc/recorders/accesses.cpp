@@ -406,6 +406,7 @@ int main(int, char** arguments) {
   if (const char* const limit = setting("ATTENTION_EMULATOR_TIMEOUT"))
     recorder.timeout = std::strtod(limit, nullptr);
   setenv("ATTENTION_EMULATOR_THREADS", "1", 1);
+  most_overlapping = 1;  // or a launch may have an OS thread, and static arrays, of its own
   setenv("ATTENTION_EMULATOR_TIMEOUT", "0", 1);  // no signals: what handles them would be counted
   Params params{};
   params.batch = std::atoi(arguments[1]);

@@ -45,8 +45,13 @@ __global__ void faults(float* o, int fault) {
   if (fault == 21) ptx::store_to_block(smem, 2, 1.0f);  // 21
   if (fault == 22) ptx::store_to_block(o, 0, 1.0f);     // 22
   if (fault == 23 && blockIdx.x == 1) __trap();         // 23
-  if (fault > 20) ptx::cluster_arrive(), ptx::cluster_wait();
+  if (fault > 20) ptx::wait_for_previous(), ptx::cluster_arrive(), ptx::cluster_wait();
   if (fault == 24 && threadIdx.x == 33) printf("%d of %s", 7, "8");  // 24
+  // Subnormal numbers, as operands and as results.
+  if (fault == 25)
+    smem[threadIdx.x] = threadIdx.x % 2 ? blockDim.x * 1e-40f : 1e-30f / (blockDim.x * 1e8f);
+  if (fault == 26) ptx::cluster_arrive(), ptx::cluster_arrive();  // 26
+  if (fault == 27) ptx::cluster_wait();                           // 27
   // A race: blocks start in any order.
   if (fault == 18 && blockIdx.x % 2 == 1) smem[threadIdx.x] = o[32 * (blockIdx.x - 1)];
   __syncthreads();

@@ -1,0 +1,41 @@
+// v07 - three kernels in a row that start early
+//
+// Change: seqlen chooses what is wrong: 1 is right.
+// Why:    a negative control: on a card they may overlap, and each passes where they do not.
+// Cost:   none.
+// Tile:   none, block 32
+// Layout: contiguous
+// Flags:  (none)
+// Expect: an error, or another result, for every fault.
+
+#include "ptx.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+__global__ void first(float* o) { o[threadIdx.x] = 1.0f; }
+
+// 2: none of its threads waits. 3: its block 1 does not, which is right.
+__global__ void second(float* o, int fault) {
+  if (fault == 2 || (fault == 3 && blockIdx.x == 1)) return;
+  ptx::wait_for_previous();
+}
+
+// 4: it reads before it waits what the first has written.
+__global__ void third(float* o, int fault) {
+  if (fault != 4) ptx::wait_for_previous();
+  const float x = o[threadIdx.x];
+  ptx::wait_for_previous();
+  o[threadIdx.x] = x + 1.0f;
+}
+
+int64_t scratch_floats(const Params&) { return 0; }
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  const auto o = static_cast<float*>(params.o);
+  cudaError_t error = launch_kernel(first, 1, 32, 0, stream, o);
+  if (error == cudaSuccess) error = launch_early(second, 2, 1, 32, 0, stream, o, params.seqlen);
+  if (error == cudaSuccess) error = launch_early(third, 1, 1, 32, 0, stream, o, params.seqlen);
+  return error;
+}
+
+}  // namespace attention::ATTENTION_VERSION
