@@ -165,26 +165,21 @@ class Measured:
 
     @property
     def pictures(self) -> list[Picture]:
-        """The charts of the file; below the first what has no time, and what is too fast."""
+        """The charts of the file."""
         drawn = charts.render(self.file).items()
-        found = [Picture(f"{self.file.task}, {name}", svg) for name, svg in drawn]
-        if found:
-            found[0] = dataclasses.replace(found[0], words=[*self._words()])
-        return found
+        return [Picture(f"{self.file.task}, {name}", svg) for name, svg in drawn]
 
-    def _words(self) -> Iterator[str]:
-        for row in main_rows(self.file):
-            if not row.samples:
-                cell = f", N={row.cell['seqlen']}" if "seqlen" in row.cell else ""
-                yield f"\u2715 {row.contender}{cell} {row.status}: {row.reason.rstrip('.')}."
-            elif self.file.study["kind"] == "kernel":
-                count, floor = beneath(row, self.file.provenance.limits) or (0, 0.0)
-                if count:
-                    yield (
-                        f"\u2691 {row.contender}, N={row.cell['seqlen']}: {count} of "
-                        f"{len(row.samples)} samples are beneath {floor:.2f} us, which copy and "
-                        "roofs allow."
-                    )
+    @property
+    def warnings(self) -> Iterator[str]:
+        """The samples that no such GPU can take."""
+        for row in main_rows(self.file) if self.file.study["kind"] == "kernel" else ():
+            count, floor = beneath(row, self.file.provenance.limits) or (0, 0.0)
+            if count:
+                yield (
+                    f"\u2691 {row.contender}, N={row.cell['seqlen']}: {count} of "
+                    f"{len(row.samples)} samples are beneath {floor:.2f} us, which copy and roofs "
+                    "allow."
+                )
 
     @property
     def provenance(self) -> list[tuple[str, str]]:

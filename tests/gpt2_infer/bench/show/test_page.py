@@ -96,15 +96,11 @@ def test_the_figures_are_those_of_the_json(file):
             assert any(f">{samples[len(samples) // 2]:.1f}" in row for row in rows)
 
 
-def test_what_has_no_time_and_what_is_too_fast_is_said():
-    def words(file):
-        return [*Measured(Path("results.json"), file).pictures[0].words]
-
-    refused = "\u2715 PYTORCH_SDPA_FLASH_ATTENTION, N=1024 refused: not in float32."
-    assert words(kernels()) == [refused]
+def test_a_sample_that_is_faster_than_copy_and_roofs_allow_is_flagged():
+    assert [*Measured(Path("results.json"), kernels()).warnings] == []
     # 2 * 12 * 1024 ** 2 * 64 operations at 50 TFLOP/s take 32.2 us.
     fast = [kernel("A", [32.0, 33.0, 34.0]), kernel("B", [33.0, 33.0, 34.0])]
-    (flag,) = words(kernels(fast))
+    (flag,) = Measured(Path("results.json"), kernels(fast)).warnings
     assert "A, N=1024: 1 of 3 samples are beneath 32.21 us" in flag
 
 
@@ -218,14 +214,14 @@ def test_nobody_is_shut_out(open_page, scheme, options):
     assert [node["failureSummary"] for one in serious for node in one["nodes"]] == []
 
 
-@pytest.mark.parametrize("width", [500, 1000])
-def test_a_chart_needs_no_scrolling(open_page, width):
+@pytest.mark.parametrize("width", [400, 1000])
+def test_only_a_chart_that_could_not_be_read_scrolls_sideways(open_page, width):
     page = open_page(viewport={"width": width, "height": 800}, java_script_enabled=False)
-    sizes = page.locator(".chart").evaluate_all(
-        "all => all.map(it => [it.parentElement.scrollWidth, it.parentElement.clientWidth])"
-    )
-    assert len(sizes) == 3
-    assert [size for size in sizes if size[0] > size[1]] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    charts = page.locator(".chart").evaluate_all("all => all.map(it => it.clientWidth)")
+    assert len(charts) == 3
+    assert all(width == 1000 or shown == 600 for shown in charts)
+    assert max(charts) <= max(width, 600)
 
 
 def test_without_javascript_every_view_is_there(open_page, file):
