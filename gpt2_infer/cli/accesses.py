@@ -50,4 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     show(accesses.format_table(found, width))
+    if any(len(access.lines) > 1 for access in found):
+        show("\nLine a>b: line a of the kernel calls a function, which accesses memory in line b.")
     return 0

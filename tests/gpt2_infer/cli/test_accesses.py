@@ -19,7 +19,9 @@ def test_accesses_shows_what_each_source_line_asks_of_memory(capsys, monkeypatch
     conflicts = [access for access in found if access["conflicts"]]
     assert [access["source"][:4] for access in conflicts] == ["s +="]
     assert main(command) == 0
-    title, _, head, *rows = capsys.readouterr().out.splitlines()
+    title, _, head, *rows, _, legend = capsys.readouterr().out.splitlines()
+    assert any(row.split()[0].count(">") == 1 for row in rows)
+    assert legend.startswith("Line a>b: ")
     assert title == "v01_naive_flash.cu, emulated: B=1 H=1 N=33 head_dim=32 full"
     assert head.split()[:4] == ["line", "access", "bytes", "requests"]
     assert len(rows) == len(found)
