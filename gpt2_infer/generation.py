@@ -174,8 +174,12 @@ def _generate(
         done = request.max_new_tokens
         if interrupted:
             done = engine.steps_done() if warm_up_s else 0
-        for step, tokens in enumerate(zip(*engine.new_tokens(done), strict=True)):
-            _see(engine, watchers, step, tokens)
+        written = engine.new_tokens(done)
+        if any(token < 0 for row_tokens in written for token in row_tokens):
+            for step, tokens in enumerate(zip(*written, strict=True)):
+                _see(engine, watchers, step, tokens)
+        for watcher, row_tokens in zip(watchers, written, strict=True):
+            watcher.tokens = row_tokens
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     texts = (

@@ -83,7 +83,23 @@ def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
 
 
 def missing_compiler(target: Target) -> str | None:
-    """Return the reason against building for a target, if a compiler is missing; cheap."""
+    """Return the reason against building for a target, if a compiler is missing.
+
+    Every call of generate() asks, so the search is not repeated for a compiler that was found.
+    """
+    asked = target, *map(os.environ.get, _COMPILER_VARIABLES)
+    if asked in _found:
+        return None
+    if not (reason := _missing_compiler(target)):
+        _found.add(asked)
+    return reason
+
+
+_COMPILER_VARIABLES = ("PATH", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
+_found: set[tuple[str | None, ...]] = set()
+
+
+def _missing_compiler(target: Target) -> str | None:
     if sys.platform != "linux":
         return "its kernels are built on Linux only"
     if find_gxx() is None:
