@@ -1,7 +1,12 @@
-"""The inputs that a backend is tried on: fixed cases, every short length, and random ones.
+"""The inputs that a backend is tried on. A few rules say what is covered, whatever the seed:
 
-The random cases are drawn from a seed that every case prints. They cover all pairs of conditions:
-an error that needs two of them at once (a batch and a long sequence, say) is met by some case.
+every length up to 257, causal and full: two tiles of 128 and their edges (every_length)
+every number of heads up to 32 and 48 and 64, every batch up to 32 and larger ones (every_width)
+values where rounding shows, values of any size, GPT-2's own shapes (hard_cases)
+all combinations of batch, heads, length and mask, in bands, all triples of these, dtype and layout,
+    and all pairs of these, head_dim, softmax_scale and kind of numbers (random_cases)
+
+What a rule leaves open is drawn from a seed that every case prints.
 """
 
 from __future__ import annotations
@@ -25,13 +30,20 @@ Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 
 SCALES = (0.02, 1.0, 8.0)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
-EVERY_LENGTH_TO = 130
+EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
-LONGEST = 2500
-# What random cases are drawn from: powers of two and what is none, GPT-2's 12, 16, 20 and 25 heads.
-BATCHES = (1, 2, 3, 5)
-HEADS = (1, 2, 3, 5, 8, 12, 16, 20, 25)
-SOFTMAX_SCALES = (None, 0.05, 0.3, 1.0)
+LONGEST, LONGEST_EMULATED = 2500, 1025
+# Numbers of heads and batch sizes. `batch` completes 32 prompts at once on a CPU, 512 on a GPU.
+WIDTHS = (*range(1, 33), 48, 64)
+BATCHES = (*range(1, 34), 64, 128, 512)
+LARGEST_EMULATED_BATCH = 128
+# Where one code path ends and another may begin: bands of batch sizes and of numbers of heads.
+BATCH_BANDS = ((1, 2), (3, 32))
+HEAD_BANDS = ((1, 5), (6, 15), (16, 32))
+# For a backend that takes any head_dim: small, odd, off multiples of 16, and above 128.
+ANY_HEAD_DIM = (32, 64, 128, 1, 8, 20, 33, 80, 96, 160, 192, 256)
+SOFTMAX_SCALES = (None, 0.05, 0.3, 1.0, 3.0, 0.0, -0.5)
+LARGEST_SOFTMAX_SCALE = 1.0  # of inputs of 8: beyond, 16 bits round scores by more than 16
 NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 0.02),
     ("normal", 1.0),
@@ -42,9 +54,11 @@ EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one larg
 # What lies where a kernel must not look: finite, and its products with 8 still are.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
-# Multiplications of a score with a value in one random case, at most.
-LARGEST_WORK = 3e8
-LARGEST_EMULATED_WORK = 4e7
+# Multiplications of a score with a value: in a case of every_length() that is wider than one head,
+# in a random case whose length is free within its band, and in any random case.
+SMALL_WORK = 5e5
+USUAL_WORK, USUAL_EMULATED_WORK = 6e7, 8e6
+LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
 
 
 @dataclass(frozen=True)
@@ -218,11 +232,15 @@ def cases(
             yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
 
 
-def hard_cases(head_dim: int, dtype: torch.dtype, seed: int, *, is_emulated: bool) -> list[Case]:
+def hard_cases(
+    head_dims: Sequence[int], dtype: torch.dtype, seed: int, *, is_emulated: bool
+) -> list[Case]:
     """Return cases in which rounding shows: equal scores, inputs of 1e4, values far from zero.
 
-    Those of 4,096 keys are for an error that grows with the length.
+    Those of 4,096 keys are for an error that grows with the length, those of 12 heads for what is
+    done at GPT-2's own shape alone.
     """
+    head_dim = usual_head_dim(head_dims)
     fields: dict[str, Any] = {"dtype": dtype, "seed": seed}
     found = [
         Case(300, head_dim, 19.3, is_causal=is_causal, kind="equal", **fields)
@@ -233,11 +251,19 @@ def hard_cases(head_dim: int, dtype: torch.dtype, seed: int, *, is_emulated: boo
         found += [
             Case(64, head_dim, 1e4, is_causal=is_causal, **fields) for is_causal in (True, False)
         ]
-    if not is_emulated:
-        found += [Case(4096, head_dim, num_heads=1, is_causal=False, kind="offset", **fields)]
-    if not is_emulated and dtype == torch.float32:
+    for scale in (8.0,) if is_emulated else SCALES:
+        found += [Case(513, head_dim, scale, num_heads=12, **fields)]
+    if is_emulated:
+        return [*found, Case(LONGEST_EMULATED, head_dim, num_heads=1, **fields)]
+    found += [Case(4096, head_dim, num_heads=1, is_causal=False, kind="offset", **fields)]
+    if dtype == torch.float32:
         found += [Case(4096, head_dim, num_heads=1, **fields)]
     return found
+
+
+def usual_head_dim(head_dims: Sequence[int]) -> int:
+    """Return GPT-2's head_dim, or the first where that is not taken."""
+    return 64 if 64 in head_dims else head_dims[0]
 
 
 def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:
@@ -251,70 +277,131 @@ def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case
 def every_length(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int
 ) -> Iterator[Case]:
-    """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full, else random.
+    """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
 
-    An error at one remainder of a tile's width, say seqlen % 32 == 17, is met several times.
+    The head_dims take turns, so that the remainder of a tile's width meets several of them.
     """
     draw = random.Random(f"every length {seed}")
     for seqlen in range(1, EVERY_LENGTH_TO + 1):
         for is_causal in (True, False):
-            kind, scale = draw.choice(NUMBERS)
-            batch = draw.choice(BATCHES)
-            yield Case(
-                seqlen,
-                draw.choice(head_dims),
-                scale,
-                batch,
-                draw.choice([heads for heads in HEADS if heads * batch <= 12]),
-                is_causal,
-                draw.choice(SOFTMAX_SCALES),
-                draw.choice(dtypes),
-                seed,
-                kind,
-                draw.choice(LAYOUTS),
-            )
+            head_dim = head_dims[(seqlen // 32 + is_causal) % len(head_dims)]
+            if seqlen > 128:  # the long ones
+                head_dim = min(head_dim, usual_head_dim(head_dims))
+            width = max(1, min(12, int(SMALL_WORK / (seqlen**2 * head_dim))))
+            batch = draw.randint(1, min(4, width))
+            heads = draw.randint(1, width // batch)
+            yield _drawn(draw, dtypes, seed, seqlen, head_dim, batch, heads, is_causal)
+
+
+def every_width(
+    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+) -> Iterator[Case]:
+    """Yield a short case of each number of heads and of each batch size."""
+    draw = random.Random(f"every width {seed}")
+    for batch, heads in _widths(draw, is_emulated=is_emulated):
+        seqlen, head_dim = draw.randint(1, 20), draw.choice(head_dims)
+        yield _drawn(draw, dtypes, seed, seqlen, head_dim, batch, heads, draw.random() < 0.5)
+
+
+def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, int]]:
+    """Yield a batch size with each number of heads, and a number of heads with each batch size."""
+    for heads in WIDTHS:
+        yield draw.randint(1, 2), heads
+    for batch in BATCHES:
+        if not is_emulated or batch <= LARGEST_EMULATED_BATCH:
+            yield batch, draw.randint(1, 3)
+
+
+def _drawn(
+    draw: random.Random,
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    seqlen: int,
+    head_dim: int,
+    batch: int,
+    num_heads: int,
+    is_causal: bool,
+) -> Case:
+    """Return a case with all else drawn."""
+    kind, scale = draw.choice(NUMBERS)
+    softmax_scale = draw.choice([x for x in SOFTMAX_SCALES if _is_moderate(scale, x)])
+    return Case(
+        seqlen,
+        head_dim,
+        scale,
+        batch,
+        num_heads,
+        is_causal,
+        softmax_scale,
+        draw.choice(dtypes),
+        seed,
+        kind,
+        draw.choice(LAYOUTS),
+    )
+
+
+def _is_moderate(scale: float, softmax_scale: float | None) -> bool:
+    return scale <= 1 or (softmax_scale or 0) <= LARGEST_SOFTMAX_SCALE
 
 
 def random_cases(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
 ) -> Iterator[Case]:
-    """Yield random cases that cover all pairs of conditions, lengths by where they lie."""
+    """Yield random cases that cover the combinations of conditions named at the top."""
     draw = random.Random(f"random cases {seed}")
     largest = LARGEST_EMULATED_WORK if is_emulated else LARGEST_WORK
+    usual = USUAL_EMULATED_WORK if is_emulated else USUAL_WORK
     # Each end with a band up to it: the narrower the cases of a band, the more work they may be.
-    ends = (
-        (16, 64, 128, 256, 512, 1100) if is_emulated else (64, 128, 256, 512, 1024, 1280, LONGEST)
-    )
-    bands = tuple(itertools.pairwise((0, *ends)))
+    ends: tuple[int, ...] = (64, 128, 256, 512, 1024, 1280, LONGEST)
+    if is_emulated:
+        ends = (16, 64, 128, 256, LONGEST_EMULATED)
     conditions: dict[str, Sequence[Any]] = {
-        "band": bands,
-        "batch": BATCHES,
-        "num_heads": HEADS,
-        "head_dim": head_dims,
+        "band": [(low + 1, high) for low, high in itertools.pairwise((0, *ends))],
+        "batch": BATCH_BANDS,
+        "num_heads": HEAD_BANDS,
         "is_causal": (True, False),
+        "dtype": dtypes,
+        "layout": LAYOUTS,
+        "head_dim": head_dims,
         "softmax_scale": SOFTMAX_SCALES,
         "numbers": NUMBERS,
-        "layout": LAYOUTS,
-        "dtype": dtypes,
     }
+    shape = ("band", "batch", "num_heads", "is_causal")
+    groups = [
+        shape,
+        *itertools.combinations((*shape, "dtype", "layout"), 3),
+        *itertools.combinations(conditions, 2),
+    ]
+
+    def least_work(chosen: Mapping[str, Any]) -> float:
+        seqlen, batch, heads = (chosen[name][0] for name in shape[:3])
+        return float(batch * heads * seqlen**2 * chosen["head_dim"])
 
     def fits(chosen: Mapping[str, Any]) -> bool:
-        work = chosen["batch"] * chosen["num_heads"] * chosen["head_dim"]
-        return bool(work * (chosen["band"][0] + 1) ** 2 <= largest)
+        is_moderate = _is_moderate(chosen["numbers"][1], chosen["softmax_scale"])
+        return is_moderate and least_work(chosen) <= largest
 
-    for chosen in all_pairs(conditions, draw, fits):
+    for chosen in combinations(conditions, groups, draw, fits):
         (low, high), (kind, scale) = chosen.pop("band"), chosen.pop("numbers")
-        work = chosen["batch"] * chosen["num_heads"] * chosen["head_dim"]
-        seqlen = draw.randint(low + 1, min(high, int((largest / work) ** 0.5)))
-        if draw.random() < 0.5 and seqlen // 64 * 64 > low:
-            seqlen = seqlen // 64 * 64 + draw.choice((0, 0, 1))  # a tile's edge
+        room = usual / least_work({**chosen, "band": (1, high)})  # for seqlen^2 and the width
+        for name in ("batch", "num_heads"):
+            least, most = chosen[name]
+            chosen[name] = draw.randint(least, max(least, min(most, int(least * room / low**2))))
+            room *= least / chosen[name]
+        seqlen = draw.randint(low, max(low, min(high, int(room**0.5))))
+        if draw.random() < 0.5 and seqlen // 64 * 64 >= low:
+            seqlen = min(high, seqlen // 64 * 64 + draw.choice((0, 0, 1)))  # a tile's edge
         yield Case(seqlen, scale=scale, kind=kind, seed=seed, **chosen)
 
 
 def decode_cases(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int
+    head_dims: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    *,
+    is_emulated: bool = False,
 ) -> Iterator[DecodeCase]:
-    """Yield fixed cases of each dtype, then random ones that cover all pairs.
+    """Yield fixed cases of each dtype, each width, then random ones that cover all pairs.
 
     The fixed ones have lengths around the edges of tiles in one batch: of each head_dim, and of one
     head_dim the inputs of hard_cases().
@@ -323,65 +410,94 @@ def decode_cases(
     for dtype in dtypes:
         for head_dim in head_dims:
             yield DecodeCase(head_dim, dtype, seed, **edges)
-        usual = 64 if 64 in head_dims else head_dims[0]
+        usual = usual_head_dim(head_dims)
         yield DecodeCase(usual, dtype, seed, scale=19.3, kind="equal", **edges)
         yield DecodeCase(usual, dtype, seed, kind="offset", **edges)
         if dtype in (torch.float32, torch.float64):  # 16 bits round scores of 1e8 by many units
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
-    ends = (32, 70, 128, 512, 1024, 1200)
-    conditions: dict[str, Sequence[Any]] = {
-        "band": tuple(itertools.pairwise((0, *ends))),
-        "batch": BATCHES,
-        "num_heads": HEADS,
+    free: dict[str, Sequence[Any]] = {
+        "lengths": ("drawn", "equal", "ones"),
         "head_dim": head_dims,
         "softmax_scale": SOFTMAX_SCALES,
         "scale": SCALES,
         "layout": LAYOUTS,
         "dtype": dtypes,
     }
-    for chosen in all_pairs(conditions, draw):
-        (low, high), batch = chosen.pop("band"), chosen.pop("batch")
-        longest = draw.randint(low + 1, high)
-        others = [draw.randint(1, longest) for _ in range(batch - 1)]
-        lengths = tuple(draw.sample([longest, *others], batch))
-        max_seqlen = longest + draw.choice((0, 1, 31))
-        yield DecodeCase(seed=seed, lengths=lengths, max_seqlen=max_seqlen, **chosen)
+
+    def fits(chosen: Mapping[str, Any]) -> bool:
+        return _is_moderate(chosen["scale"], chosen["softmax_scale"])
+
+    for batch, heads in _widths(draw, is_emulated=is_emulated):
+        chosen = next(combinations(free, [()], draw, fits)) | {"lengths": "drawn"}
+        yield _decode_case(draw, (1, 20), batch, seed, num_heads=heads, **chosen)
+    ends = (32, 70, 128, 512, 1024, 1200)
+    conditions = {
+        "band": [(low + 1, high) for low, high in itertools.pairwise((0, *ends))],
+        "batch": BATCH_BANDS,
+        "num_heads": HEAD_BANDS,
+        **free,
+    }
+    for chosen in combinations(conditions, [*itertools.combinations(conditions, 2)], draw, fits):
+        batch, heads = (draw.randint(*chosen.pop(name)) for name in ("batch", "num_heads"))
+        yield _decode_case(draw, chosen.pop("band"), batch, seed, num_heads=heads, **chosen)
 
 
-def all_pairs(
+def _decode_case(
+    draw: random.Random,
+    band: tuple[int, int],
+    batch: int,
+    seed: int,
+    *,
+    lengths: str,
+    **chosen: Any,
+) -> DecodeCase:
+    longest = draw.randint(*band)
+    rows = [longest] * batch
+    if lengths == "drawn":
+        rows[1:] = [draw.randint(1, longest) for _ in rows[1:]]
+        draw.shuffle(rows)
+    elif lengths == "ones":
+        rows = [1] * batch
+    max_seqlen = longest + draw.choice((0, 1, 31))
+    return DecodeCase(seed=seed, lengths=tuple(rows), max_seqlen=max_seqlen, **chosen)
+
+
+def combinations(
     conditions: Mapping[str, Sequence[Any]],
+    groups: Sequence[tuple[str, ...]],
     draw: random.Random,
     fits: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Iterator[dict[str, Any]]:
-    """Yield choices of one value per condition until every pair of values has met that can meet.
+    """Yield choices of one value per condition until the values of every group have met.
 
-    Greedy: of 20 random choices that hold the first open pair, the one that closes most. fits: says
-    which choices are allowed; a pair that 200 choices do not fit into is given up.
+    groups: names of conditions of which every combination of values is wanted. Greedy: of 20 random
+    choices that hold the first open combination, the one that closes most. fits: says which choices
+    are allowed; a combination that 200 choices do not fit into is given up.
     """
-    names = list(conditions)
-
-    def pairs(chosen: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
-        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
-
-    open_pairs = {
-        (a, x, b, y): None  # a dict keeps the order, and so the draw
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(conditions[a], conditions[b])
+    open_ones = {
+        tuple(zip(group, values, strict=True)): None  # a dict keeps the order, and so the draw
+        for group in groups
+        for values in itertools.product(*(conditions[name] for name in group))
     }
-    while open_pairs:
-        a, x, b, y = first = next(iter(open_pairs))
+
+    def closed_by(chosen: Mapping[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
+        held = (tuple((name, chosen[name]) for name in group) for group in groups)
+        return [one for one in held if one in open_ones]
+
+    while open_ones:
+        first = next(iter(open_ones))
         drawn = (
-            {name: draw.choice(values) for name, values in conditions.items()} | {a: x, b: y}
+            {name: draw.choice(values) for name, values in conditions.items()} | dict(first)
             for _ in range(200)
         )
         candidates = list(itertools.islice(filter(fits, drawn), 20))
         if not candidates:
-            del open_pairs[first]
+            del open_ones[first]
             continue
-        best = max(candidates, key=lambda chosen: sum(pair in open_pairs for pair in pairs(chosen)))
-        for pair in pairs(best):
-            open_pairs.pop(pair, None)
+        best = max(candidates, key=lambda chosen: len(closed_by(chosen)))
+        for one in closed_by(best):
+            del open_ones[one]
         yield best
 
 

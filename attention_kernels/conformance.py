@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from attention_kernels import ladder
 from attention_kernels.cases import (
+    ANY_HEAD_DIM,
     LARGE,
     LENGTHS,
     SCALES,
@@ -33,8 +34,11 @@ from attention_kernels.cases import (
     cases,
     decode_cases,
     every_length,
+    every_width,
+    extreme_cases,
     hard_cases,
     random_cases,
+    usual_head_dim,
 )
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
@@ -260,20 +264,20 @@ def suite(
 ) -> list[Case | DecodeCase]:
     """Return every case for a backend, the cheap ones first."""
     is_emulated = device in spec.emulated_on
-    head_dims = spec.head_dims or (32, 64, 128)
-    drawn_head_dims = spec.head_dims or (*head_dims, 80, 96)
-    usual = 64 if 64 in head_dims else head_dims[0]
-    if not spec.has_attention():
-        return [*decode_cases(drawn_head_dims, dtypes, seed)]
-    found = [case for dtype in dtypes for case in cases(head_dims, dtype, seed=seed)]
-    for dtype in dtypes:
-        found += hard_cases(usual, dtype, seed, is_emulated=is_emulated)
-    found += every_length(drawn_head_dims, dtypes, seed)
-    found += random_cases(drawn_head_dims, dtypes, seed, is_emulated=is_emulated)
-    found.sort(key=lambda case: case.work)
+    head_dims = spec.head_dims or ANY_HEAD_DIM
     decoding: list[DecodeCase] = []
     if spec.has_decode(device):
-        decoding += decode_cases(drawn_head_dims, dtypes, seed)
+        decoding += decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
+    if not spec.has_attention():
+        return [*decoding]
+    found: list[Case] = []
+    for dtype in dtypes:
+        found += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
+        found += extreme_cases(usual_head_dim(head_dims), dtype, seed)
+    found += every_length(head_dims, dtypes, seed)
+    found += every_width(head_dims, dtypes, seed, is_emulated=is_emulated)
+    found += random_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
+    found.sort(key=lambda case: case.work)
     return [*found[: CHEAP // 2], *decoding, *found[CHEAP // 2 :]]
 
 
@@ -458,12 +462,19 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
         right = truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
         return right.judge(o, precision, spec.error_slack)
     q, k_cache, v_cache, _ = inputs.kept.values()
+    rows = [slice(row, row + 1) for row in range(len(case.lengths))]
+    truths = [
+        truth(q[row], k_cache[row, :n], v_cache[row, :n], case.softmax_scale, is_causal=False)
+        for row, n in zip(rows, case.lengths, strict=True)
+    ]
+    # As in attention, the largest of all rows.
+    naive_error = max(right.rows.naive_error for right in truths)
     verdicts = []
-    for row, length in enumerate(case.lengths):
-        one = slice(row, row + 1)
-        seen = k_cache[one, :length], v_cache[one, :length]
-        right = truth(q[one], *seen, case.softmax_scale, is_causal=False)
-        verdict = right.judge(o[one], precision, spec.error_slack)
+    for row, (length, right) in enumerate(zip(case.lengths, truths, strict=True)):
+        of_rows = dataclasses.replace(right.rows, naive_error=naive_error)
+        verdict = dataclasses.replace(right, rows=of_rows).judge(
+            o[rows[row]], precision, spec.error_slack
+        )
         if verdict.where:  # in a batch of one
             where = f"sequence {row}, of {length} tokens: {verdict.where}"
             verdict = dataclasses.replace(verdict, where=where)

@@ -13,7 +13,7 @@ naive_column: its largest relative error of a row and of a column). The second r
 the first rows of causal attention set the maximum, which hides an error that grows with the length.
 The third exists because one large column of V sets the length of a row, which hides an error in the
 others. A column may cancel to nothing, so its error is relative to what was added up:
-size_ic = sum_j p_ij |v_jc|.
+size_ic = sum_j p_ij |v_jc|. Columns of few rows are not judged: that would be one draw each.
 
 Plain PyTorch's error is one draw of a random variable: by luck it may be many times smaller than
 that of an equally good kernel that rounds elsewhere. Two terms, computed from the inputs, keep luck
@@ -65,6 +65,8 @@ BORDERLINE = 0.8
 # How many scores are computed at once: 1 GiB in float64, of which there are five copies.
 LARGEST_SCORES = 2**27
 RELATIVE_FROM = 1e-3
+# How many rows a column needs to be judged.
+LEAST_ROWS = 16
 # What the axes of an output are called: one, several.
 AXES = (("batch", "batches"), ("row", "rows"), ("head", "heads"), ("column", "columns"))
 
@@ -189,7 +191,7 @@ class Truth:
     rows: Relative
     """Of (batch, rows, num_heads)."""
     columns: Relative
-    """Of (batch, num_heads, head_dim)."""
+    """Of (batch, num_heads, head_dim); any error is allowed with fewer than LEAST_ROWS rows."""
 
     def budget(self, precision: str, slack: float = 1.0) -> float:
         """Return how large max|out - ref| may be in a precision class, `slack` times over."""
@@ -301,6 +303,9 @@ def truth(
         errors, condition, drift = (part / lengths for part in parts)
         return Relative(dim, lengths, errors.max().item(), condition, drift)
 
+    columns = relative(1, sizes)
+    if q.shape[1] < LEAST_ROWS:
+        columns.condition.fill_(math.inf)
     return Truth(
         reference=reference,
         dtype=q.dtype,
@@ -308,7 +313,7 @@ def truth(
         condition=rounding.max().item(),
         sums=sums.max().item(),
         rows=relative(3, reference.abs().maximum(resolution)),
-        columns=relative(1, sizes),
+        columns=columns,
     )
 
 

@@ -226,7 +226,7 @@ def is_wrong_in_full_attention_above_200(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@attention("batch [2-9]", slow=True)
+@attention(r"batch ([2-9]|\d\d)", slow=True)
 def is_wrong_for_long_batches(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     if q.shape[0] > 1 and q.shape[1] > 900:
@@ -333,7 +333,7 @@ def copies_the_first_of_a_batch(q, k, v, scale, causal):
     return right(q[:1], k[:1], v[:1], scale, causal).repeat(q.shape[0], 1, 1, 1)
 
 
-@attention("batch 5")
+@attention("in batches 4 to|in batch 4")
 def is_wrong_from_the_fifth_of_a_batch(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[4:] = o[:1]

@@ -269,7 +269,6 @@ def test_the_command_line(capsys, mine, short_suite, in_this_process):
 
 def test_what_the_command_line_does_not_take():
     assert main(["verify", "naive"]) == 2
-    assert main(["verify", "naive-pytorch", "--device", "cpu", "--timeout", "0"]) == 2
     assert main(["verify", "custom-cuda-version-1", "--dtypes", "float64", "--device", "cpu"]) == 2
 
 
@@ -352,8 +351,8 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
     assert main(["verify", file, "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"V08_ALIKE on cpu, emulated: 17 cases, seed 0\n"
-        r"  17 of them failed, and the suite of \d+ stopped there\n"
+        r"V08_ALIKE on cpu, emulated: 11 cases, seed 0\n"
+        r"  11 of them failed, and the suite of \d+ stopped there\n"
         r"  FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
         r"          and 19 more like it\n"
@@ -392,7 +391,7 @@ def test_what_passes_emulated_must_compile_with_nvcc(
 @pytest.mark.parametrize(
     ("stem", "words"),
     [
-        ("v01_dropped_barrier", "error"),
+        ("v01_dropped_barrier", "race: lane "),
         ("v02_off_by_one_mask", "change earlier rows"),
         pytest.param(
             "v05_unscaled_join",
