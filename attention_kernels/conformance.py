@@ -15,6 +15,8 @@ import functools
 import itertools
 import math
 import re
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +80,7 @@ MOST_FAILURES = 20
 # same every time.
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
+PROGRESS_S = 10.0  # between two lines, where standard error is no terminal
 # How many of the cases come before the other checks. The cases are sorted by their work.
 CHEAP = 200
 # A case, or the name of what else is checked, and how. A string says what is wrong.
@@ -222,11 +225,11 @@ class Report:
 
     seed: int = 0
     total: int = 0
-    """How many cases the suite has."""
-    cases: int = 0
+    """How many checks the suite has: cases, and others."""
+    checks: int = 0
     """How many of them ran."""
-    failed: int = 0
-    """How many of those failed."""
+    cases: int = 0
+    """How many of those were cases."""
     stopped: bool = False
     """Whether the rest did not run: too many failed, or a kernel did not end."""
     killed: bool = False
@@ -246,6 +249,7 @@ class Report:
     def note(self, what: Case | DecodeCase | str, found: Verdict | str | None) -> None:
         """Add the outcome of a check: a verdict, or what is wrong, if anything is."""
         why = found
+        self.checks += 1
         if isinstance(found, Verdict):
             why = "" if found.passed else str(found)
         if why:
@@ -253,7 +257,6 @@ class Report:
         if isinstance(what, str):
             return
         self.cases += 1
-        self.failed += bool(why)
         nearest = self.worst[1].nearness if self.worst else -1.0
         if isinstance(found, Verdict) and found.nearness > nearest:
             self.worst = what, found
@@ -289,14 +292,15 @@ def verify(
     seed: int = 0,
     max_failures: int = MOST_FAILURES,
     progress: bool = False,
-    on_check: Callable[[str], object] = lambda _: None,
+    on_check: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Report:
     """Run the whole suite on one backend: the cases, the future against the past, repeated calls.
 
     dtypes: names out of spec.dtypes, none for all. max_failures: after how many failures to stop.
-    on_check: called with the name of each check before it runs. A case that the backend refuses is
-    reported as such; one that raises anything else is a failure. Raises UnavailableBackendError
-    where the backend cannot run or be built, and ArgumentError for a bad seed.
+    on_check: called before each check with its name, its number and how many there are. A case that
+    the backend refuses is reported as such; one that raises anything else is a failure. Raises
+    UnavailableBackendError where the backend cannot run or be built, and ArgumentError for a bad
+    seed.
     """
     check_precision()
     if not 0 <= seed < 2**62:
@@ -313,15 +317,15 @@ def verify(
         checks[:0] = _race_checks(spec, device, wanted, seed)
     if spec.has_attention():
         checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
-    report = Report(seed=seed, total=len(todo))
+    report = Report(seed=seed, total=len(checks))
     refused = _Refused()
-    for what, check in tqdm(checks, spec.name, unit="check", disable=None if progress else True):
+    for number, (what, check) in enumerate(_shown(checks, spec.name) if progress else checks, 1):
         if what in refused:
             continue
         if len(report.failures) >= max_failures:
             report.stopped = True
             break
-        on_check(str(what))
+        on_check(str(what), number, len(checks))
         found: Verdict | str | None
         try:
             found = check()
@@ -337,6 +341,19 @@ def verify(
             report.stopped = True  # all others would end so, each after as long
             break
     return report
+
+
+def _shown(checks: Sequence[_Check], name: str) -> Iterator[_Check]:
+    """Show progress: a bar on a terminal, else a line now and then."""
+    if sys.stderr.isatty():
+        yield from tqdm(checks, name, unit="check")
+        return
+    told = time.monotonic()
+    for done, check in enumerate(checks):
+        if time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            print(f"{name}: {done} of {len(checks)} checks", file=sys.stderr, flush=True)
+        yield check
 
 
 class _Refused:

@@ -36,6 +36,10 @@ PLAIN_PRECISIONS = {
     "bfloat16": "bf16",
     "float64": "fp64",
 }
+# How many times the budget of its precision class a backend may ask for. The classes themselves
+# differ by no more than twice: what needs more than 4 times belongs to a coarser class.
+MOST_ERROR_SLACK = 4.0
+
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """A backend's attention kernel: (q, k, v, softmax_scale, is_causal), checked, to a new o."""
 DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]

@@ -21,11 +21,13 @@ from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
+    describe,
 )
 from attention_kernels.inspection.child import check_time_limit, ending
 
 TIMEOUT_S = 300.0  # of one check
-START_TIMEOUT_S = 300.0  # of imports and loading
+LOADING_TIMEOUT_S = 1800.0  # of imports, and of a build with nvcc
+LOADING = "loading it"
 
 
 def verify_in_child(
@@ -33,25 +35,27 @@ def verify_in_child(
 ) -> Report:
     """Call verify() on a backend, by name or version file, in a process of its own.
 
-    A check that takes longer than timeout_s, or ends the process, is a failure, and then nothing
-    else is reported. options: verify()'s. A backend that only this process has registered (in a
-    test, in a notebook) cannot be found by another: it is verified here, without a time limit.
+    The backend is loaded and built there alone. A check that takes longer than timeout_s, or ends
+    the process, is a failure, and then nothing else is reported; so is a loader that ends it. What
+    the process prints goes to standard error. options: verify()'s. A backend that only this process
+    has registered (in a test, in a notebook) cannot be found by another: it is verified here,
+    without a time limit.
     Raises UnavailableBackendError where the backend cannot run or be built, ArgumentError for an
     invalid time limit; other errors of verify()'s as an AttentionError.
     """
     check_time_limit(timeout_s)
     spec = ladder.resolve(what)
-    spec.prepare(device)  # a build may take longer than a check
     context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_report, args=(sender, what, device, options))
     child.start()
     sender.close()
     running = how = ""
+    number = total = 0
     try:
         with receiver:
             while True:
-                limit = timeout_s if running else max(timeout_s, START_TIMEOUT_S)
+                limit = timeout_s if number else max(timeout_s, LOADING_TIMEOUT_S)
                 if not receiver.poll(limit):
                     how = f"it did not end within {limit:g} s"
                     break
@@ -62,7 +66,10 @@ def verify_in_child(
                     raise message
                 if isinstance(message, Report):
                     return message
-                running = message
+                if isinstance(message, str):
+                    how = message
+                    break
+                running, number, total = message
     except EOFError:
         child.join()
     finally:
@@ -73,26 +80,34 @@ def verify_in_child(
     if not running:
         raise UnavailableBackendError(spec.name, f"its suite did not start: {how}")
     killed = code < 0 and "killed by" in how
-    return Report(killed=killed, stopped=True, failures=[Failure(running, how)])
+    failures = [Failure(running, how)]
+    return Report(options.get("seed", 0), total, number, 0, True, killed, failures)
 
 
 def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
-    """Run in the child: send the name of each check, then the report or the error that ended it.
+    """Run in the child: send each check as it begins, then the report or the error that ended it.
 
-    Send None if this process has no such backend.
+    Send None if this process has no such backend, and a sentence for what no kernel may raise: a
+    KeyboardInterrupt, for one, is not the user's, whose signal ends this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
+    os.dup2(2, 1)  # the parent alone says the verdict
     threading.Thread(target=_die_with_parent, daemon=True).start()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
+    sender.send((LOADING, 0, 0))
     try:
-        spec = ladder.resolve(what)
-    except UnknownBackendError:
-        sender.send(None)
-        return
-    try:
-        sender.send(verify(spec, device, on_check=sender.send, **options))
+        try:
+            spec = ladder.resolve(what)
+        except UnknownBackendError:
+            sender.send(None)
+            return
+        spec.prepare(device)
+        report = verify(spec, device, on_check=lambda *check: sender.send(check), **options)
+        sender.send(report)
     except AttentionError as error:
         sender.send(AttentionError(str(error)))  # the others' arguments are not their text
+    except BaseException as error:
+        sender.send(f"it raised {describe(error)}")
 
 
 def _die_with_parent() -> None:

@@ -103,6 +103,11 @@ class BackendSpec:
             raise ValueError(
                 f"{self.name}: device_types are 'cuda' and 'cpu', not {self.device_types}"
             )
+        if not 1 <= self.error_slack <= contract.MOST_ERROR_SLACK:
+            raise ValueError(
+                f"{self.name}: error_slack must be between 1 and {contract.MOST_ERROR_SLACK:g}, "
+                f"not {self.error_slack}"
+            )
         object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
 
     def __hash__(self) -> int:

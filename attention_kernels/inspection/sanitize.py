@@ -36,6 +36,7 @@ SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 
 ORDERS = ("reverse", "shuffle:1")
 _PR_SET_PDEATHSIG = 1
 _EXIT = 77  # compute-sanitizer's, where it found something
+_UNAVAILABLE = 78  # main()'s, where a backend cannot be built; the last line says why
 
 
 def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> list[str]:
@@ -74,6 +75,8 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     done = _worker(["cpu", *whats], environment, timeout_s)
     if done.returncode == 0:
         return []
+    if done.returncode == _UNAVAILABLE:
+        raise UnavailableBackendError(name, _last_words(done))
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
     if not found:
         return [_last_words(done)]
@@ -173,6 +176,11 @@ def main(device: str, *whats: str) -> None:
 
         triton.testing.do_bench = _call_once
     for spec in specs:
+        try:
+            spec.prepare(device)
+        except UnavailableBackendError as error:
+            print(error.reason, file=sys.stderr)
+            sys.exit(_UNAVAILABLE)
         _run(spec, device)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_kernels.contract import PLAIN_PRECISIONS, PRECISIONS
+from attention_kernels.contract import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
@@ -28,7 +28,7 @@ TAKES = re.compile(
 # The architecture that a version requires.
 NEEDS = re.compile(r"sm_([1-9][0-9]?)([0-9])")
 # How many times the budget of its precision class a version needs, and why.
-ERROR = re.compile(r"(\d+)x: \S.*")
+ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
 
 
 START = re.compile(r"v\d+")
@@ -165,7 +165,9 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         raise HeaderError(f"Precision is the class of a version of float32, one of {classes}")
     slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
     if slack is None:
-        raise HeaderError("Error is like `2x: every tile rounds O again`")
+        raise HeaderError(
+            f"Error is like `2x: every tile rounds O again`, at most {MOST_ERROR_SLACK:.0f}x"
+        )
     start = values.pop(FIRST, None)
     if start is not None and not START.fullmatch(start):
         raise HeaderError(f"From is like `v12`, not {start!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -45,40 +46,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels import UnsupportedError, ladder
-    from attention_kernels.inspection.sanitize import sanitize
-    from attention_kernels.isolation import verify_in_child
+    from attention_kernels import ladder
 
     spec = ladder.resolve(arguments.name)
     device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
     if spec.chooses is not None:
         import torch
 
-        spec = spec.chosen(torch.float32, usual_head_dim(spec), device)
-        arguments.name = spec.name
+        rungs = {
+            spec.chosen(torch.float32, head_dim, device, seqlen).name
+            for head_dim, seqlen in itertools.product(spec.head_dims, (1, None))
+        }
+        passed = [_verify(arguments, name, ladder.resolve(name), device) for name in sorted(rungs)]
+    else:
+        passed = [_verify(arguments, arguments.name, spec, device)]
+    show("PASSED" if all(passed) else "FAILED")
+    return 0 if all(passed) else EXIT_FAILED
+
+
+def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device: str) -> bool:
+    """Check one backend, by name or version file, and print what is found."""
+    from attention_kernels import UnsupportedError
+    from attention_kernels.inspection.sanitize import sanitize
+    from attention_kernels.isolation import verify_in_child
+
     dtypes = tuple(arguments.dtypes or ())
     if unknown := [name for name in dtypes if name not in spec.dtypes]:
         raise UnsupportedError(
             spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
         )
     is_emulated = device in spec.emulated_on
-    on_cpu = device == "cpu" and spec.version is not None
-    if on_cpu:
-        spec.prepare(device)  # what does not build is told before anything runs
     where = f"{spec.name} on {device}{', emulated' if is_emulated else ''}"
     if arguments.sanitize:
         print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
-        if faults := sanitize([arguments.name], device):
+        if faults := sanitize([name], device):
             show(f"{where}, sanitized")
             for fault in faults:
                 show(f"  FAILED: {fault}")
             show("  the suite did not run")
-            show("FAILED")
-            return EXIT_FAILED
+            return False
     options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed, "progress": True}
-    report = verify_in_child(arguments.name, device, timeout_s=arguments.timeout, **options)
+    report = verify_in_child(name, device, timeout_s=arguments.timeout, **options)
     sanitized = ", sanitized" if arguments.sanitize else ""
-    show(f"{where}: {report.cases} cases, seed {report.seed}{sanitized}")
+    ran = f"{report.checks} of {report.total}" if report.stopped else report.checks
+    counted = f": {ran} checks, seed {report.seed}" if report.checks else ""
+    show(f"{where}{counted}{sanitized}")
+    if spec.error_slack != 1:
+        show(
+            f"  its budgets are {spec.error_slack:g} times its precision class's: it asks for that"
+        )
     _print_findings(report)
     if report.killed and is_emulated and not arguments.sanitize:
         show("  probably by an access out of bounds: with --sanitize, verify tells where")
@@ -88,19 +104,17 @@ def run(arguments: argparse.Namespace) -> int:
     if passed and is_emulated:
         show("  no timing: its source runs emulated, which says nothing about its speed")
     elif passed and not arguments.no_timing and spec.has_attention():
-        passed = _short_timing(spec, arguments.name, device, dtypes or spec.dtypes)
-    show("PASSED" if passed else "FAILED")
-    return 0 if passed else EXIT_FAILED
+        passed = _short_timing(spec, name, device, dtypes or spec.dtypes)
+    return passed
 
 
 def _print_findings(report: Report) -> None:
     """Refusals, and the failures: those alike as one, and of the others the first few."""
     for refusal in report.refusals:
         show(f"  not taken: {refusal}")
-    if report.stopped:
-        show(f"  {report.failed} of them failed, and the suite of {report.total} stopped there")
-    elif report.failed:
-        show(f"  {report.failed} of them failed")
+    if report.checks and report.failures:
+        stopped = ", and the suite stopped there" if report.stopped else ""
+        show(f"  {len(report.failures)} of them failed{stopped}")
     alike: dict[str, list[Failure]] = {}
     for failure in report.failures:
         numberless = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)

@@ -11,6 +11,7 @@ from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
 from attention_kernels.isolation import verify_in_child
 from attention_kernels.reference import naive_attention
+from gpt2_infer.cli import main
 
 PLUGIN = """
 import os, sys, time
@@ -23,6 +24,7 @@ from attention_kernels.reference import naive_attention
     precisions={"float32": "ieee-fp32"}, head_dims=(32,), device_types=("cpu",),
 )
 def load():
+    LOADS
     def attention(q, k, v, scale, causal):
         if q.shape[1] == 2:
             WHAT
@@ -33,28 +35,73 @@ METADATA = "Metadata-Version: 2.1\nName: strange\nVersion: 1\n"
 ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
 
 
+@pytest.fixture
+def strange(tmp_path, monkeypatch, clean_registry):
+    """strange(calls=..., loads=...): install a plug-in that does so when called or loaded."""
+
+    def strange(calls="pass", loads=""):
+        (tmp_path / "strange_plugin.py").write_text(
+            PLUGIN.replace("WHAT", calls).replace("LOADS", loads)
+        )
+        folder = tmp_path / "strange-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(METADATA)
+        (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+        monkeypatch.syspath_prepend(str(tmp_path))  # the child gets this process's path
+        monkeypatch.delitem(sys.modules, "strange_plugin", raising=False)
+        importlib.import_module("strange_plugin")
+
+    return strange
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "reported"),
     [
         ("time.sleep(1e6)", "it did not end within 2 s"),
         ("os._exit(0)", "it ended with exit status 0"),
+        ("raise KeyboardInterrupt", "it raised KeyboardInterrupt: no message"),
     ],
 )
-def test_a_plug_in_that_does_not_return(does, reported, tmp_path, monkeypatch, clean_registry):
-    (tmp_path / "strange_plugin.py").write_text(PLUGIN.replace("WHAT", does))
-    folder = tmp_path / "strange-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(METADATA)
-    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(tmp_path))  # the child gets this process's path
-    monkeypatch.delitem(sys.modules, "strange_plugin", raising=False)
-    importlib.import_module("strange_plugin")
+def test_a_plug_in_that_does_not_return(does, reported, strange):
+    strange(calls=does)
     report = verify_in_child("strange", "cpu", timeout_s=2, max_failures=1)
     (failure,) = report.failures
     assert failure.what.startswith("seqlen 2, head_dim 32")
-    assert failure.why == reported
+    assert failure.why.startswith(reported)
     assert not report.passed
+    assert 0 < report.checks < report.total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("os.abort()", "it was killed by SIGABRT"),
+        ("print('PASSED', flush=True); os._exit(0)", "it ended with exit status 0"),
+        ("raise KeyboardInterrupt", "it raised KeyboardInterrupt"),
+    ],
+)
+def test_a_loader_that_ends_its_process_has_failed(does, words, strange, capfd):
+    strange(loads=does)
+    assert main(["verify", "strange", "--device", "cpu", "--no-timing"]) == 1
+    out = capfd.readouterr().out
+    assert out.startswith("STRANGE on cpu\n  FAILED: loading it\n")
+    assert words in out
+    assert "PASSED" not in out
+    assert out.endswith("FAILED\n")
+
+
+@pytest.mark.slow
+def test_a_loader_hides_no_failure(strange, capfd):
+    strange(
+        calls="return q * 2",
+        loads="import atexit; print('PASSED'); atexit.register(lambda: os._exit(0))",
+    )
+    assert main(["verify", "strange", "--device", "cpu", "--no-timing"]) == 1
+    out = capfd.readouterr().out
+    assert "PASSED" not in out
+    assert out.endswith("FAILED\n")
 
 
 @pytest.mark.slow
