@@ -193,6 +193,7 @@ class Blocks:
         self.seen: list[set[int]] = [set() for _ in self.indices]
         self.fetched: Counter[int] = Counter()  # sectors new to a block, by terabyte
         self.patterns: dict[tuple[int, bool, bytes], int] = {}
+        self.spilled: dict[int, Word] = {}  # by offset from the stack's pointer
 
     def run(self) -> None:
         """Run until every thread has ended; raises SassError after max_steps instructions."""
@@ -417,7 +418,7 @@ def _float(values: Word) -> npt.NDArray[np.float32]:
 Action: TypeAlias = Callable[[Blocks, Instruction, Mask, Step], None]
 _NOTHING = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
-    "ERRBAR", "CCTL", "BRA", "EXIT", "BAR", "STL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP",
+    "ERRBAR", "CCTL", "BRA", "EXIT", "BAR", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP",
     "WARPGROUP", "ENDCOLLECTIVE", "CALL", "RET", "BPT", "KILL",
 }  # fmt: skip
 _COMPARE = {
@@ -426,7 +427,7 @@ _COMPARE = {
     "GEU": np.greater_equal, "LEU": np.less_equal, "EQU": np.equal,
 }  # fmt: skip
 _FLOATING = re.compile(
-    r"F(ADD|MUL|FMA|MNMX|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|LDL|SHFL|REDUX"
+    r"F(ADD|MUL|FMA|MNMX|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|SHFL|REDUX"
     r"|MATCH|MOVM"
 )
 
@@ -474,6 +475,21 @@ def _shared_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> N
     step.wavefronts = block.shared(at, 16 if matrices else one.size, mask, merges=not matrices)
     for row in one.loaded:
         block.write(row, 0, mask)
+
+
+def _local_access(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
+    """LDL and STL: spilled registers, at [R1+offset]; what is indexed otherwise reads as 0."""
+    (where,) = (x for x in one.operands if "[" in x)
+    spill = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", where)
+    first = int(spill[1] or "0", 16) if spill else 0
+    for i, row in enumerate(one.loaded):
+        block.write(row, block.spilled.get(first + 4 * i, 0) if spill else 0, mask)
+    if one.base == "STL" and spill:
+        row = _row(one.operands[-1])
+        for i in range(one.size // 4):
+            value = 0 if row == _RZ else block.values[row + i]
+            kept = block.spilled.get(first + 4 * i, np.zeros(block.lanes, np.int64))
+            block.spilled[first + 4 * i] = np.where(mask, value, kept)
 
 
 def _global_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> None:
@@ -692,6 +708,7 @@ def _false(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
 
 _ACTIONS: dict[str, Action] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
+    "LDL": _local_access, "STL": _local_access,
     **dict.fromkeys(("LDG", "STG", "LD", "ST", "LDGSTS", "ATOM", "ATOMG", "RED", "REDG"),
                     _global_access),
     **dict.fromkeys(("IADD3", "VIADD", "IADD"), _add),

@@ -208,7 +208,7 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
 }
 
 template <int kBlockM, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,

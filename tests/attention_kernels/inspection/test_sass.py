@@ -106,3 +106,29 @@ def test_an_operation_computes_what_the_source_says(arch):
     for t in range(32 * WARPS):
         for at, (operation, expected) in enumerate(zip(kept, words(t), strict=True)):
             assert done.memory[OUT + 8 * (64 * at + t)] == expected, (operation, t)
+
+
+def test_what_is_spilled_comes_back():
+    """By each thread's own, with the offset; what is indexed otherwise reads as 0."""
+    code = [
+        sass.Instruction(name, tuple(operands), "", 16 * at, 1, 7, 7, ())
+        for at, (name, *operands) in enumerate(
+            [
+                ("S2R", "R4", "SR_TID.X"),
+                ("MOV", "R5", "0x7"),
+                ("STL.64", "[R1+0x8]", "R4"),
+                ("STL", "[R1]", "R5"),
+                ("MOV", "R4", "RZ"),
+                ("LDL.64", "R6", "[R1+0x8]"),
+                ("LDL", "R8", "[R1+0xc]"),
+                ("LDL", "R9", "[R1]"),
+                ("LDL", "R10", "[R2]"),
+                ("EXIT",),
+            ]
+        )
+    ]
+    blocks = sass.Blocks(code, b"", (64, 1, 1), [(0, 0, 0)], 100)
+    blocks.run()
+    threads = np.arange(64)
+    for row, expected in ((6, threads), (7, 7), (8, 7), (9, 7), (10, 0), (4, 0)):
+        assert (blocks.values[row] == expected).all(), row
