@@ -172,7 +172,7 @@ class Relative:
         naive = torch.full_like(self.condition, self.naive_error)
         absolute = ABSOLUTE_TERM_ULPS * _sum_eps(dtype) + _eps(dtype) / 2
         # Unlike Python's max(), torch's keeps a NaN.
-        expected = _factor(precision) * naive.maximum(self.condition)
+        expected = budget_factor(precision) * naive.maximum(self.condition)
         return slack * (_last_place(precision) * (expected + absolute) + self.sums)
 
 
@@ -341,7 +341,7 @@ def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: f
     magnitude.
     """
     absolute = ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
-    return _last_place(precision) * (_factor(precision) * expected + absolute)
+    return _last_place(precision) * (budget_factor(precision) * expected + absolute)
 
 
 def place(index: int, shape: Sequence[int]) -> str:
@@ -435,7 +435,8 @@ def _naive_difference(
     return scale * (out.double() - reference).abs()
 
 
-def _factor(precision: str) -> float:
+def budget_factor(precision: str) -> float:
+    """Return how many times plain PyTorch's error a precision class may have."""
     return BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
 
 

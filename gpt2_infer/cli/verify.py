@@ -15,7 +15,7 @@ from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from attention_kernels.conformance import Failure, Report
+    from attention_kernels.conformance import Case, DecodeCase, Failure, Report
     from attention_kernels.ladder.header import VersionHeader
 
 SHOWN_FAILURES = 5
@@ -96,6 +96,8 @@ def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device:
             f"  its budgets are {spec.error_slack:g} times its precision class's: it asks for that"
         )
     _print_findings(report)
+    if report.worst:
+        show(f"  a budget is {_rule(spec, report.worst[0])}")
     if report.killed and is_emulated and not arguments.sanitize:
         show("  probably by an access out of bounds: with --sanitize, verify tells where")
     passed = report.passed
@@ -135,6 +137,18 @@ def _print_findings(report: Report) -> None:
             ("by column", verdict.column_error, verdict.column_budget, verdict.naive_column_error),
         ):
             show(f"    {name:<9} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
+
+
+def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:
+    """Return the rule of the budgets in words."""
+    from attention_kernels.contract import dtype_name
+    from attention_kernels.reference import budget_factor
+
+    times = spec.error_slack * budget_factor(spec.precisions[dtype_name(case.dtype)])
+    return (
+        f"{times:g} times the distance of plain PyTorch from float64, or what rounding the scores "
+        "explains, and a few units in the last place"
+    )
 
 
 def _nvcc_compiles(version: VersionHeader) -> bool:
