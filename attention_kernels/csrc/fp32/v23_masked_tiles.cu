@@ -271,7 +271,7 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
 }
 
 template <int kBlockM, int kBlockN, int kHeadDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kHeadDim > 32 ? 2 : 3)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
                      float* __restrict__ o, Strides q_strides, Strides v_strides, int seqlen,
                      int num_heads, float softmax_scale, bool is_causal) {

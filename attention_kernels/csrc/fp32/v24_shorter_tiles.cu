@@ -4,8 +4,7 @@
 //         multiprocessor; at head_dim 128, two.
 // Why:    the warps of a block are in step: they wait for a tile, multiply, and compute the softmax
 //         together. Only another block's warps have products when these have none.
-// Cost:   twice as many barriers, and O is rescaled twice as often. A few bytes are spilled at
-//         head_dim 64.
+// Cost:   twice as many barriers, and O is rescaled twice as often.
 // Tile:   kBlockM x kBlockN = 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
