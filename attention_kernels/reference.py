@@ -13,7 +13,8 @@ naive_column: its largest relative error of a row and of a column). The second r
 the first rows of causal attention set the maximum, which hides an error that grows with the length.
 The third exists because one large column of V sets the length of a row, which hides an error in the
 others. A column may cancel to nothing, so its error is relative to what was added up:
-size_ic = sum_j p_ij |v_jc|. Columns of few rows are not judged: that would be one draw each.
+size_ic = sum_j p_ij |v_jc|. Rows and columns of a few numbers are not judged, as their errors are
+luck.
 
 Plain PyTorch's error is one draw of a random variable: by luck it may be many times smaller than
 that of an equally good kernel that rounds elsewhere. Two terms, computed from the inputs, keep luck
@@ -65,8 +66,8 @@ BORDERLINE = 0.8
 # How many scores are computed at once: 1 GiB in float64, of which there are five copies.
 LARGEST_SCORES = 2**27
 RELATIVE_FROM = 1e-3
-# How many rows a column needs to be judged.
-LEAST_ROWS = 16
+# How many numbers a row or a column needs to be judged.
+LEAST_NUMBERS = 16
 # What the axes of an output are called: one, several.
 AXES = (("batch", "batches"), ("row", "rows"), ("head", "heads"), ("column", "columns"))
 
@@ -151,7 +152,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Relative:
-    """The relative errors of rows or of columns that plain PyTorch and rounding make in a call."""
+    """The relative errors of rows or of columns that plain PyTorch and rounding make in a call.
+
+    The condition is infinite, and any error allowed, where they have fewer than LEAST_NUMBERS.
+    """
 
     dim: int
     """The dimension of the output that the lengths are taken along."""
@@ -191,7 +195,7 @@ class Truth:
     rows: Relative
     """Of (batch, rows, num_heads)."""
     columns: Relative
-    """Of (batch, num_heads, head_dim); any error is allowed with fewer than LEAST_ROWS rows."""
+    """Of (batch, num_heads, head_dim)."""
 
     def budget(self, precision: str, slack: float = 1.0) -> float:
         """Return how large max|out - ref| may be in a precision class, `slack` times over."""
@@ -301,11 +305,10 @@ def truth(
         lengths = size.norm(dim=dim).clamp(min=1e-300)
         parts = (naive.norm(dim=dim), rounding.norm(dim=dim), sums.norm(dim=dim))
         errors, condition, drift = (part / lengths for part in parts)
+        if q.shape[dim] < LEAST_NUMBERS:
+            condition.fill_(math.inf)
         return Relative(dim, lengths, errors.max().item(), condition, drift)
 
-    columns = relative(1, sizes)
-    if q.shape[1] < LEAST_ROWS:
-        columns.condition.fill_(math.inf)
     return Truth(
         reference=reference,
         dtype=q.dtype,
@@ -313,7 +316,7 @@ def truth(
         condition=rounding.max().item(),
         sums=sums.max().item(),
         rows=relative(3, reference.abs().maximum(resolution)),
-        columns=columns,
+        columns=relative(1, sizes),
     )
 
 

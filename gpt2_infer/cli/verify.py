@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -136,7 +137,8 @@ def _print_findings(report: Report) -> None:
             ("by row", verdict.row_error, verdict.row_budget, verdict.naive_row_error),
             ("by column", verdict.column_error, verdict.column_budget, verdict.naive_column_error),
         ):
-            show(f"    {name:<9} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
+            if budget < math.inf:
+                show(f"    {name:<9} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
 
 
 def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:

@@ -240,6 +240,14 @@ def test_a_right_kernel_passes_values_of_any_size(kind, is_causal):
         assert verdict.status == "passed", (name, verdict)
 
 
+def test_a_row_or_a_column_of_a_few_numbers_is_not_judged():
+    """One number that cancels to nothing has an error of any relative size."""
+    for seqlen, head_dim, relative in ((40, 1, "rows"), (4, 32, "columns")):
+        right = truth(*Case(seqlen, head_dim).inputs("cpu"))
+        assert getattr(right, relative).budgets("ieee-fp32", torch.float32).min() == math.inf
+        assert not right.judge(right.reference.float() + 1e-4, "ieee-fp32").passed
+
+
 def test_small_rows_beside_large_ones_are_judged():
     q, k, v = Case(100, 32, kind="halves").inputs("cpu")
     right = truth(q, k, v)
