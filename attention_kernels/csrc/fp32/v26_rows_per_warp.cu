@@ -14,9 +14,9 @@
 // Precision: 3xfp16
 // Flags:  --use_fast_math
 // Expect: three blocks of 32 rows per warp at head_dim 32 and 64, and busier tensor cores where there
-//         are many blocks. With a batch of 32 and 1,024 rows that pays at head_dim 32, and on an
-//         H100 at head_dim 64, too; v25 is faster at every other shape. With one batch entry 16 rows
-//         per warp pay for Q's loads and gain nothing.
+//         are many blocks. With a batch of 4 and 4,096 rows that pays; at head_dim 32, with a batch of
+//         32 and 1,024 rows, the two tie. With one batch entry 16 rows per warp pay for Q's loads and
+//         gain nothing.
 
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
