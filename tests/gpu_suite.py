@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-LONGEST = ("test_sanitize.py", "TRITON")  # Triton's kernels are tuned for each size
+# Triton's kernels are tuned for each size.
+LONGEST = ("racecheck", "test_conformance[torch", "test_sanitize.py", "TRITON")
 MESSAGE_LINES = 8
 SLOWEST = 20
 

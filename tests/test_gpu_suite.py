@@ -11,6 +11,7 @@ import pytest
 from gpt2_infer.bench.record import read
 
 ROOT = Path(__file__).parents[1]
+LAST_RUN = ROOT / "results" / "gpu_tests.json"
 TESTS = """
 import pytest
 
@@ -73,3 +74,13 @@ def test_a_run_that_skips_every_test_is_not_written(tmp_path):
     done = suite(tmp_path, "-k", "skipped")
     assert "1 skipped" in done.stdout
     assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.skipif(not LAST_RUN.exists(), reason=f"{LAST_RUN.name} is not there: make gpu-test")
+def test_the_last_run_on_a_gpu_passed():
+    results = read(LAST_RUN)
+    assert [row.contender for row in results.of("outcome")] == []
+    assert results.study["failed"] == 0
+    assert results.study["passed"] > 800
+    assert results.provenance.gpu is not None
+    assert results.provenance.dirty is False
