@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer"),
 ]
-# Backends in one process under a sanitizer. While the other workers use the GPU, a process takes about
-# 70 s to start, a backend 13 s, and a step of the ablation 30.
+# Backends in one process under a sanitizer. While the other workers use the GPU, a process takes
+# about 70 s to start, a backend 13 s, and a step of the ablation 30.
 MOST = {"triton": 1, "ablation": 3}
 USUALLY_MOST = 7
 NEGATIVE = Path(__file__).parents[1] / "negative"
