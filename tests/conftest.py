@@ -78,8 +78,8 @@ def remembered_truth() -> Iterator[None]:
     """Compute the judge's truth, a function of a call's inputs alone, once for all backends."""
     import torch
 
-    from attention_kernels import conformance
-    from attention_kernels.reference import Truth
+    from attention_kernels.judge import conformance
+    from attention_kernels.judge.reference import Truth
 
     compute, known = conformance.truth, dict[object, Truth]()
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from attention_kernels import ladder
-from attention_kernels.conformance import Case, DecodeCase
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import child
+from attention_kernels.judge.conformance import Case, DecodeCase
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 

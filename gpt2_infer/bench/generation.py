@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.conformance import KERNEL_ERRORS, Case, describe_error
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
-from attention_kernels.reference import check_precision
+from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.reference import check_precision
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.diverge import examine
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
 from gpt2_infer.bench.transformers import reference_of
+from gpt2_infer.diverge.backends import examine
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate

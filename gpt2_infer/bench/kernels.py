@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.conformance import KERNEL_ERRORS, Case, describe_error
-from attention_kernels.reference import check_precision
+from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.reference import check_precision
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, get_backend
-from attention_kernels.conformance import Case
+from attention_kernels.judge.conformance import Case
 from gpt2_infer.bench import selection
 from gpt2_infer.bench.record import Row, Shape
 from gpt2_infer.bench.study import Contender, ProfileStudy, Subject

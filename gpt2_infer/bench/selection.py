@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.conformance import (
+from attention_kernels.judge.conformance import (
     KERNEL_ERRORS,
     Case,
     DecodeCase,

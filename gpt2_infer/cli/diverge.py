@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.bench.diverge import Comparison, diverge
-    from gpt2_infer.bench.diverge_engines import diverge_engines
+    from gpt2_infer.diverge.backends import Comparison, diverge
+    from gpt2_infer.diverge.engines import diverge_engines
     from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b

@@ -16,7 +16,7 @@ from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
-    from attention_kernels.conformance import Case, DecodeCase, Failure, Report
+    from attention_kernels.judge.conformance import Case, DecodeCase, Failure, Report
     from attention_kernels.ladder.header import VersionHeader
 
 SHOWN_FAILURES = 5
@@ -69,7 +69,7 @@ def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device:
     """Check one backend, by name or version file, and print what is found."""
     from attention_kernels import UnsupportedError
     from attention_kernels.inspection.sanitize import sanitize
-    from attention_kernels.isolation import verify_in_child
+    from attention_kernels.judge.isolation import verify_in_child
 
     dtypes = tuple(arguments.dtypes or ())
     if unknown := [name for name in dtypes if name not in spec.dtypes]:
@@ -144,7 +144,7 @@ def _print_findings(report: Report) -> None:
 def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:
     """Return the rule of the budgets in words."""
     from attention_kernels.contract import dtype_name
-    from attention_kernels.reference import budget_factor
+    from attention_kernels.judge.reference import budget_factor
 
     times = spec.error_slack * budget_factor(spec.precisions[dtype_name(case.dtype)])
     return (

@@ -32,7 +32,7 @@ from attention_kernels import (
     register,
 )
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import (
+from attention_kernels.judge.reference import (
     error_budget,
     naive_attention,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention_kernels import KernelError, get_backend, ladder
-from attention_kernels.conformance import _race_checks, verify
+from attention_kernels.judge.conformance import _race_checks, verify
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.test_cuda import NAMES, for_each
 from tests.conftest import usable

@@ -9,8 +9,8 @@ import torch
 
 from attention_kernels import get_backend, ladder, list_backends
 from gpt2_infer import GPT2, generate
-from gpt2_infer.bench.diverge import diverge
 from gpt2_infer.cli import DTYPES
+from gpt2_infer.diverge.backends import diverge
 from tests.conftest import usable
 
 HEAD_DIM = 64  # of the models here

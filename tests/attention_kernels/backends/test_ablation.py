@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, get_backend, list_backends
-from attention_kernels.conformance import Case, run_case
 from attention_kernels.inspection import resources
+from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.reference import judge
 from attention_kernels.ladder import header
-from attention_kernels.reference import judge
 from tests.attention_kernels.backends.test_cuda import spec_of, usable
 from tests.conftest import DEVICES
 

@@ -22,13 +22,13 @@ from attention_kernels import (
     registry,
 )
 from attention_kernels.backends import cuda
-from attention_kernels.conformance import Case, DecodeCase, cases, future_leaks, run_case
 from attention_kernels.inspection import resources
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import sanitize
+from attention_kernels.judge.conformance import Case, DecodeCase, cases, future_leaks, run_case
+from attention_kernels.judge.reference import naive_attention, reference_attention
 from attention_kernels.ladder import build, compilers, header, op
 from attention_kernels.ladder.header import HeaderError
-from attention_kernels.reference import naive_attention, reference_attention
 from tests.conftest import DEVICES, emulator_settings, usable
 
 NAMES = [name for name, version in ladder.versions().items() if version.role == "attention"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, ladder
-from attention_kernels.cases import EDGES
-from attention_kernels.conformance import DecodeCase, run_case
+from attention_kernels.judge.cases import EDGES
+from attention_kernels.judge.conformance import DecodeCase, run_case
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.test_cuda import fused
 from tests.conftest import DEVICES, emulator_settings, usable

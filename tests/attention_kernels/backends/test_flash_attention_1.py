@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
-from attention_kernels.conformance import Case
-from attention_kernels.reference import naive_attention, reference_attention
+from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.reference import naive_attention, reference_attention
 from tests.attention_kernels.backends.test_cuda import dtype_of, for_each
 from tests.conftest import DEVICES, usable
 
@@ -111,7 +111,7 @@ def test_half_precision_is_more_exact_than_plain_pytorch(name, device):
 OPENMP = """
 import ctypes, hashlib, time
 from attention_kernels import get_backend
-from attention_kernels.conformance import Case
+from attention_kernels.judge.conformance import Case
 from attention_kernels.ladder import build
 spec = get_backend("FLASH_ATTENTION_1_CPU")
 spec.prepare("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import list_backends
-from attention_kernels.conformance import Case
+from attention_kernels.judge.conformance import Case
 from tests.conftest import usable
 
 KERNELS = [

@@ -14,8 +14,8 @@ import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
 from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, SharedMemory
-from attention_kernels.conformance import LENGTHS, Case, cases, future_leaks, run_case
-from attention_kernels.reference import judge
+from attention_kernels.judge.conformance import LENGTHS, Case, cases, future_leaks, run_case
+from attention_kernels.judge.reference import judge
 from gpt2_infer import GPT2, generate
 
 PROGRAMS = ["basic", "gpu_like", "gpu_like_1d", "gpu_like_opt1", "gpu_like_opt2"]

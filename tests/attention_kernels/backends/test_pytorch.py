@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
-from attention_kernels.conformance import LENGTHS, Case, DecodeCase, cases, future_leaks, run_case
+from attention_kernels.judge.conformance import (
+    LENGTHS,
+    Case,
+    DecodeCase,
+    cases,
+    future_leaks,
+    run_case,
+)
 from tests.conftest import DEVICES
 
 NAMES = [spec.name for spec in list_backends() if spec.family == "pytorch"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend
-from attention_kernels.conformance import LENGTHS, Case, cases, future_leaks, run_case
-from attention_kernels.reference import judge
+from attention_kernels.judge.conformance import LENGTHS, Case, cases, future_leaks, run_case
+from attention_kernels.judge.reference import judge
 from tests.conftest import DEVICES, usable
 
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, get_backend, list_backends
-from attention_kernels.conformance import Case, run_case
 from attention_kernels.inspection import resources
+from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.reference import judge, reference_attention
 from attention_kernels.ladder import compilers, header
-from attention_kernels.reference import judge, reference_attention
 from tests.attention_kernels.backends.test_cuda import for_each, spec_of
 from tests.conftest import DEVICES, usable
 

@@ -4,7 +4,7 @@ import pytest
 
 from attention_kernels import BackendSpec, get_backend
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import naive_attention
+from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.bench import environment
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attention_kernels import UnknownBackendError, get_backend
-from attention_kernels.conformance import Case
-from attention_kernels.reference import naive_attention
+from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.bench import kernels, selection
 from gpt2_infer.bench.record import KernelCell, encode
 from gpt2_infer.bench.selection import select

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attention_kernels import ladder
+from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_struct_op
-from attention_kernels.reference import naive_attention
 from gpt2_infer import GPT2, Sampling, generate
-from gpt2_infer.bench.diverge import unregistered
 from gpt2_infer.config import GPT2Config
+from gpt2_infer.diverge.backends import unregistered
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Product, Shape, Step
 from gpt2_infer.model import KVCache

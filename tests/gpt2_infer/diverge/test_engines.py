@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, RequestError
-from gpt2_infer.bench import diverge_engines as module
-from gpt2_infer.bench.diverge_engines import diverge_engines
+from gpt2_infer.diverge import engines as module
+from gpt2_infer.diverge.engines import diverge_engines
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, Shape

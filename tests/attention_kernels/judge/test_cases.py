@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec
-from attention_kernels.cases import Case, DecodeCase
-from attention_kernels.conformance import suite
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
+from attention_kernels.judge.cases import Case, DecodeCase
+from attention_kernels.judge.conformance import suite
 
 SEEDS = range(6)
 HEAD_DIMS = {"some": (32, 64, 128), "any": ()}

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from attention_kernels import conformance
-from attention_kernels.conformance import verify
-from tests.attention_kernels.cheats import CHEATS
+from attention_kernels.judge import conformance
+from attention_kernels.judge.conformance import verify
+from tests.attention_kernels.judge.cheats import CHEATS
 
 
 @pytest.mark.parametrize(

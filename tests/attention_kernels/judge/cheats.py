@@ -21,7 +21,7 @@ import torch
 
 from attention_kernels import BackendSpec, get_backend
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import naive_attention
+from attention_kernels.judge.reference import naive_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from attention_kernels import get_backend, ladder
+from attention_kernels.judge.reference import naive_attention, reference_attention
 from attention_kernels.ladder import compilers
-from attention_kernels.reference import naive_attention, reference_attention
 from gpt2_infer import GPT2, RequestError, generate
-from gpt2_infer.bench.diverge import diverge, examine
 from gpt2_infer.cli import DEFAULT_PROMPT, main
+from gpt2_infer.diverge.backends import diverge, examine
 from tests.conftest import DEVICES, rewrite
 from tests.gpt2_infer.bench import common
 from tests.gpt2_infer.cli.program import run
@@ -228,7 +228,7 @@ def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
 
 
 def test_each_of_two_logits_may_be_its_whole_budget_off(demo, monkeypatch):
-    monkeypatch.setattr("gpt2_infer.bench.diverge.error_budget", lambda *_: 0.25)
+    monkeypatch.setattr("gpt2_infer.diverge.backends.error_budget", lambda *_: 0.25)
     result = compare(demo, PLAIN, "PYTORCH_SDPA_MATH", max_new_tokens=1)
     assert result.a.allowed == result.b.allowed == 0.5
 

@@ -9,15 +9,15 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.isolation import verify_in_child
-from attention_kernels.reference import naive_attention
+from attention_kernels.judge.isolation import verify_in_child
+from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.cli import main
 
 PLUGIN = """
 import os, sys, time
 from attention_kernels import register
 from attention_kernels.contract import Kernels
-from attention_kernels.reference import naive_attention
+from attention_kernels.judge.reference import naive_attention
 
 @register(
     name="STRANGE", family="plug-in", summary="A plug-in of a test.",

@@ -16,7 +16,6 @@ from typing import Any
 from tqdm import tqdm
 
 from attention_kernels import ladder
-from attention_kernels.conformance import Failure, Report, verify
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
@@ -24,6 +23,7 @@ from attention_kernels.errors import (
     describe,
 )
 from attention_kernels.inspection.child import check_time_limit, ending
+from attention_kernels.judge.conformance import Failure, Report, verify
 
 TIMEOUT_S = 300.0  # of one check
 LOADING_TIMEOUT_S = 1800.0  # of imports, and of a build with nvcc

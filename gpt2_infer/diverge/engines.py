@@ -6,7 +6,7 @@ in float64, run once over the whole text: the logits of each step and, with a ca
 values of each layer. What a layer makes is the input of the next, so keys over their budget mean
 that the fault is in the layer before, or in the projection that made them.
 
-The budget of a stage is the rule of `attention_kernels.reference` with room for luck: 8 max|naive -
+The budget of a stage is the rule of `judge.reference` with room for luck: 8 max|naive -
 ref| + 4 ulp(max|ref|), over all positions. naive is the modules in the model's own dtype, run once
 over the whole text. A token must be the most likely one by the engine's own logits. Engines
 that keep all budgets and choose different tokens are a tie.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels.contract import PLAIN_PRECISIONS, dtype_name
-from attention_kernels.reference import Verdict, error_budget, naive_attention
-from gpt2_infer.bench.diverge import Comparison, no_budget, unregistered
+from attention_kernels.judge.reference import Verdict, error_budget, naive_attention
+from gpt2_infer.diverge.backends import Comparison, no_budget, unregistered
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused

@@ -6,8 +6,8 @@ that the second one's generation ran, and each is held to the model with float64
 
 layers: each layer gets what float64 attention, not either backend, made of the layers before it, so
 that no error is inherited, and each backend's output of that layer has the budgets of
-`attention_kernels.reference`. The first layer over them is where the bug is. Each backend gets
-copies of the inputs, and one that changes them has a bug.
+`judge.reference`. The first layer over them is where the bug is. Each backend gets copies of the
+inputs, and one that changes them has a bug.
 
 logits: the same rule, applied to the logits, says how far a right backend's may be from those of
 float64 attention: 2 max|naive - ref| + 4 ulp(max|ref|), or the factor of its precision class for 2.
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.conformance import Inputs, poison_freed_memory
 from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
-from attention_kernels.reference import Verdict, error_budget, naive_attention, truth
+from attention_kernels.judge.conformance import Inputs, poison_freed_memory
+from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate

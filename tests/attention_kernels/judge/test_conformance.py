@@ -20,7 +20,8 @@ from attention_kernels import (
     ladder,
     register,
 )
-from attention_kernels.conformance import (
+from attention_kernels.contract import Kernels
+from attention_kernels.judge.conformance import (
     Case,
     DecodeCase,
     Report,
@@ -30,10 +31,9 @@ from attention_kernels.conformance import (
     run_case,
     verify,
 )
-from attention_kernels.contract import Kernels
-from attention_kernels.isolation import verify_in_child
+from attention_kernels.judge.isolation import verify_in_child
+from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import compilers, header
-from attention_kernels.reference import naive_attention
 from gpt2_infer.cli import main
 
 
@@ -229,7 +229,7 @@ def in_this_process(monkeypatch):
     def verify_here(what, device, *, timeout_s=None, **options):
         return verify(ladder.resolve(what), device, **options, **more)
 
-    monkeypatch.setattr("attention_kernels.isolation.verify_in_child", verify_here)
+    monkeypatch.setattr("attention_kernels.judge.isolation.verify_in_child", verify_here)
     return more
 
 
@@ -257,7 +257,7 @@ def test_how_much_more_error_a_backend_may_ask_for(slack):
 
 def test_a_larger_budget_is_shown(capsys, monkeypatch):
     passed = Report(total=1, checks=1, cases=1)
-    monkeypatch.setattr("attention_kernels.isolation.verify_in_child", lambda *a, **k: passed)
+    monkeypatch.setattr("attention_kernels.judge.isolation.verify_in_child", lambda *a, **k: passed)
     assert main(["verify", "CUSTOM_CUDA_VERSION_1", "--device", "cpu"]) == 0
     assert "  its budgets are 2 times its precision class's" in capsys.readouterr().out
 
@@ -266,7 +266,7 @@ def test_an_alias_is_every_backend_that_it_stands_for(capsys, monkeypatch):
     asked = []
     passed = Report(total=1, checks=1, cases=1)
     monkeypatch.setattr(
-        "attention_kernels.isolation.verify_in_child",
+        "attention_kernels.judge.isolation.verify_in_child",
         lambda what, *a, **k: asked.append(what) or passed,
     )
     assert main(["verify", "CUSTOM_CUDA", "--device", "cpu"]) == 0
@@ -314,7 +314,7 @@ def test_what_its_child_refuses_is_refused(capsys):
     assert "seed" in capsys.readouterr().err
 
 
-NEGATIVE = Path(__file__).parent / "negative"
+NEGATIVE = Path(__file__).parents[1] / "negative"
 RIGHT = header.CSRC / "fp32" / "v08_o_in_shared.cu"
 
 
@@ -366,7 +366,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_child_that_does_not_begin_is_no_kernels_fault(monkeypatch, capfd):
-    monkeypatch.setattr("attention_kernels.isolation._send_report", os._exit)  # a TypeError
+    monkeypatch.setattr("attention_kernels.judge.isolation._send_report", os._exit)  # a TypeError
     with pytest.raises(
         UnavailableBackendError,
         match=r"its suite did not start: it ended with exit status 1",
@@ -412,7 +412,7 @@ def test_what_passes_emulated_must_compile_with_nvcc(
     flag, status, words, tmp_path, capsys, monkeypatch
 ):
     passed = Report(total=1, cases=1)
-    monkeypatch.setattr("attention_kernels.isolation.verify_in_child", lambda *a, **k: passed)
+    monkeypatch.setattr("attention_kernels.judge.isolation.verify_in_child", lambda *a, **k: passed)
     file = broken(tmp_path, "// Flags:  ", f"// Flags:  {flag}")
     assert main(["verify", file, "--device", "cpu"]) == status
     assert re.search(words, capsys.readouterr().out)
@@ -484,7 +484,7 @@ def test_what_fails_before_its_timing_has_not_passed(capsys, monkeypatch, mine):
 
     mine(attention)
     passed = Report(total=1, cases=1)
-    monkeypatch.setattr("attention_kernels.isolation.verify_in_child", lambda *a, **k: passed)
+    monkeypatch.setattr("attention_kernels.judge.isolation.verify_in_child", lambda *a, **k: passed)
     assert main(["verify", "MINE", "--device", "cpu", "--no-timing"]) == 0
     capsys.readouterr()
     assert main(["verify", "MINE", "--device", "cpu"]) == 1
@@ -495,7 +495,7 @@ def test_what_fails_before_its_timing_has_not_passed(capsys, monkeypatch, mine):
 
 def test_a_short_timing_names_the_baseline(capsys, monkeypatch):
     passed = Report(total=1, cases=1)
-    monkeypatch.setattr("attention_kernels.isolation.verify_in_child", lambda *a, **k: passed)
+    monkeypatch.setattr("attention_kernels.judge.isolation.verify_in_child", lambda *a, **k: passed)
     arguments = ["verify", "pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32"]
     assert main(arguments) == 0
     out = capsys.readouterr().out

@@ -26,7 +26,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels import ladder
-from attention_kernels.cases import (
+from attention_kernels.contract import dtype_name
+from attention_kernels.errors import (
+    ArgumentError,
+    AttentionError,
+    KernelError,
+    OutputError,
+    UnavailableBackendError,
+    UnsupportedError,
+)
+from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
     LARGE,
     LENGTHS,
@@ -42,16 +51,7 @@ from attention_kernels.cases import (
     random_cases,
     usual_head_dim,
 )
-from attention_kernels.contract import dtype_name
-from attention_kernels.errors import (
-    ArgumentError,
-    AttentionError,
-    KernelError,
-    OutputError,
-    UnavailableBackendError,
-    UnsupportedError,
-)
-from attention_kernels.reference import Verdict, check_precision, extent, truth
+from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
 from attention_kernels.registry import BackendSpec
 
 __all__ = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.cases import EXTREMES, Case
-from attention_kernels.reference import (
+from attention_kernels.judge.cases import EXTREMES, Case
+from attention_kernels.judge.reference import (
     Verdict,
     error_budget,
     judge,
@@ -306,7 +306,7 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     wrong = naive_attention(q, k, v)
     wrong[1, 64, 2] += 1e-3
     whole = judge(wrong, q, k, v)
-    monkeypatch.setattr("attention_kernels.reference.LARGEST_SCORES", limit)
+    monkeypatch.setattr("attention_kernels.judge.reference.LARGEST_SCORES", limit)
     parts = judge(wrong, q, k, v)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
     assert parts.row_error == pytest.approx(whole.row_error, rel=1e-9)
