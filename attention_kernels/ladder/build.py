@@ -131,15 +131,22 @@ def cache_dir() -> Path:
         return _private_cache(base, "this user has no home folder")
 
 
+_ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
+
+
 def cache_entries() -> dict[Path, int]:
-    """Return the files and folders in the cache, sorted, with their sizes in bytes."""
+    """Return the files and folders in the cache, sorted, with their sizes in bytes.
+
+    The user names the folder, so files without a name of the cache's own form are not its entries.
+    """
 
     def size(entry: Path) -> int:
         files = entry.rglob("*") if entry.is_dir() else [entry]
         return sum(file.lstat().st_size for file in files if file.is_file())
 
     try:
-        return {entry: size(entry) for entry in sorted(cache_dir().iterdir())}
+        found = (entry for entry in cache_dir().iterdir() if _ENTRY.fullmatch(entry.name))
+        return {entry: size(entry) for entry in sorted(found)}
     except (FileNotFoundError, NotADirectoryError):
         return {}
 
