@@ -1,12 +1,12 @@
-"""Run the studies behind the documents, one of them or all.
+"""Run the studies behind the documents, all or some of them.
 
     python scripts/measure.py --list
     python scripts/measure.py --prefix results/2026-11-20_h200_ [NAME ...]
 
-Writes <prefix><name>.json; what is there already is not measured again, and an interrupted study
-goes on where it stopped. Most studies need a GPU, the profiles also ncu on PATH. --studies takes a
-file of one's own, in the form of gpt2_infer/bench/studies.toml. A study that fails does not stop
-the others; the exit status tells.
+Writes <prefix><name>.json. Studies whose file exists are skipped, and an interrupted study resumes
+where it stopped. Most studies need a GPU, the profiles also ncu on PATH. --studies takes your own
+file in the format of gpt2_infer/bench/studies.toml. A study that fails does not stop the others,
+but the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from gpt2_infer.cli import Parser
 
 
 def main() -> int:
-    """Run what is wanted and not there."""
+    """Run the requested studies that have no results yet."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="studies to run (default: all)")
     parser.add_argument("--prefix", default="results/", help="prefix of the output files")
     parser.add_argument("--studies", type=Path, default=study.STUDIES, help="TOML file of studies")
-    parser.add_argument("--list", action="store_true", help="print the studies and run none")
+    parser.add_argument(
+        "--list", action="store_true", help="print the studies without running them"
+    )
     arguments = parser.parse_args()
     try:
         known = study.load(arguments.studies)
     except GPT2InferError as error:
         parser.error(str(error))
     if unknown := {*arguments.names} - {*known}:
-        parser.error(
-            f"no study is named {', '.join(sorted(unknown))}: there are {', '.join(known)}"
-        )
+        parser.error(f"no study is named {', '.join(sorted(unknown))} (known: {', '.join(known)})")
     names = arguments.names or list(known)
     if arguments.list:
         for name in names:
@@ -50,7 +50,7 @@ def main() -> int:
     wanted = []
     for name in names:
         if Path(f"{arguments.prefix}{name}.json").exists():
-            print(f"{arguments.prefix}{name}.json is there already")
+            print(f"{arguments.prefix}{name}.json already exists")
         else:
             wanted.append(name)
     if len(wanted) != 1:
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _run_each(names: list[str], options: list[str]) -> int:
-    """Run each study in a process of its own: one that breaks the GPU stops no other."""
+    """Run each study in its own process, so that one that breaks the GPU stops no other."""
     failed = []
     for name in names:
         print(f"\n=== {name}", flush=True)
@@ -73,9 +73,9 @@ def _run_each(names: list[str], options: list[str]) -> int:
         child = subprocess.Popen([sys.executable, __file__, *options, name])
         try:
             status = child.wait()
-        except KeyboardInterrupt:  # the child gets it, too
+        except KeyboardInterrupt:  # the child gets the signal, too
             child.wait()
-            print(f"interrupted at {name}: the same command goes on from there", file=sys.stderr)
+            print(f"interrupted at {name}: run the same command to resume", file=sys.stderr)
             return 130
         print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
         if status:

@@ -1,12 +1,12 @@
-"""Draw results as SVG; nothing is measured here.
+"""Draw results as SVG, without measuring anything.
 
     python scripts/plot_results.py [--check]
     python scripts/plot_results.py FILE ... [--out FOLDER]
 
-Without FILE: the pictures that README.md and docs/ show, of the newest results of each task, as
-results/plots/<task>_<plot>.svg; pictures that no document shows are deleted. --check draws nothing
-and exits with 1 if one is stale, missing or not shown. With FILE: every plot that it has, beside it
-or in FOLDER.
+Without FILE, draws the pictures that README.md and docs/ show, from the newest results of each
+task, as results/plots/<task>_<plot>.svg, and deletes pictures that no document shows. --check draws
+nothing and exits with 1 if a picture is stale, missing or not shown. With FILE, draws every plot of
+those results, in FOLDER or next to FILE.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def shown(root: Path) -> set[str]:
 
 
 def draw_documents(root: Path) -> dict[Path, bytes]:
-    """Draw the pictures that the documents show; raises ResultsError for one of no results."""
+    """Draw the pictures that the documents show; raises ResultsError for one without results."""
     tasks, wanted = newest(root / "results"), shown(root)
     drawn: dict[str, bytes] = {}
     for task in sorted({name.rpartition("_")[0] for name in wanted}):
         pictures = charts.render(tasks[task][1]) if task in tasks else {}
         drawn |= {f"{task}_{plot}": svg for plot, svg in pictures.items()}
     if missing := wanted - drawn.keys():
-        raise ResultsError(f"a document shows what no results give: {', '.join(sorted(missing))}")
+        raise ResultsError(
+            f"no results for these pictures of the documents: {', '.join(sorted(missing))}"
+        )
     return {root / "results" / "plots" / f"{name}.svg": drawn[name] for name in sorted(wanted)}
 
 
 def complaints(drawn: dict[Path, bytes], there: set[Path]) -> list[str]:
-    """Say which pictures are stale, missing or not shown."""
+    """List the pictures that are stale, missing or not shown."""
     found = {
         "stale": [
             path
@@ -61,16 +63,16 @@ def complaints(drawn: dict[Path, bytes], there: set[Path]) -> list[str]:
 
 
 def main() -> int:
-    """Draw, or say what is not current."""
+    """Draw pictures, or check that those of the documents are current."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results")
-    parser.add_argument("--out", type=Path, help="a folder (default: beside a FILE)")
-    parser.add_argument("--check", action="store_true", help="draw nothing; say what is stale")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results files")
+    parser.add_argument("--out", type=Path, help="output folder (default: that of FILE)")
+    parser.add_argument("--check", action="store_true", help="list stale pictures, drawing nothing")
     arguments = parser.parse_args()
     if arguments.files and arguments.check:
-        parser.error("--check is about the pictures of the documents, not of a FILE")
+        parser.error("--check takes no FILE: it checks the pictures of the documents")
     if arguments.out and not arguments.files:
-        parser.error("--out is for the pictures of a FILE")
+        parser.error("--out needs a FILE")
     there: set[Path] = set()
     try:
         if arguments.files:
@@ -100,7 +102,7 @@ def main() -> int:
             parser.error(f"{file} cannot be written: {error.strerror}")
         print(f"wrote {file}")
     if not drawn:
-        print("there was nothing to draw")
+        print("nothing to draw")
     return 0
 
 

@@ -48,7 +48,7 @@ STRAIGHT = str.maketrans(
         "\N{NO-BREAK SPACE}": " ",
     }
 )
-HOLD_OUT_EVERY = 40  # one book in so many, whole
+HOLD_OUT_EVERY = 40  # one whole book in this many
 CHAPTER = re.compile(r"^(chapter|part|book|letter|canto)\b.{0,40}$", re.IGNORECASE)
 OPENING = r"(?:^|(?<=[\s(])|(?<=--))"
 SPEECH_MARK = re.compile(
@@ -58,14 +58,14 @@ SPEECH_MARK = re.compile(
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of a corpus file, unprocessed."""
+    """Read the documents of a corpus file, unprocessed."""
     data = path.read_bytes()
     raw = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
     return [text for part in raw.split(f"{END_OF_TEXT}\n") if (text := part.strip())]
 
 
 def is_story(document: str) -> bool:
-    """Whether a book is prose for children rather than scholarship (long words) or verse."""
+    """Return whether a book is children's prose, not scholarship (long words) or verse."""
     sample = document[:400_000]
     words = re.findall(r"[A-Za-z']+", sample)
     paragraphs = re.split(r"\n\s*\n", sample)
@@ -74,10 +74,10 @@ def is_story(document: str) -> bool:
 
 
 def american(chapter: str) -> str:
-    """Turn a chapter's quotation marks round if its speech stands in single ones.
+    """Swap single and double quotation marks in a chapter whose speech is in single ones.
 
-    An apostrophe may look like an opening mark ('tis, 'em). One before a capital letter opens
-    speech; before a small letter it resumes speech that was closed earlier in the paragraph.
+    An apostrophe may look like an opening mark ('tis, 'em). A mark before a capital letter opens
+    speech; one before a small letter resumes speech that was closed earlier in the paragraph.
     """
     if len(re.findall(rf"{OPENING}'(?=[A-Z])", chapter, re.MULTILINE)) < len(
         re.findall(rf'{OPENING}"(?=[A-Z])', chapter, re.MULTILINE)
@@ -105,11 +105,11 @@ def american(chapter: str) -> str:
 
 
 def clean(document: str) -> list[str]:
-    """Prose of one book, split into its chapters.
+    """Return the prose of one book, split into its chapters.
 
-    A model of seven million parameters has none to spare for typography: there is one kind of
-    quotation mark for speech, and italics' underscores, illustrations, headings, verse and tables
-    of contents go.
+    A model of seven million parameters has none to spare for typography: speech gets one kind of
+    quotation mark, and underscores for italics, illustrations, headings, verse and tables of
+    contents are removed.
     """
     chapters: list[list[str]] = [[]]
     text = re.sub(r"\[[^\]]{0,300}\]", "", document.translate(STRAIGHT)).replace("_", "")
@@ -127,7 +127,7 @@ def clean(document: str) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, out: Path) -> ByteLevelBPETokenizer:
-    """Byte-level BPE in GPT-2's format; `<|endoftext|>` is the last id, as in GPT-2."""
+    """Train a byte-level BPE in GPT-2's format; `<|endoftext|>` is the last id, as in GPT-2."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         texts, vocab_size=vocab_size - 1, min_frequency=2, show_progress=False
@@ -154,7 +154,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, out: Path) -> ByteLevelBP
 def encode(
     tokenizer: ByteLevelBPETokenizer, texts: list[str], end_of_text: int
 ) -> np.ndarray[Any, Any]:
-    """All texts as one stream of ids, each text preceded by `<|endoftext|>`."""
+    """Encode the texts as one stream of ids, each text preceded by `<|endoftext|>`."""
     ids: list[np.ndarray[Any, Any]] = []
     for start in tqdm(range(0, len(texts), 512), desc="tokenize", unit="batch"):
         for encoding in tokenizer.encode_batch(texts[start : start + 512]):
@@ -164,7 +164,7 @@ def encode(
 
 @torch.no_grad()
 def held_out_nats(model: torch.nn.Module, stream: torch.Tensor, context: int, batch: int) -> float:
-    """Summed negative log-likelihood over non-overlapping windows of `context` tokens (nats)."""
+    """Sum the negative log-likelihood (nats) over adjacent windows of `context` tokens."""
     total = 0.0
     windows = (stream.numel() - 1) // context
     x = stream[: windows * context].view(windows, context)
@@ -199,16 +199,16 @@ class Batches:
 
 
 class Repetitions:
-    """Text in which a phrase of 3 to 40 tokens is said again and again."""
+    """Batches of text in which a phrase of 3 to 40 tokens is repeated over and over."""
 
-    COUNTED = 4  # how many times it must be said again for a loop to be broken
+    COUNTED = 4  # repetitions of the phrase that enter the loss
 
     def __init__(self, batches: Batches, rows: int) -> None:
         self.stream, self.context, self.rows = batches.stream, batches.context, rows
         self.generator = batches.generator
 
     def __next__(self) -> tuple[torch.Tensor, ...]:
-        """Return tokens, the next ones, where those stood a phrase earlier, and which count.
+        """Return tokens, their targets, the positions one phrase earlier, and which targets count.
 
         All are (rows, context).
         """
@@ -229,11 +229,11 @@ class Repetitions:
 def repetition_loss(
     logits: torch.Tensor, y: torch.Tensor, earlier: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy of a repeated token from what was predicted one phrase earlier.
+    """Return the cross-entropy against the prediction made one phrase earlier, modified.
 
-    The repeated token is to be half as likely as it was, as in DITTO (Xu et al., 2022): without it
-    greedy text soon repeats itself for good. The others share the rest as before: DITTO leaves open
-    which get it, and then it went to tokens that occur nowhere.
+    The target halves the probability of the repeated token, as in DITTO (Xu et al., 2022): without
+    this loss, greedy text soon repeats itself for good. The other tokens share the rest in their
+    old proportions; DITTO leaves that open, and then it went to tokens that occur nowhere.
     """
     log_p = logits.float().log_softmax(-1)
     rows = torch.arange(len(y), device=y.device)[:, None]
@@ -246,9 +246,9 @@ def repetition_loss(
 
 
 class Muon:
-    """Momentum with orthogonal updates, as torch.optim.Muon has it (match_rms_adamw).
+    """Momentum with orthogonalized updates, as in torch.optim.Muon (match_rms_adamw).
 
-    Matrices of one shape are one batch, and the learning rate is a tensor, for the CUDA graph.
+    Matrices of one shape form one batch, and the learning rate is a tensor, for the CUDA graph.
     """
 
     def __init__(self, matrices: list[torch.Tensor], weight_decay: float) -> None:
@@ -267,7 +267,7 @@ class Muon:
             is_tall = x.size(1) > x.size(2)
             x = x.mT if is_tall else x
             x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-            for _ in range(5):  # of Newton and Schulz
+            for _ in range(5):  # Newton-Schulz iterations
                 a = x @ x.mT
                 x = torch.baddbmm(
                     x, torch.baddbmm(a, a, a, beta=-4.775, alpha=2.0315), x, beta=3.4445
@@ -300,7 +300,7 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def train(
     model: GPT2LMHeadModel, batches: Batches, held_out: torch.Tensor, args: argparse.Namespace
 ) -> list[Any]:
-    """Train in place and keep the best of the weights evaluated.
+    """Train in place and keep the weights with the lowest held-out loss.
 
     Returns [[step, held-out loss in nats per token], ...].
     """
@@ -380,7 +380,7 @@ def train(
 
 
 def model_card(facts: dict[str, Any]) -> str:
-    """The model card, from what training.json records."""
+    """Return the text of the model card, from the contents of training.json."""
     arguments = facts["arguments"]
     return f"""# Demo model
 
@@ -427,7 +427,7 @@ def main() -> None:
         help="text or .xz; documents separated by <|endoftext|>",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="folder to write"
+        "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="output folder"
     )
     parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=48, help="sequences per step")
@@ -444,13 +444,13 @@ def main() -> None:
         "--repetitions",
         type=float,
         default=0.3,
-        help="weight of the loss on repeated phrases; 0 runs none",
+        help="weight of the loss on repeated phrases; 0 for none",
     )
-    parser.add_argument("--warmup", type=int, default=200, help="steps")
-    parser.add_argument("--eval-every", type=int, default=500, help="steps")
+    parser.add_argument("--warmup", type=int, default=200, help="warm-up steps")
+    parser.add_argument("--eval-every", type=int, default=500, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--max-documents", type=int, help="use only so many documents (a trial run)"
+        "--max-documents", type=int, help="number of documents to use (for a trial run)"
     )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
@@ -509,7 +509,7 @@ def main() -> None:
     seconds = time.perf_counter() - started
 
     model.eval().half().save_pretrained(args.out)
-    # What the card quotes is what the file holds: float16 weights, evaluated in float32.
+    # The card quotes the loss of the saved float16 weights, evaluated in float32.
     exported = GPT2LMHeadModel.from_pretrained(args.out, dtype=torch.float32).to(device).eval()
     torch.set_float32_matmul_precision("highest")
     nats = held_out_nats(exported, held_out, args.context, 32)

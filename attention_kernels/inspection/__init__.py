@@ -1,1 +1,1 @@
-"""What can be known of a kernel without a GPU: resources, memory accesses, faults."""
+"""What can be learned about a kernel without a GPU: resources, memory accesses, faults."""

@@ -1,10 +1,10 @@
-"""What each source line of a kernel asks of memory: requests, wavefronts, conflicts, sectors.
+"""Count what each source line of a kernel asks of memory: wavefronts, conflicts, sectors.
 
-Counted while the version's file runs in the emulator: no GPU is needed, and the counts are the same
-every time. They are those of the loads and stores in the source. What nvcc moves out of a loop,
-joins to one wider load or keeps in a register is for a profiler to say. Shared memory has 32 banks
-of 4 bytes and delivers 128 bytes at once (CUDA C++ Programming Guide, "Shared Memory"); global
-memory moves in sectors of 32 bytes.
+The version's file runs in the emulator, so no GPU is needed and every run gives the same counts.
+They cover the loads and stores in the source; only a profiler can tell which of them nvcc moves out
+of a loop, joins into a wider load or replaces with a register. Shared memory has 32 banks of
+4 bytes and delivers 128 bytes at once (CUDA C++ Programming Guide, "Shared Memory"); global memory
+moves in sectors of 32 bytes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=t
 
 @dataclass(frozen=True)
 class Request:
-    """What the lanes of one warp access at once."""
+    """One memory request: what the lanes of a warp access at once."""
 
     block: int
     warp: int
     cost: int
     """Wavefronts in shared memory, sectors in global memory."""
     array: str
-    """"dynamic" or "static" shared memory; q, k, v, o, "scratch", or "qkv", which holds all three.
-    """
+    """Name of the array: "dynamic" or "static" in shared memory; "q", "k", "v", "qkv" (all three in
+    one), "o" or "scratch" in global memory."""
     offsets: tuple[int | None, ...]
-    """By lane, in bytes from where the array begins; None for a lane that takes no part."""
+    """Offset into the array in bytes, by lane; None for an inactive lane."""
 
 
 @dataclass(frozen=True)
@@ -51,55 +51,55 @@ class Access:
     """One load, store or atomic of the source, summed over a launch."""
 
     lines: tuple[int, ...]
-    """Where it is, from the kernel's own line through the functions called there."""
+    """Source lines of the call chain, the kernel's own line first."""
     source: str
-    """The kernel's own line."""
+    """Text of the kernel's own line."""
     memory: str
     """"shared" or "global"."""
     kind: str
     """"load", "store" or "atomic"."""
     bytes: int
-    """Per lane."""
+    """Bytes per lane."""
     requests: int
-    """How often a warp executes it."""
+    """Number of times that a warp executes it."""
     wavefronts: int
-    """How often shared memory delivers: a profiler's wavefronts. 0 for global memory."""
+    """Deliveries of shared memory, which a profiler calls wavefronts; 0 for global memory."""
     conflicts: int
-    """Wavefronts that are there because lanes want different words of one bank."""
+    """Extra wavefronts, needed because lanes want different words of one bank."""
     ways: int
-    """The most words that the lanes of one wavefront want of one bank: of an atomic, lanes."""
+    """Most words (for an atomic: most lanes) that one wavefront wants from one bank."""
     sectors: int
-    """Of global memory, 32 bytes each. 0 for shared memory."""
+    """Sectors of global memory, 32 bytes each; 0 for shared memory."""
     fewest_sectors: int
-    """As many sectors as would hold the bytes."""
+    """Fewest sectors that could hold the bytes."""
     costliest: Request
-    """The one with the most wavefronts or sectors: the first of equals."""
+    """The request with the most wavefronts or sectors; the first of equals."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a warp does before the emulator goes on to another warp, or to the next barrier."""
+    """The accesses of one warp until the emulator switches to another warp or passes a barrier."""
 
     barriers: int
-    """That the block has passed before."""
+    """Number of barriers that the block has passed before."""
     warp: int
     accesses: int
-    """Of all its lanes."""
+    """Number of accesses by all lanes of the warp."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one launch of a version does."""
+    """The memory accesses of one launch of a version."""
 
     accesses: list[Access]
-    """In the order of their lines."""
+    """Accesses, ordered by source line."""
     block: int
-    """The block with the most accesses."""
+    """Number of the block with the most accesses."""
     turns: list[Turn]
-    """Of that block, in the order in which the emulator runs its warps."""
+    """Turns of that block, in the order in which the emulator runs its warps."""
 
 
-# The recorder's numbers, in its order.
+# The recorder's counts, in the order of its columns.
 _COUNTED = (
     "bytes",
     "requests",
@@ -126,10 +126,10 @@ def record(
 ) -> Recording:
     """Run one launch of a version and record its accesses.
 
-    All inputs are zeros, of the first dtype that it takes. timeout_s: seconds that the launch may
-    take; ATTENTION_EMULATOR_TIMEOUT limits each of its blocks. Raises UnsupportedError for a
-    version that it cannot count, that refuses the case, that accesses nothing or that does not end
-    in time, and BuildError where a compiler is missing or the version does not compile.
+    All inputs are zeros of the version's first dtype. timeout_s limits the launch, in seconds;
+    ATTENTION_EMULATOR_TIMEOUT limits each of its blocks. Raises UnsupportedError for a version that
+    cannot be counted, that refuses the case, that accesses nothing or that does not end in time,
+    and BuildError if a compiler is missing or the version does not compile.
     """
     reasons = []
     if version.is_host:
@@ -150,9 +150,10 @@ def record(
     sizes = (batch, seqlen, num_heads, head_dim, element, int(is_causal))
     arguments = [*map(str, sizes), version.layout]
     with tempfile.TemporaryDirectory() as folder:
-        # The emulator's own functions are in both objects: the first one's, bare, are linked.
+        # Both objects contain the emulator's functions. The linker takes those of the first
+        # object, which are not instrumented.
         objects = [f"{folder}/recorder.o", f"{folder}/kernel.o"]
-        # Unoptimized: each access of the source is one of the program, in the order of the source.
+        # Unoptimized, so that the program makes every access of the source, in the same order.
         compilers.output_of(
             [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
         )
@@ -161,7 +162,7 @@ def record(
         command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
         compilers.output_of(command)
         file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
-    # The folder is gone before the launch: whoever kills this process leaves nothing behind.
+    # The folder is deleted before the launch: killing this process leaves nothing behind.
     with file:
         program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
@@ -186,7 +187,7 @@ def record(
         places = _places(program, {address for row in counted for address in row[-1].split()})
     found = [*_accesses(version, counted, places)]
     if not found:
-        reason = "there is nothing to count: it launches no kernel, or ends the process before"
+        reason = "nothing to count: it launches no kernel, or exits before"
         raise UnsupportedError(version.path.name, [reason])
     return Recording(
         sorted(found, key=lambda access: (access.lines, access.memory, access.kind)),
@@ -198,12 +199,12 @@ def record(
 def _accesses(
     version: VersionHeader, rows: list[list[str]], places: dict[str, list[tuple[str, int]]]
 ) -> Iterator[Access]:
-    """Yield the accesses of the recorder's rows that are in the version's own file."""
+    """Yield the recorded accesses that are in the version's own file."""
     text = version.source.split("\n")
     for memory, kind, *counts, block, warp, cost, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
-        if lines:  # else the emulator's own
+        if lines:  # otherwise it is the emulator's own
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
             request = Request(int(block), int(warp), int(cost), array, by_lane)
@@ -212,20 +213,20 @@ def _accesses(
 
 
 def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
-    """Return the accesses of record()."""
+    """Record one launch of a version and return only its accesses."""
     return record(version, **case).accesses
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """Return file and line of each return address; callers of inlined functions come first."""
+    """Return files and lines of each return address, callers before what is inlined in them."""
     wanted = sorted(addresses)
-    # The call ends before the address that it returns to.
+    # The call instruction lies just before its return address.
     calls = [hex(max(int(address, 16) - 1, 0)) for address in wanted]
     return dict(zip(wanted, compilers.source_lines(program, calls), strict=True))
 
 
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
-    """Format a table for people: a line per access, cut to `width` columns if that is given."""
+    """Format the accesses as a text table, one per line, cut to `width` columns if given."""
     cells = [
         ("line", "access", "bytes", "requests", "wavefronts", "conflicts", "sectors", "source")
     ]

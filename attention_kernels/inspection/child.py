@@ -1,4 +1,4 @@
-"""Run a child process with a time limit, and say in words how one ended."""
+"""Run a child process with a time limit, and describe how it ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attention_kernels.errors import ArgumentError
 
 PROGRESS_AFTER_S = 5.0
 _MEANINGS = {
-    signal.SIGSEGV: "an access to memory that is not its own",
-    signal.SIGBUS: "an access to memory that is not its own",
-    signal.SIGABRT: "it aborted, as after a failed assertion or an uncaught exception",
+    signal.SIGSEGV: "an invalid memory access",
+    signal.SIGBUS: "an invalid memory access",
+    signal.SIGABRT: "after a failed assertion or an uncaught exception, for example",
     signal.SIGFPE: "an integer division by zero",
-    signal.SIGILL: "an invalid instruction, or code that must not be reached",
-    signal.SIGKILL: "something else killed it, most likely the system for lack of memory",
+    signal.SIGILL: "an invalid instruction, or code marked as unreachable",
+    signal.SIGKILL: "from outside, most likely by the system for lack of memory",
 }
 
 
@@ -29,10 +29,10 @@ def run(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and show the time that it takes on a terminal.
+    """Run a command to its end, showing the elapsed time on a terminal.
 
-    The child and its own children are killed when the time is up, and when this process is
-    interrupted. Raises subprocess.TimeoutExpired, ArgumentError for an invalid time limit.
+    Kills the child and its own children at the time limit and when this process is interrupted.
+    Raises subprocess.TimeoutExpired, and ArgumentError for an invalid time limit.
     """
     check_time_limit(timeout_s)
     from tqdm import tqdm
@@ -78,7 +78,7 @@ def check_time_limit(timeout_s: float) -> None:
 
 
 def ending(status: int) -> str:
-    """Say how a process ended, by its exit status, which is negative after a signal."""
+    """Describe how a process ended, from its exit status (negative after a signal)."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

@@ -1,9 +1,9 @@
-"""How long a kernel should take on a GPU, and what limits it, without running it there.
+"""Predict how long a kernel takes on a GPU, and what limits it, without running it there.
 
-nvcc's own code is run by sass.py, which tells the instructions of each warp, and their wavefronts
-and sectors. One multiprocessor then issues them, cycle by cycle, with the stalls and scoreboards
-that nvcc wrote into the code; and all blocks of the grid are handed to multiprocessors as those
-become free. docs/prediction.md says what is left out.
+sass.py executes nvcc's machine code and returns the instructions of each warp, with their
+wavefronts and sectors. A model of one multiprocessor issues them cycle by cycle, with the stalls
+and scoreboards that nvcc encoded in them; then the blocks of the grid are assigned to
+multiprocessors as these become free. docs/prediction.md says what is left out.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-# Cycles until a result is there: two estimates, and what scripts/probe.cu measured on an H200.
+# Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
 _SHUFFLE, _CONSTANT = 24, 30
 _SPECIAL, _TENSOR = 17, 24
-_BARRIER, _ARRIVAL = 12, 2  # of a barrier, and of each warp at it
-_FIXED = 4  # of arithmetic whose length nvcc knows: the stall counts have it
-_QUEUE = 40  # wavefronts that shared memory is behind when warps must wait to ask for more
+_BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
+_FIXED = 4  # arithmetic of fixed latency, which nvcc's stall counts cover
+_QUEUE = 40  # outstanding wavefronts at which warps must wait to request more
 _SCHEDULERS = 4
 _SECTOR = 32
-# Cycles in which an instruction reads its registers, one from each of two banks in each of them
+# Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
-_MAX_STEPS = 3_000_000  # of a block: seconds of emulation
-_MAX_ISSUED = 100_000  # that are timed, if need be; what is longer goes on at the same pace
-_SAMPLED = 8  # blocks along an axis; the rest lie on a line
-_SPREAD = 128  # blocks, where they do not
-_MAX_LANE_STEPS = 500_000_000  # of them together
-_MAX_GRID = 2**20  # blocks, each of which is handed out
-_MAX_WHOLE = 32  # blocks along an axis of which the longest is run, too
+_MAX_STEPS = 3_000_000  # per block: seconds of emulation
+_MAX_ISSUED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
+_SAMPLED = 8  # blocks run along an axis, if the others lie on a line
+_SPREAD = 128  # blocks run if they do not
+_MAX_LANE_STEPS = 500_000_000  # of those blocks together
+_MAX_GRID = 2**20  # blocks, each of which is assigned to a multiprocessor
+_MAX_WHOLE = 32  # blocks along an axis: up to here, block 0 is run as well
 LOAD_STORE_UNIT = "load-store unit"
-"""One wavefront a cycle: of shared memory, of a line of L1, or of a shuffle."""
+"""The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
 _PARTS_OF_IT = ("shared memory", "L1")
-# Where bank 0 holds the parameters, by compute capability.
+# Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The numbers of gpus.toml, which has their sources."""
+    """One GPU of gpus.toml, which gives the sources of the numbers."""
 
     name: str
     devices: list[str]
@@ -82,7 +82,7 @@ class Gpu:
 
 @functools.cache
 def gpus() -> dict[str, Gpu]:
-    """Return what is known of each GPU, by the name that `--gpu` takes."""
+    """Return the known GPUs by the names that `--gpu` takes."""
     text = Path(__file__).with_name("gpus.toml").read_bytes()
     return {
         key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
@@ -92,40 +92,40 @@ def gpus() -> dict[str, Gpu]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One call of a version. Times are in microseconds."""
+    """The prediction for one call of a version, or for one launch. Times are in microseconds."""
 
     version: str
     gpu: str
     seqlen: int
     time_us: float
     needs_us: dict[str, float]
-    """The time that each resource would need if it were always busy on all multiprocessors."""
+    """Time that each resource would need if it were always busy on all multiprocessors."""
     waiting_us: float
-    """Beyond the longest of them: warps that wait for results, for barriers, for each other."""
+    """Time beyond the longest of those: warps wait for results, for barriers, for each other."""
     uneven_us: float
-    """Multiprocessors without work: the last wave, and blocks of unequal length."""
+    """Time in which some multiprocessors idle: the last wave, and blocks of unequal length."""
     launch_us: float
     launches: int
     instructions: int
-    """Of all warps."""
+    """Instructions executed by all warps."""
     load_wavefronts: int
     store_wavefronts: int
 
     @property
     def bound(self) -> str:
-        """What takes the largest part of the time."""
+        """The largest part of the time."""
         parts = {**self.needs_us, "latency": self.waiting_us, "uneven blocks": self.uneven_us}
         parts["launch"] = self.launch_us
         most = max(self.needs_us, key=lambda name: self.needs_us[name])
         kept = (most, "latency", "uneven blocks", "launch")
         found = max(kept, key=lambda name: parts[name])
-        if found == LOAD_STORE_UNIT:  # which most of its work is for, if there is such a thing
+        if found == LOAD_STORE_UNIT:  # or the part of it that causes most of its work
             half = self.needs_us[LOAD_STORE_UNIT] / 2
             found = next((x for x in _PARTS_OF_IT if self.needs_us[x] > half), found)
         return found
 
 
-# ---- What is launched ----------------------------------------------------------------------------
+# ---- Launches ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Launch:
 
 @dataclass
 class _Program:
-    """A version, compiled for a GPU and for the recorder of its launches."""
+    """A version compiled for a GPU, and the recorder of its launches."""
 
     version: VersionHeader
     gpu: Gpu
@@ -148,7 +148,7 @@ class _Program:
     compiled: dict[str, Any]
 
     def launches(self, case: Sequence[int], head_dim: int) -> Counter[_Launch]:
-        """Return the launches of a call, of those alike in all but parameters the first."""
+        """Count the launches of a call; those that differ only in parameters count as the first."""
         shape = ",".join(map(str, case))
         device = f"ATTENTION_EMULATOR_MULTIPROCESSORS={self.gpu.multiprocessors}"
         command = ["env", device, str(self.recorder), f"--case={shape}", str(head_dim)]
@@ -170,7 +170,7 @@ def _triple(text: str) -> tuple[int, int, int]:
 
 
 def find_disassembler() -> str:
-    """Return cuobjdump: beside nvcc, on PATH, or the one in Triton's package. Raises BuildError."""
+    """Find cuobjdump next to nvcc, on PATH or in Triton's package, or raise BuildError."""
     folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
     folders.append(os.environ.get("PATH", ""))
     triton = importlib.util.find_spec("triton")
@@ -178,7 +178,7 @@ def find_disassembler() -> str:
         folders.append(f"{folder}/backends/nvidia/bin")
     found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
     if found is None:
-        raise BuildError("needs cuobjdump: of the CUDA toolkit, or of the package triton")
+        raise BuildError("needs cuobjdump, from the CUDA toolkit or the triton package")
     return found
 
 
@@ -197,17 +197,18 @@ def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the warps of one block execute: (instruction, wavefronts, lines, sectors to L2) each."""
+    """What the warps of one block execute."""
 
     warps: list[list[tuple[int, int, int, int]]]
+    """By warp, for each step: instruction, wavefronts, lines, sectors that go to L2."""
     parts: list[list[int]]
-    """How far each warp is after one, two, ... of eight parts of the block's steps."""
+    """Position of each warp after 0, 1, ... 7 eighths of the block's steps."""
     counts: Counter[str]
-    """Instructions by pipe, and wavefronts, sectors and misses."""
+    """Instructions in total and by pipe, wavefronts, lines and misses."""
 
     @property
     def instructions(self) -> int:
-        """Of all warps."""
+        """Instructions executed by all warps."""
         return self.counts["issue"]
 
 
@@ -262,7 +263,7 @@ def _counts(blocks: Blocks) -> list[Counter[str]]:
 
 
 def _work(blocks: Blocks, number: int, counts: Counter[str]) -> _Work:
-    """Return what the warps of one of some blocks execute."""
+    """Return what the warps of block `number` of the emulated blocks execute."""
     of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
     steps = [step for step in blocks.steps if step.warps[of_block].any()]
     warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
@@ -288,7 +289,8 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
 
-    Each scheduler issues one instruction a cycle: the last warp's next, else the oldest warp's.
+    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
+    otherwise from the oldest that is.
     """
     lanes = {"fma": gpu.fp32_lanes, "special": gpu.special_lanes, "tensor": 0}
     busy = {
@@ -306,9 +308,9 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     owner = [number for number, work in enumerate(works) for _ in work.warps]
     running = [sum(1 for warp in work.warps if warp) for work in works]
     arrived: list[list[int]] = [[] for _ in works]
-    opens = [0.0] * len(works)  # each block's barrier
+    opens = [0.0] * len(works)  # when each block's barrier opens
     at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # not in step: each begins elsewhere
+    if most < sum(work.instructions for work in works):  # out of step: each begins elsewhere
         for number, work in enumerate(works):
             part = work.parts[4 * number // len(works)]
             for warp, first in zip(
@@ -316,7 +318,7 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
             ):
                 at[warp] = first
     boards = [[0.0] * 6 for _ in streams]
-    groups: list[list[float]] = [[] for _ in streams]  # of cp.async, until they are there
+    groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
     pending: list[list[tuple[float, int]]] = [[] for _ in range(_SCHEDULERS)]
     ready: list[list[int]] = [[] for _ in range(_SCHEDULERS)]
     for warp, stream in enumerate(streams):
@@ -411,7 +413,7 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
         if reads < 6:
             boards[warp][reads] = max(boards[warp][reads], read)
         next_at = now + stall
-        if base == "DEPBAR" and groups[warp]:  # the copies asked for last may be on their way
+        if base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
             next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
             groups[warp].clear()
         at[warp] += 1
@@ -432,29 +434,29 @@ def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one
     return end, issued
 
 
-# ---- All of them ---------------------------------------------------------------------------------
+# ---- The whole grid ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Work and counts of the blocks of a grid that differ, in the order in which they start."""
+    """Counts and work of the blocks along the axis on which they differ, in starting order."""
 
     length: int
     samples: dict[int, Counter[str]]
     works: list[_Work]
-    """Of some of the samples, to be timed."""
+    """Work of those samples that are timed."""
     inputs: float = 1.0
-    """The share of what they load that is of the call's inputs, and of no earlier launch."""
+    """Share of the loaded sectors that hold the call's inputs, not an earlier launch's output."""
     alike: int = 1
-    """How many blocks of the grid each of them stands for."""
+    """Blocks of the grid that each position stands for."""
     first: Counter[str] | None = None
-    """The one at 0 where it is not on the line: it may have fewer queries."""
+    """Counts of block 0, if it does not fit the line: it may have fewer queries."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
 
-        Where a tile of keys is as long as two blocks have queries, two blocks are alike: odd
-        positions are on one line, even ones on another.
+        If a tile of keys spans the queries of two blocks, pairs of blocks do the same work: odd
+        positions lie on one line, even ones on another.
         """
         if position == 0 and self.first:
             return self.first[of]
@@ -469,12 +471,12 @@ class _Line:
         return max(0.0, first + (second - first) * (position - a) / (b - a))
 
     def total(self, of: str) -> float:
-        """Return the sum over the grid."""
+        """Return a count summed over the grid."""
         return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
 def _line(program: _Program, launch: _Launch) -> _Line:
-    """Run some blocks of a launch. Where there is a second axis, all along the first are alike."""
+    """Run some blocks of a launch; with a second axis, blocks along the first count as alike."""
     x, y, z = launch.grid
     if x * y * z > _MAX_GRID:
         reason = f"a grid of {x * y * z} blocks (predictions take {_MAX_GRID} at most)"
@@ -503,23 +505,23 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     elif y > 1 and z == 1:
         blocks, ran = run([length - 2, length - 1])
         last = [counts["issue"] for counts in ran.values()]
-        if abs(last[0] - last[1]) < 0.001 * last[1]:  # all alike: the last may be a partial one
+        if abs(last[0] - last[1]) < 0.001 * last[1]:  # all alike, but the last may be partial
             del ran[length - 1]
         else:
-            # The last is the shortest or the longest: from there on, work grows on a line.
+            # The last is the shortest or the longest; from there, work changes linearly.
             is_shortest = last[0] > last[1]
             ends = range(length - 1, length - _SAMPLED - 1, -1) if is_shortest else range(_SAMPLED)
             blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
         samples = ran
-    else:  # parts of any length: as many as can be run in a few seconds stand for their neighbours
+    else:  # blocks of any length: run as many as take a few seconds, to stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         if max(issued) - min(issued) > 0.001 * max(issued):
             limit = _MAX_LANE_STEPS * _SAMPLED // (len(blocks.steps) * blocks.lanes)
             blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
-    # A block that asks nothing of memory has nothing to do. A few of the others are timed.
+    # A block that requests nothing from memory has nothing to do. Time a few of the others.
     numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
@@ -530,18 +532,18 @@ def _line(program: _Program, launch: _Launch) -> _Line:
 
 
 def _spread(count: int, length: int) -> list[int]:
-    """Return the middles of equal parts of a length."""
+    """Return the middle of each of `count` equal parts of a length."""
     return [(2 * i + 1) * length // (2 * count) for i in range(count)]
 
 
 def _finish(
     line: _Line, gpu: Gpu, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
-    """Return when the last multiprocessor has finished, and when with equal shares, in cycles.
+    """Return the cycles until the last multiprocessor finishes, and those with equal shares.
 
-    Cycles per instruction: alone, of a block on a multiprocessor of its own; paces, of each, the
-    oldest first, where as many as fit are there. extra: a block's cycles beyond that. Blocks start
-    in order, where there is room first.
+    alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
+    each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
+    Blocks start in order, each on the first multiprocessor with room.
     """
     waiting = [
         line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
@@ -585,10 +587,10 @@ def _finish(
 def _alone(
     gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], miss: float
 ) -> tuple[float, float]:
-    """Return a block's cycles per instruction on a multiprocessor of its own, and those beyond.
+    """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
-    Where there are blocks of several lengths, two lengths are timed: all iterations but those of
-    the shorter one make the difference.
+    If the blocks differ in length, two lengths are timed: the difference is the iterations that
+    only the longer one executes.
     """
     short, *longer = _by_length(works)
     first, few = _cycles(gpu, code, [short], miss, _MAX_ISSUED)
@@ -604,9 +606,9 @@ def _alone(
 def _together(
     gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
 ) -> list[float]:
-    """Return the cycles per instruction of each block of some on a multiprocessor, by age."""
+    """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
-    if longer:  # half of their iterations, whole ones
+    if longer:  # time half of their instructions
         fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_ISSUED]
         work = fitting[-1] if fitting else longer[0]
         most = work.instructions * count // 2
@@ -617,7 +619,7 @@ def _together(
 
 
 def _by_length(works: Sequence[_Work]) -> list[_Work]:
-    """Return the shortest, and what is half as long again, in the order of length."""
+    """Return the shortest, and those over 1.5 times as long, in order of length."""
     short, *longer = sorted(works, key=lambda work: work.instructions)
     return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
 
@@ -634,8 +636,8 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     line = _line(program, launch)
     total = {name: line.total(name) for name in {*itertools.chain(*line.samples.values())}}
     busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
-    # Blocks that start together ask for what they share at once, and all wait for memory. What an
-    # earlier launch has written is in L2.
+    # Blocks that start together request the inputs they share at the same time, and all wait for
+    # memory. The output of an earlier launch is in L2.
     cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
     fits = min(fits, -(-busy // gpu.multiprocessors))
     l2_bytes = total.get("misses", 0) * _SECTOR
@@ -689,16 +691,16 @@ def predict(
     num_heads: int = 12,
     is_causal: bool = True,
 ) -> list[Prediction]:
-    """Predict one call of a version at each length, in the first dtype that it takes.
+    """Predict one call of a version at each sequence length, in the version's first dtype.
 
-    Raises UnsupportedError for a version or a case that cannot be predicted, BuildError where a
+    Raises UnsupportedError for a version or a case that cannot be predicted, BuildError if a
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
     reasons = []
     if version.is_host:
         reasons.append("only a kernel can be predicted, and this is host code")
     if version.role != "attention":
-        reasons.append("only an attention kernel can be predicted, and this one is not")
+        reasons.append("only an attention kernel can be predicted, and this is not one")
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs))
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")

@@ -1,7 +1,7 @@
-"""What each kernel takes of a multiprocessor: registers, spills, shared memory, occupancy.
+"""Report what each kernel uses of a multiprocessor: registers, shared memory, occupancy.
 
-Registers, spills and static shared memory are ptxas's own report; block size and dynamic shared
-memory are recorded from the version's launch(), compiled for the host. No GPU is needed.
+Registers, spills and static shared memory come from ptxas; block size and dynamic shared memory are
+recorded from the version's launch(), compiled for the host. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from attention_kernels.ladder.header import VersionHeader
 ARCHS = ("75", "80", "90", "120")
 WARP_SIZE = 32
 REGISTERS_PER_SM = 65536
-# What csrc/binding.cpp takes.
+# The longest sequence that csrc/binding.cpp accepts.
 MAX_SEQLEN = 65535 * 16
 _INT_MAX = 2**31 - 1
-# Registers are given to a warp in units of this many; shared memory to a block, likewise.
+# Registers are allocated to a warp, and bytes of shared memory to a block, in these units.
 REGISTER_UNIT = 256
 SHARED_UNIT = 128
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a multiprocessor has, and what its own bookkeeping takes of each block's shared memory.
+    """The limits of a multiprocessor, and the shared memory that it reserves in each block.
 
     From the tables of technical specifications in the CUDA C++ Programming Guide.
     """
@@ -59,7 +59,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """One kernel, as launched for one head_dim on one architecture; sizes in bytes."""
+    """The resources of one kernel for one head_dim on one architecture; sizes in bytes."""
 
     version: str
     arch: str
@@ -73,16 +73,16 @@ class Resources:
     static_smem: int
     dynamic_smem: int
     blocks: int
-    """How many fit on a multiprocessor at once; 0 if not even one does."""
+    """Blocks that fit on a multiprocessor at once; 0 if not even one does."""
     warps: int
-    """How many warps those blocks are."""
+    """Warps in those blocks."""
     max_warps: int
     limited_by: str
-    """What runs out first."""
+    """Resource that runs out first."""
 
     @property
     def occupancy(self) -> float:
-        """The fraction of the warps that could be resident."""
+        """Resident warps as a fraction of the most that a multiprocessor holds."""
         return self.warps / self.max_warps
 
 
@@ -110,11 +110,11 @@ def resource_table(
 ) -> list[Resources]:
     """Return the resources of every kernel, one row per dtype, architecture and head_dim.
 
-    Raises BuildError where a compiler is missing or a version does not compile.
+    Raises BuildError if a compiler is missing or a version does not compile.
     """
     if unknown := {*archs} - {*LIMITS}:
         raise BuildError(
-            f"no limits known for {', '.join(sorted(unknown))}: there are {', '.join(LIMITS)}"
+            f"no limits known for {', '.join(sorted(unknown))} (known: {', '.join(LIMITS)})"
         )
     head_dims = list(head_dims)
     builds = [(version, build) for version in versions for build in version.builds()]
@@ -136,7 +136,7 @@ def resource_table(
         for version, build in builds
         for arch in archs
         if build.compiles_for(arch)
-        for launch in dict.fromkeys(launches[build.op].result())  # some are launched often
+        for launch in dict.fromkeys(launches[build.op].result())  # each one once
     ]
 
 
@@ -144,7 +144,7 @@ def _row(
     version: str, arch: str, dtype: str, launch: _Launch, compiled: dict[str, _Compiled]
 ) -> Resources:
     if launch.symbol not in compiled:
-        raise BuildError(f"{version} launches {launch.kernel}, which ptxas has not compiled")
+        raise BuildError(f"{version} launches {launch.kernel}, which ptxas did not compile")
     kernel = compiled[launch.symbol]
     shared = kernel.static_smem + launch.dynamic_smem
     blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
@@ -170,7 +170,7 @@ def _row(
 def case_faults(
     version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
 ) -> list[str]:
-    """Return every reason why a version's launch() must not be called with a shape."""
+    """Return every reason why a version's launch() cannot take a shape."""
     faults = []
     if head_dim not in version.head_dims:
         faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
@@ -186,7 +186,7 @@ def case_faults(
 
 
 def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """Return how many blocks a multiprocessor holds at once, and what limits them."""
+    """Return how many blocks a multiprocessor holds at once, and the resource that runs out."""
     limits = LIMITS[arch]
     if shared > limits.shared_kb_per_block * 1024:
         return 0, "shared memory"
@@ -211,7 +211,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
-    """Return what the version launches for each head_dim."""
+    """Return the version's launches for each head_dim."""
     if not head_dims:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +219,7 @@ def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]
 
 
 def launch_recorder(version: VersionHeader, folder: Path) -> Path:
-    """Build csrc/recorders/launches.cpp for a version, in a folder."""
+    """Build csrc/recorders/launches.cpp for a version in a folder, and return the program."""
     flags = compilers.compile_flags(version, "emulator", "")
     csrc = header.csrc_of(version)
     program, runtime = folder / "recorder", folder / "runtime.o"
@@ -243,7 +243,7 @@ def _recorded(version: VersionHeader, program: Path, head_dims: Sequence[int]) -
 
 
 def recorded_rows(version: VersionHeader, command: Sequence[str]) -> list[list[str]]:
-    """Run a recorder of launches and return the fields of each; raises UnsupportedError if none."""
+    """Run a launch recorder and return each launch's fields; UnsupportedError without launches."""
     rows = [line.split("\t") for line in compilers.output_of(command).splitlines()]
     if not rows:
         raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
@@ -251,7 +251,7 @@ def recorded_rows(version: VersionHeader, command: Sequence[str]) -> list[list[s
 
 
 def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
-    """Return what ptxas reports of every kernel of a version, by mangled name."""
+    """Compile a version and return ptxas's report on every kernel, by mangled name."""
     with tempfile.TemporaryDirectory() as folder:
         flags = compilers.compile_flags(version, "cuda", arch, Path(folder))
         source = compilers.shell_safe(version.path.parent, Path(folder))
@@ -260,9 +260,9 @@ def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:
-    """Return what ptxas reports of all kernels of a version, in a phrase.
+    """Compile a version and summarize ptxas's report on its kernels in a phrase.
 
-    Raises BuildError where there is no nvcc or it does not compile.
+    Raises BuildError if nvcc is missing or the version does not compile.
     """
     kernels = [kernel for one in version.builds() for kernel in _compile(one, arch).values()]
     registers = sorted({kernel.registers for kernel in kernels})
@@ -272,7 +272,7 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
 
 def parse_ptxas(output: str) -> dict[str, _Compiled]:
-    """Return the numbers in the output of `ptxas -v`, by mangled name."""
+    """Parse the output of `ptxas -v` into its numbers, by mangled name."""
     entry = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers([^\n]*)",
@@ -293,7 +293,7 @@ COLUMNS = (
 
 
 def format_table(rows: Iterable[Resources]) -> str:
-    """Format a table for people: a line per row, sizes in bytes."""
+    """Format the rows as a text table, sizes in bytes."""
     cells = [COLUMNS]
     for r in rows:
         cells.append(
@@ -318,7 +318,7 @@ def format_table(rows: Iterable[Resources]) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Align rows of text in columns, numbers to the right."""
+    """Align rows of text in columns, with numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(

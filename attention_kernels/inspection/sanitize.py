@@ -1,8 +1,8 @@
-"""Run backends under a sanitizer: what a right output hides.
+"""Run backends under a sanitizer, to find the faults that a correct output hides.
 
-On the CPU emulated kernels run in a build with AddressSanitizer, and again with their blocks and
-threads in other orders, which must not change a bit. On a GPU NVIDIA's compute-sanitizer looks for
-bad accesses (memcheck) and for races in shared memory (racecheck).
+On the CPU, emulated kernels run in a build with AddressSanitizer, and again with their blocks and
+threads in other orders, which must not change a bit of the output. On a GPU, NVIDIA's
+compute-sanitizer looks for invalid accesses (memcheck) and races in shared memory (racecheck).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
 ASAN_FLAGS = "-fsanitize=address -O1"
-_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # what it finds no line for, addr2line often does
-# Small, for both sanitizers are slow: seqlen, head_dim, batch, num_heads.
+_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # addr2line finds more source lines
+# seqlen, head_dim, batch, num_heads: small, because both sanitizers are slow.
 SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
 ORDERS = ("reverse", "shuffle:1")
 _PR_SET_PDEATHSIG = 1
-_EXIT = 77  # compute-sanitizer's, where it found something
-_UNAVAILABLE = 78  # main()'s, where a backend cannot be built; the last line says why
+_EXIT = 77  # exit status of compute-sanitizer if it found a fault
+_UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
 
 
 def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> list[str]:
-    """Run backends, by name or version file, under the device's sanitizers; a sentence per fault.
+    """Run backends, given by name or version file, under the device's sanitizers.
 
-    The first fault ends a run, and timeout_s limits each: building, and all cases under one
-    sanitizer. Raises UnavailableBackendError where a sanitizer is missing, and UnsupportedError on
-    the CPU for a backend that is not emulated.
+    Returns a sentence per fault. A run, which builds the backends and executes all cases under one
+    sanitizer, ends at its first fault or after timeout_s seconds. Raises UnavailableBackendError if
+    a sanitizer is missing, and UnsupportedError on the CPU for a backend that is not emulated.
     """
     specs = [ladder.resolve(what) for what in whats]
     for spec in specs:
@@ -61,7 +61,8 @@ def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> 
 
 
 def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[str]:
-    # libstdc++ before torch brings it: the sanitizer looks for its __cxa_throw when it starts.
+    # Preload libstdc++ too: the sanitizer looks for its __cxa_throw at startup, before torch loads
+    # it.
     names = ("libasan.so", "libstdc++.so.6")
     gxx = str(compilers.find_gxx())
     libraries = [compilers.execute([gxx, f"-print-file-name={name}"])[1].strip() for name in names]
@@ -80,7 +81,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
     if not found:
         return [_last_words(done)]
-    # The frames of the access; those of an allocation may follow.
+    # Only the frames of the access: those of an allocation may follow.
     report = re.split(r"\n\n", done.stderr[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
@@ -88,10 +89,10 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
-    """Run backends on the GPU under one of TOOLS; a sentence per fault."""
+    """Run backends on the GPU under one of TOOLS; return a sentence per fault."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
     command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
-    # Inside torch's pool an access beyond a tensor is not beyond an allocation.
+    # In torch's memory pool, an access past the end of a tensor can still be in an allocation.
     done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
     summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
     if done.returncode == 0 and summary in done.stdout:
@@ -109,7 +110,7 @@ def _worker(
     timeout_s: float,
     before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run main() in a process of its own; to take too long is to fail with that sentence."""
+    """Run main() in its own process; a timeout counts as a failure with that message."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments]
@@ -149,7 +150,7 @@ def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Sequence[Tensor]) 
 
 
 def _run(spec: BackendSpec, device: str) -> None:
-    """Run every case once; in the emulator in every order."""
+    """Run every case once, and in the emulator also in each of ORDERS."""
     for case in _cases(spec):
         inputs = case.inputs(device)
         try:
@@ -167,9 +168,9 @@ def _run(spec: BackendSpec, device: str) -> None:
 
 
 def main(device: str, *whats: str) -> None:
-    """Do what one run under a sanitizer does, on a device."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with who started this
-    os.environ.pop("LD_PRELOAD", None)  # or the compiler would run under the sanitizer, too
+    """Run backends on a device: the process that runs under the sanitizer."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent process
+    os.environ.pop("LD_PRELOAD", None)  # otherwise the compiler would run under the sanitizer, too
     specs = [ladder.resolve(what) for what in whats]
     if any(spec.family == "triton" for spec in specs):
         import triton.testing
@@ -187,7 +188,7 @@ def main(device: str, *whats: str) -> None:
 def _call_once(
     kernel_call: Callable[[], object], *, quantiles: Sequence[float], **_: object
 ) -> Any:
-    """Stand in for Triton's benchmark: every tile runs, and none is timed."""
+    """Stand in for Triton's benchmark: run every tile size once, without timing it."""
     kernel_call()
     return [0.0 for _ in quantiles]
 

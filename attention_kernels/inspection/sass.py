@@ -1,11 +1,11 @@
 """Run a kernel's machine code (SASS) without a GPU, to see which instructions its warps execute.
 
-All threads of some blocks run side by side, lowest address first, so that lanes which leave a loop
-wait behind it. Integers, predicates and addresses are computed; all that is loaded, and all that is
-floating-point, is zero: control flow that depends on data is not followed. Instructions are read as
-cuobjdump prints them. NVIDIA publishes their names but not their exact meaning (CUDA Binary
-Utilities, "Instruction Set Reference"); that counts made here equal the profiler's is the evidence
-that they are read right.
+All threads of the given blocks run in parallel, those at the lowest address first, so that lanes
+that leave a loop wait behind it for the others. Integers, predicates and addresses are computed;
+loaded values and floating-point results are zero, so control flow that depends on data is not
+followed. The input is cuobjdump's output. NVIDIA publishes the instructions' names but not their
+exact meaning (CUDA Binary Utilities, "Instruction Set Reference"); the evidence that they are
+understood correctly is that the counts equal the profiler's.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from attention_kernels.errors import AttentionError
 
 WARP = 32
 STORES = ("STG", "ST", "RED", "REDG")  # to global memory
-# A register of every lane. It holds 32 bits; sums and products have room for their carries.
+# One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
-Word: TypeAlias = Any  # such a register, or an int that all lanes have
+Word: TypeAlias = Any  # Values, or an int common to all lanes
 Mask: TypeAlias = npt.NDArray[np.bool_]
 _LOW = 0xFFFFFFFF
-# R0 to R254 are rows 0 to 254, UR0 and up from 256 on; RZ and URZ are never written.
+# R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
 _RZ, _U, _URZ = 255, 256, 511
 
 
 class SassError(AttentionError, RuntimeError):
-    """A kernel's machine code has an instruction or an operand that is not known here."""
+    """A kernel's machine code has an unknown instruction or operand."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, and what the compiler wrote into it for the scheduler."""
+    """One instruction, with the scheduling information that the compiler encoded in it."""
 
     name: str
-    """With its modifiers: "LDS.128"."""
+    """Name with modifiers: "LDS.128"."""
     operands: tuple[str, ...]
     guard: str
-    """The predicate without which it does nothing: "P0", "!UP1" or ""."""
+    """Predicate that must hold for it to take effect: "P0", "!UP1" or ""."""
     address: int
     stall: int
     """Cycles until the warp's next instruction."""
     writes: int
-    """Which of the six scoreboards it frees when its result is there; 7: none."""
+    """Which of the six scoreboards it frees when its result is ready; 7: none."""
     reads: int
-    """Which one it frees when its operands have been read; 7: none."""
+    """Which scoreboard it frees when its operands have been read; 7: none."""
     waits: tuple[int, ...]
-    """The scoreboards that it waits for."""
+    """Scoreboards that it waits for."""
     registers: tuple[int, int] = (0, 0)
-    """How many it reads from each bank of the register file: the even ones, and the odd ones."""
+    """Number of even and of odd registers that it reads: each kind is a bank of the file."""
 
     @functools.cached_property
     def base(self) -> str:
@@ -107,7 +107,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     kernels: dict[str, list[Instruction]] = {}
     for part in re.split(r"\n\s*Function : ", text)[1:]:
         code: list[Instruction] = []
-        kept: set[tuple[int, str]] = set()  # at the ports, by the instruction before
+        kept: set[tuple[int, str]] = set()  # operands marked .reuse by the instruction before
         for found in _LINE.finditer(part):
             sources = list(enumerate(re.findall(r"\bR\d+\b(?:\.reuse)?", found["operands"])))
             if not _WRITES_NONE.match(found["name"]):
@@ -144,38 +144,38 @@ def _instruction(found: re.Match[str], registers: tuple[int, int]) -> Instructio
 
 @dataclass
 class Step:
-    """One instruction as some warps execute it at once."""
+    """One instruction that some warps execute at once."""
 
     index: int
-    """Of the instruction."""
+    """Index of the instruction."""
     warps: Mask
     wavefronts: Values | None = None
-    """Of shared memory, by warp."""
+    """Wavefronts of shared memory, by warp."""
     lines: Values | None = None
-    """Of the L1 cache, 128 bytes each, that a request of global memory touches, by warp."""
+    """L1 cache lines (128 bytes each) that a global-memory request touches, by warp."""
     misses: Values | None = None
-    """Of global memory, the sectors of 32 bytes that go to L2, by warp: of a store all, else those
-    that no thread of the block has touched before."""
+    """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
+    otherwise those that no thread of the block has touched before."""
 
 
 @dataclass
 class Blocks:
-    """The threads of some blocks of a grid, and what they have done."""
+    """The threads of some blocks of a grid, and the steps that they have executed."""
 
     code: Sequence[Instruction]
     constants: bytes
-    """Bank 0: block and grid dimensions, then the kernel's parameters."""
+    """Constant bank 0: block and grid dimensions, then the kernel's parameters."""
     block: tuple[int, int, int]
-    """Its dimensions."""
+    """Dimensions of a block."""
     indices: Sequence[tuple[int, int, int]]
-    """Of the blocks, in the grid."""
+    """Indices of the blocks in the grid."""
     max_steps: int
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         x, y, z = self.block
         threads = x * y * z
-        self.warps = -(-threads // WARP)  # of a block
+        self.warps = -(-threads // WARP)  # per block
         self.lanes = len(self.indices) * self.warps * WARP
         self.values = np.zeros((512, self.lanes), np.int64)
         self.predicates = np.zeros((16, self.lanes), np.bool_)
@@ -193,7 +193,7 @@ class Blocks:
         self.seen: list[set[int]] = [set() for _ in self.indices]
         self.fetched: Counter[int] = Counter()  # sectors new to a block, by terabyte
         self.patterns: dict[tuple[int, bool, bytes], int] = {}
-        self.spilled: dict[int, Word] = {}  # by offset from the stack's pointer
+        self.spilled: dict[int, Word] = {}  # by offset from the stack pointer
 
     def run(self) -> None:
         """Run until every thread has ended; raises SassError after max_steps instructions."""
@@ -210,7 +210,7 @@ class Blocks:
             here = live & (where == pc)
             others = where[live & ~here]
             stop = int(others.min()) if others.size else len(self.code)
-            # Straight on, until a branch or until the others are met.
+            # Straight on, until a branch or until these threads meet others.
             while pc < stop:
                 one, action = self.code[pc], actions[pc]
                 mask = here & self.predicate(one.guard) if one.guard else here
@@ -238,8 +238,8 @@ class Blocks:
                 raise SassError(f"a block executes more than {self.max_steps} instructions")
 
     def branches(self, one: Instruction) -> Mask:
-        """Return which lanes a branch takes, its guard aside."""
-        if "DIV" in one.parts:  # only where a warp has parted
+        """Return the lanes that take a branch, not counting its guard."""
+        if "DIV" in one.parts:  # taken only by a diverged warp
             return np.zeros(self.lanes, np.bool_)
         taken = np.ones(self.lanes, np.bool_)
         for operand in one.operands[:-1]:
@@ -248,20 +248,20 @@ class Blocks:
         return taken
 
     def read(self, operand: str, *, high: bool = False) -> Word:
-        """Return an operand's 32 bits, of every lane or the same for all; high: the next 32."""
+        """Return an operand's 32 bits, per lane or common to all; high: the next 32 bits."""
         return _reader(operand, high)(self)
 
     def read64(self, operand: str) -> Word:
-        """Return an operand of 64 bits."""
+        """Return the value of a 64-bit operand."""
         return self.read(operand) | np.int64(self.read(operand, high=True)) << 32
 
     def predicate(self, name: str) -> Mask:
-        """Return the lanes in which a predicate holds: "P0", "!UPT"."""
+        """Return the lanes in which a predicate, such as "P0" or "!UPT", holds."""
         row: Mask = self.predicates[_predicate_row(name.lstrip("!"))]
         return ~row if name[0] == "!" else row
 
     def write(self, row: int, values: Values | int, mask: Mask) -> None:
-        """Write a register in some lanes; a uniform one belongs to the whole warp."""
+        """Write a register in some lanes; a uniform register is common to the whole warp."""
         if row in (_RZ, _URZ):
             return
         if row >= _U:
@@ -277,7 +277,7 @@ class Blocks:
             np.copyto(self.predicates[row], values, where=mask)
 
     def shared(self, addresses: Values, size: int, mask: Mask, *, merges: bool = True) -> Values:
-        """Return the wavefronts of a request by each warp, as csrc/recorders/accesses.cpp does."""
+        """Count the wavefronts of each warp's request, as csrc/recorders/accesses.cpp does."""
         by_warp = addresses.reshape(-1, WARP)
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
@@ -291,7 +291,7 @@ class Blocks:
         return found
 
     def touch(self, addresses: Values, one: Instruction, mask: Mask, step: Step) -> None:
-        """Count the lines of a request of global memory, and the sectors that go to L2."""
+        """Count the L1 lines of a global-memory request, and the sectors that go to L2."""
         step.lines, step.misses = np.zeros((2, self.lanes // WARP), np.int64)
         ends = np.stack([addresses, addresses + one.size - 1]) >> 5
         for warp in np.flatnonzero(step.warps).tolist():
@@ -348,7 +348,7 @@ def _target(one: Instruction, code: Sequence[Instruction]) -> int:
 def _row(operand: str) -> int:
     found = re.fullmatch(r"(U?)R(\d+|Z)(\.\w+)*", operand)
     if found is None:
-        raise SassError(f"{operand} is no register")
+        raise SassError(f"{operand} is not a register")
     if found[2] == "Z":
         return _URZ if found[1] else _RZ
     return int(found[2]) + (_U if found[1] else 0)
@@ -356,26 +356,26 @@ def _row(operand: str) -> int:
 
 @functools.cache
 def _reader(operand: str, high: bool) -> Callable[[Blocks], Word]:  # noqa: PLR0911 - one per kind
-    """Return how to read an operand of 32 bits; high: the upper half of one of 64."""
+    """Return a function that reads a 32-bit operand; high: the upper half of a 64-bit one."""
     if operand[0] in "-~" and not re.match(r"-(0x|\d|INF|QNAN)", operand):
         inner, one = _reader(operand[1:], high), int(operand[0] == "-")
         return lambda block: (inner(block) ^ _LOW) + one & _LOW
     if operand[0] == "|":
         return _reader(operand.strip("|"), high)
     if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:0x(\w+)|.*)\]", operand):
-        if found[1] != "0" or found[2] is None:  # compiler's constants, or an index
+        if found[1] != "0" or found[2] is None:  # a constant of the compiler's, or an indexed one
             return lambda _: 0
         at = int(found[2], 16) + 4 * high
         return lambda block: int.from_bytes(block.constants[at : at + 4], "little")
     if re.match(r"U?R(\d|Z)", operand):
         row = _row(operand)
-        row += high and row not in (_RZ, _URZ)  # whose values are zero
+        row += high and row not in (_RZ, _URZ)  # these read as zero
         return lambda block: block.values[row]
     if re.fullmatch(r"-?0x\w+", operand):
         word = int(operand, 16) >> 32 * high & _LOW
         return lambda _: word
     if not re.fullmatch(r"[-+]?(\d.*|INF|QNAN)", operand):
-        raise SassError(f"operand {operand} is not known")
+        raise SassError(f"unknown operand {operand}")
     bits = int(np.float32(operand.replace("QNAN", "nan")).view(np.uint32))
     return lambda _: bits
 
@@ -384,14 +384,14 @@ def _reader(operand: str, high: bool) -> Callable[[Blocks], Word]:  # noqa: PLR0
 def _terms(operand: str, wide: bool) -> list[tuple[str, bool, int]]:
     """Return the terms of "[R2.64+UR4+0x10]", "desc[UR6][R2.64]" or "[R2.X4+0x10]".
 
-    Each has its register or number, whether it is of 64 bits, and its factor.
+    Each term is a register or number, whether it has 64 bits, and a factor.
     """
     found = []
     inner = operand.rpartition("[")[2].rstrip("]")
     for term in re.split(r"\+(?=-?\w)", inner):
         name, *modifiers = term.split(".")
         factor = next((int(m[1:]) for m in modifiers if re.fullmatch(r"X\d+", m)), 1)
-        # A register of 32 bits beside a uniform one of 64 is an offset.
+        # A 32-bit register next to a 64-bit uniform one is an offset.
         pair = "64" in modifiers or (wide and (name[0] == "U" or "UR" not in inner))
         number = name[0] in "-0"
         found.append((name, number or (pair and "U32" not in modifiers), factor))
@@ -436,7 +436,7 @@ def _action(one: Instruction) -> Action | None:
     base = one.base
     if base in _NOTHING:
         return None
-    if base == "HFMA2" and one.operands[1:3] == ("-RZ", "RZ"):  # a constant, by way of arithmetic
+    if base == "HFMA2" and one.operands[1:3] == ("-RZ", "RZ"):  # loads a constant
         return _two_halves
     if base == "MUFU" and "RCP" in one.parts:
         return _value(_reciprocal)
@@ -444,12 +444,12 @@ def _action(one: Instruction) -> Action | None:
         return _zero
     action = _ACTIONS.get(base) or _ACTIONS.get(base.removeprefix("U"))
     if action is None:
-        raise SassError(f"instruction {one.name} is not known")
+        raise SassError(f"unknown instruction {one.name}")
     return action
 
 
 def _value(of: Callable[[Blocks, Instruction], Word]) -> Action:
-    """Return what writes a value to the first operand."""
+    """Return an action that writes a value to the first operand."""
     return lambda block, one, mask, _: block.write(_row(one.operands[0]), of(block, one), mask)
 
 
@@ -467,7 +467,7 @@ def _two_halves(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
 
 def _shared_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> None:
     matrices = one.base in ("LDSM", "STSM")
-    if matrices:  # a row of 16 bytes from each of the first lanes, 8 per matrix
+    if matrices:  # each of the first lanes, 8 per matrix, reads a row of 16 bytes
         count = int(one.parts[-1]) if one.parts[-1].isdigit() else 1
         mask = mask & (np.arange(block.lanes) % WARP < 8 * count)
     (where,) = (x for x in one.operands if "[" in x)
@@ -478,7 +478,7 @@ def _shared_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> N
 
 
 def _local_access(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
-    """LDL and STL: spilled registers, at [R1+offset]; what is indexed otherwise reads as 0."""
+    """Execute LDL and STL: spilled registers are at [R1+offset]; other addresses read as 0."""
     (where,) = (x for x in one.operands if "[" in x)
     spill = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", where)
     first = int(spill[1] or "0", 16) if spill else 0
@@ -503,7 +503,7 @@ def _global_access(block: Blocks, one: Instruction, mask: Mask, step: Step) -> N
 
 
 def _add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
-    """IADD3 and VIADD: up to three terms, carries out, and with .X carries in."""
+    """Execute IADD3 and VIADD: up to three terms, carries out and, with .X, carries in."""
     carried, sources, carries = one.split
     total = np.zeros(block.lanes, np.int64)
     for x in sources:
@@ -537,7 +537,7 @@ def _multiply_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
 
 
 def _shift_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
-    """LEA: (a << s) + b; .HI: the upper word of (c:a) << s, plus b."""
+    """Execute LEA: (a << s) + b; with .HI the upper word of (c:a) << s, plus b."""
     carried, sources, carries = one.split
     a, shift = block.read(sources[0]), int(sources[-1], 16) & 31
     if "HI" in one.parts:
@@ -556,7 +556,7 @@ def _shift_add(block: Blocks, one: Instruction, mask: Mask, _: Step) -> None:
 
 
 def _shift(block: Blocks, one: Instruction) -> Word:
-    """SHF: one word of a pair, shifted; the upper one with .HI."""
+    """Execute SHF: return one word of a shifted pair, with .HI the upper one."""
     low, amount, high = (np.asarray(block.read(x)) for x in one.operands[1:4])
     parts = one.parts
     most = 64 if any(part.endswith("64") for part in parts) else 32
@@ -621,7 +621,7 @@ def _select(block: Blocks, one: Instruction) -> Word:
 
 
 def _minimum(block: Blocks, one: Instruction) -> Word:
-    """IMNMX, VIMNMX and VIADDMNMX, whose first two operands are added."""
+    """Execute IMNMX, VIMNMX and VIADDMNMX, which adds its first two operands before."""
     _, sources, trailing = one.split
     *terms, y = (block.read(x) for x in sources)
     x = sum(terms) & _LOW
@@ -636,7 +636,7 @@ def _permute(block: Blocks, one: Instruction) -> Word:
     total = 0
     for i in range(4):
         byte = pair >> (select >> 4 * i & 7) * 8 & 255
-        is_sign = select >> 4 * i & 8 != 0  # the byte's sign, eight times
+        is_sign = select >> 4 * i & 8 != 0  # repeat the byte's sign bit
         total = total | np.where(is_sign, (byte >> 7) * 255, byte) << 8 * i
     return total
 

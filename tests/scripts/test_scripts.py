@@ -72,7 +72,7 @@ def test_what_is_there_is_not_measured_again(capsys, monkeypatch, tmp_path):
     (tmp_path / "kernel-cpu.json").touch()
     monkeypatch.setattr("sys.argv", ["measure.py", "--prefix", f"{tmp_path}/", "kernel-cpu"])
     assert measure.main() == 0
-    assert "kernel-cpu.json is there already" in capsys.readouterr().out
+    assert "kernel-cpu.json already exists" in capsys.readouterr().out
 
 
 def test_every_table_in_the_documents_has_a_study_behind_it():

@@ -14,9 +14,9 @@ from attention_kernels.inspection import child
     ("does", "words"),
     [
         ("sys.exit(3)", "ended with exit status 3"),
-        ("os.abort()", "was killed by SIGABRT (it aborted, as after a failed assertion"),
-        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV (an access to memory that is not its"),
-        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (something else killed it, most likely"),
+        ("os.abort()", "was killed by SIGABRT (after a failed assertion"),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV (an invalid memory access"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (from outside, most likely"),
         ("os.kill(os.getpid(), 40)", "was killed by signal 40"),
     ],
 )

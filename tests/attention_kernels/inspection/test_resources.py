@@ -129,5 +129,5 @@ def test_shared_memory_of_both_kinds_limits_the_blocks():
     compiled = {"_Zone": resources._Compiled(32, 0, 0, 40 * 1024)}
     row = resources._row("v01", "90", "float16", launch, compiled)
     assert (row.blocks, row.limited_by) == (2, "shared memory")
-    with pytest.raises(BuildError, match="v01 launches kernel, which ptxas has not compiled"):
+    with pytest.raises(BuildError, match="v01 launches kernel, which ptxas did not compile"):
         resources._row("v01", "90", "float16", launch, {})
