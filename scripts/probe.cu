@@ -1,5 +1,5 @@
 // Measures what `gpt2-infer predict` knows of a GPU and no table tells; the numbers are in
-// attention_kernels/inspection/gpus.toml and at the head of predict.py.
+// attention_kernels/inspection/gpus.toml and at the head of multiprocessor.py.
 //
 //   nvcc -O3 -arch=native scripts/probe.cu -o probe && ./probe
 

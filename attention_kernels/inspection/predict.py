@@ -9,7 +9,6 @@ multiprocessors as these become free. docs/prediction.md says what is left out.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import importlib.util
 import itertools
@@ -23,27 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import resources, sass
-from attention_kernels.inspection.sass import STORES, WARP, Blocks, Instruction
+from attention_kernels.inspection.multiprocessor import (
+    SCHEDULERS,
+    SECTOR,
+    Gpu,
+    Work,
+    counts_of,
+    cycles_of,
+    work_of,
+)
+from attention_kernels.inspection.sass import WARP, Blocks, Instruction
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-# Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
-_SHUFFLE, _CONSTANT = 24, 30
-_SPECIAL, _TENSOR = 17, 24
-_BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
-_FIXED = 4  # arithmetic of fixed latency, which nvcc's stall counts cover
-_QUEUE = 40  # outstanding wavefronts at which warps must wait to request more
-_SCHEDULERS = 4
-_SECTOR = 32
-# Cycles in which an instruction reads its registers: in each, one from each of two banks
-# (Huerta et al., arXiv:2503.20481).
-_WINDOW = 3
 _MAX_STEPS = 3_000_000  # per block: seconds of emulation
 _MAX_ISSUED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
 _SAMPLED = 8  # blocks run along an axis, if the others lie on a line
@@ -56,38 +50,6 @@ LOAD_STORE_UNIT = "load-store unit"
 _PARTS_OF_IT = ("shared memory", "L1")
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU of gpus.toml, which gives the sources of the numbers."""
-
-    name: str
-    devices: list[str]
-    arch: str
-    multiprocessors: int
-    clock_ghz: float
-    fp32_lanes: int
-    integer_lanes: int
-    special_lanes: int
-    tensor_cycles: int
-    shared_latency: int
-    l1_latency: int
-    l2_latency: int
-    memory_latency: int
-    l2_bytes_per_cycle: int
-    memory_gb_s: float
-    launch_us: float
-
-
-@functools.cache
-def gpus() -> dict[str, Gpu]:
-    """Return the known GPUs by the names that `--gpu` takes."""
-    text = Path(__file__).with_name("gpus.toml").read_bytes()
-    return {
-        key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
-        for key, numbers in msgspec.toml.decode(text).items()
-    }
 
 
 @dataclass(frozen=True)
@@ -192,248 +154,6 @@ def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
     return _Program(version, gpu, recorder, sass.parse(text), compiled)
 
 
-# ---- One multiprocessor --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What the warps of one block execute."""
-
-    warps: list[list[tuple[int, int, int, int]]]
-    """By warp, for each step: instruction, wavefronts, lines, sectors that go to L2."""
-    parts: list[list[int]]
-    """Position of each warp after 0, 1, ... 7 eighths of the block's steps."""
-    counts: Counter[str]
-    """Instructions in total and by pipe, wavefronts, lines and misses."""
-
-    @property
-    def instructions(self) -> int:
-        """Instructions executed by all warps."""
-        return self.counts["issue"]
-
-
-_PIPES = {
-    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
-    "multiply": ("IMAD",),
-    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
-    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG"),
-    "shuffle": ("SHFL",),
-    "tensor": ("HMMA", "IMMA"),
-    "constant": ("LDC", "ULDC", "S2R"),
-    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
-}
-_PIPE_OF = {name: pipe for pipe, names in _PIPES.items() for name in names}
-_WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
-_UNIFORM = ("S2UR", "R2UR", "VOTEU")
-
-
-def _pipe(one: Instruction) -> str:
-    if one.base in _PIPE_OF:
-        return _PIPE_OF[one.base]
-    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
-
-
-def _counts(blocks: Blocks) -> list[Counter[str]]:
-    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
-    code = blocks.code
-    shape = len(code), len(blocks.indices), blocks.warps
-    executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
-    for step in blocks.steps:
-        index = step.index
-        executed[index] += step.warps.reshape(shape[1:])
-        if step.wavefronts is not None:
-            wavefronts[index] += step.wavefronts.reshape(shape[1:])
-        if step.lines is not None and step.misses is not None:
-            lines[index] += step.lines.reshape(shape[1:])
-            misses[index] += step.misses.reshape(shape[1:])
-    found: list[Counter[str]] = [Counter() for _ in blocks.indices]
-    for index in np.flatnonzero(executed.any((1, 2))).tolist():
-        one = code[index]
-        for name, array in (
-            ("issue", executed),
-            (_pipe(one), executed),
-            (_WAVEFRONTS.get(one.base, "loads"), wavefronts),
-            ("lines", lines),
-            ("misses", misses),
-        ):
-            for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
-                counts[name] += count
-    return found
-
-
-def _work(blocks: Blocks, number: int, counts: Counter[str]) -> _Work:
-    """Return what the warps of block `number` of the emulated blocks execute."""
-    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    steps = [step for step in blocks.steps if step.warps[of_block].any()]
-    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
-    parts: list[list[int]] = []
-    for at, step in enumerate(steps):
-        if at >= len(steps) * len(parts) / 8:
-            parts.append([len(warp) for warp in warps])
-        wavefronts, lines, misses = (
-            [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (step.wavefronts, step.lines, step.misses)
-        )
-        for warp in np.flatnonzero(step.warps[of_block]).tolist():
-            warps[warp].append((step.index, wavefronts[warp], lines[warp], misses[warp]))
-    return _Work(warps, parts, counts)
-
-
-def _cycles(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
-    gpu: Gpu,
-    code: Sequence[Instruction],
-    works: Sequence[_Work],
-    miss_latency: float,
-    most: float = math.inf,
-) -> tuple[float, list[int]]:
-    """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
-
-    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
-    otherwise from the oldest that is.
-    """
-    lanes = {"fma": gpu.fp32_lanes, "special": gpu.special_lanes, "tensor": 0}
-    busy = {
-        pipe: _SCHEDULERS * WARP / lanes.get(pipe, gpu.integer_lanes)
-        if pipe in ("fma", "special", "multiply", "integer", "uniform", "constant")
-        else 1.0
-        for pipe in (*_PIPES, "uniform", "integer")
-    }
-    busy["tensor"] = gpu.tensor_cycles
-    facts = [
-        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base, one.registers)
-        for one in code
-    ]
-    streams = [warp for work in works for warp in work.warps]
-    owner = [number for number, work in enumerate(works) for _ in work.warps]
-    running = [sum(1 for warp in work.warps if warp) for work in works]
-    arrived: list[list[int]] = [[] for _ in works]
-    opens = [0.0] * len(works)  # when each block's barrier opens
-    at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # out of step: each begins elsewhere
-        for number, work in enumerate(works):
-            part = work.parts[4 * number // len(works)]
-            for warp, first in zip(
-                (w for w, o in enumerate(owner) if o == number), part, strict=True
-            ):
-                at[warp] = first
-    boards = [[0.0] * 6 for _ in streams]
-    groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
-    pending: list[list[tuple[float, int]]] = [[] for _ in range(_SCHEDULERS)]
-    ready: list[list[int]] = [[] for _ in range(_SCHEDULERS)]
-    for warp, stream in enumerate(streams):
-        if stream:
-            pending[warp % _SCHEDULERS].append((0.0, warp))
-    free = [0.0] * _SCHEDULERS
-    last = [-1] * _SCHEDULERS
-    pipes = [dict.fromkeys(busy, 0.0) for _ in range(_SCHEDULERS)]
-    banks = [[0.0, 0.0] for _ in range(_SCHEDULERS)]
-    l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
-    shared = l2 = end = 0.0
-    issued = [0] * len(works)
-    left = most
-
-    def wake(warp: int, when: float) -> None:
-        for board in facts[streams[warp][at[warp]][0]][1]:
-            when = max(when, boards[warp][board])
-        heapq.heappush(pending[warp % _SCHEDULERS], (when, warp))
-
-    while left > 0:
-        times = [
-            (free[s] if ready[s] else max(free[s], pending[s][0][0]), s)
-            for s in range(_SCHEDULERS)
-            if ready[s] or pending[s]
-        ]
-        if not times:
-            break
-        now, s = min(times)
-        while pending[s] and pending[s][0][0] <= now:
-            ready[s].append(heapq.heappop(pending[s])[1])
-        ready[s].sort()
-        order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
-        soonest = math.inf
-        for warp in order:
-            fact = facts[streams[warp][at[warp]][0]]
-            pipe = fact[0]
-            even, odd = fact[6]
-            possible = pipes[s][pipe]
-            if even and banks[s][0] + even > now + _WINDOW:
-                possible = max(possible, banks[s][0] + even - _WINDOW)
-            if odd and banks[s][1] + odd > now + _WINDOW:
-                possible = max(possible, banks[s][1] + odd - _WINDOW)
-            if pipe in ("shared", "shuffle", "global"):
-                possible = max(possible, shared - _QUEUE)
-            if possible <= now:
-                break
-            soonest = min(soonest, possible)
-        else:
-            free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
-            continue
-        ready[s].remove(warp)
-        last[s] = warp
-        index, wavefronts, lines, misses = streams[warp][at[warp]]
-        pipe, _, writes, reads, stall, base, registers = facts[index]
-        for bank in (0, 1):
-            if registers[bank]:
-                banks[s][bank] = max(banks[s][bank], now) + registers[bank]
-        issued[owner[warp]] += 1
-        left -= 1
-        free[s] = now + 1
-        pipes[s][pipe] = now + busy[pipe]
-        if pipe == "multiply":
-            pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
-        done = read = now + _FIXED
-        if pipe in ("shared", "shuffle", "global"):
-            begin = max(shared, now + 2)
-            cost = max(1, wavefronts, lines)
-            shared = begin + cost
-            read = begin + 4
-            if pipe == "shuffle":
-                done = begin + _SHUFFLE - 2
-            elif pipe == "shared":
-                done = begin + cost - 3 + gpu.shared_latency
-            elif base in STORES:
-                l2 = max(l2, begin) + misses * _SECTOR / l2_rate
-                done = begin + cost
-            elif misses:
-                l2 = max(l2, begin) + misses * _SECTOR / l2_rate
-                done = max(begin, l2) + miss_latency
-            else:
-                done = begin + cost + gpu.l1_latency
-            if base == "LDGSTS":
-                groups[warp].append(done)
-        elif pipe == "special":
-            done, read = now + _SPECIAL, now + 8
-        elif pipe == "constant":
-            done, read = now + _CONSTANT, now + 10
-        elif pipe == "tensor":
-            done, read = now + _TENSOR, now + 10
-        if writes < 6:
-            boards[warp][writes] = max(boards[warp][writes], done)
-        if reads < 6:
-            boards[warp][reads] = max(boards[warp][reads], read)
-        next_at = now + stall
-        if base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
-            next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
-            groups[warp].clear()
-        at[warp] += 1
-        number = owner[warp]
-        end = max(end, next_at, done)
-        if at[warp] == len(streams[warp]):
-            running[number] -= 1
-        elif base == "BAR":
-            arrived[number].append(warp)
-            opens[number] = max(opens[number], now) + _ARRIVAL
-        else:
-            wake(warp, next_at)
-            continue
-        if arrived[number] and len(arrived[number]) == running[number]:
-            for other in arrived[number]:
-                wake(other, opens[number] + _BARRIER)
-            arrived[number].clear()
-    return end, issued
-
-
 # ---- The whole grid ------------------------------------------------------------------------------
 
 
@@ -443,7 +163,7 @@ class _Line:
 
     length: int
     samples: dict[int, Counter[str]]
-    works: list[_Work]
+    works: list[Work]
     """Work of those samples that are timed."""
     inputs: float = 1.0
     """Share of the loaded sectors that hold the call's inputs, not an earlier launch's output."""
@@ -496,7 +216,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         code = program.kernels[launch.symbol]
         blocks = Blocks(code, constants, launch.block, indices, _MAX_STEPS)
         blocks.run()
-        return blocks, dict(zip(chosen, _counts(blocks), strict=True))
+        return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
 
     first = None
     if length <= _SAMPLED:
@@ -525,7 +245,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
-    works = [_work(blocks, number, numbers[number]) for number in sorted(timed)]
+    works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
     # The recorder of launches puts q, k and v at 1, 2 and 3 terabytes.
     inputs = sum(blocks.fetched[tensor] for tensor in (1, 2, 3)) / max(1, blocks.fetched.total())
     return _Line(length, samples, works, inputs, alike, first)
@@ -585,7 +305,7 @@ def _finish(
 
 
 def _alone(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], miss: float
+    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], miss: float
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -593,18 +313,18 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = _cycles(gpu, code, [short], miss, _MAX_ISSUED)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_ISSUED)
     if not longer:
         return first / sum(few), 0.0
     fitting = [work for work in longer if work.instructions <= _MAX_ISSUED]
     long = fitting[-1] if fitting else longer[0]
-    cycles, issued = _cycles(gpu, code, [long], miss)
+    cycles, issued = cycles_of(gpu, code, [long], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
 
 def _together(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[_Work], count: int, miss: float
+    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
 ) -> list[float]:
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
@@ -614,11 +334,11 @@ def _together(
         most = work.instructions * count // 2
     else:
         work, most = short, min(_MAX_ISSUED, short.instructions * count)
-    cycles, issued = _cycles(gpu, code, [work] * count, miss, most)
+    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 
 
-def _by_length(works: Sequence[_Work]) -> list[_Work]:
+def _by_length(works: Sequence[Work]) -> list[Work]:
     """Return the shortest, and those over 1.5 times as long, in order of length."""
     short, *longer = sorted(works, key=lambda work: work.instructions)
     return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
@@ -640,7 +360,7 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     # memory. The output of an earlier launch is in L2.
     cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
     fits = min(fits, -(-busy // gpu.multiprocessors))
-    l2_bytes = total.get("misses", 0) * _SECTOR
+    l2_bytes = total.get("misses", 0) * SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     alone, extra = _alone(gpu, code, line.works, miss)
     paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
@@ -651,11 +371,11 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
     wavefronts = sum(total.get(kind, 0) for kind in ("loads", "stores", "copies"))
     integer = total.get("integer", 0) + total.get("multiply", 0)
     needs = {
-        "issue slots": total["issue"] / _SCHEDULERS / rate,
+        "issue slots": total["issue"] / SCHEDULERS / rate,
         "float32 arithmetic": total.get("fma", 0) * WARP / gpu.fp32_lanes / rate,
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
         "special functions": total.get("special", 0) * WARP / gpu.special_lanes / rate,
-        "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / _SCHEDULERS / rate,
+        "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / SCHEDULERS / rate,
         LOAD_STORE_UNIT: (wavefronts + lines + total.get("shuffle", 0)) / rate,
         "shared memory": wavefronts / rate,
         "L1": lines / rate,

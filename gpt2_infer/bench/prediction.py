@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from attention_kernels import AttentionError
 from attention_kernels.inspection import predict
+from attention_kernels.inspection.multiprocessor import Gpu, gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row, Status, read
@@ -24,15 +25,15 @@ from gpt2_infer.errors import RequestError
 RESULTS = Path("results")
 
 
-def find_gpu(key: str) -> predict.Gpu:
+def find_gpu(key: str) -> Gpu:
     """Return the numbers of a GPU by the name that `--gpu` takes; raises RequestError."""
-    known = predict.gpus()
+    known = gpus()
     if key not in known:
         raise RequestError(f"there are no numbers of {key}: there are {', '.join(known)}")
     return known[key]
 
 
-def timed_on(gpu: predict.Gpu, files: Iterable[File]) -> list[File]:
+def timed_on(gpu: Gpu, files: Iterable[File]) -> list[File]:
     """Return the timings of kernels that were taken on such a GPU."""
     return [
         file
@@ -102,7 +103,7 @@ def predict_version(
     try:
         found = predict.predict(
             version,
-            predict.gpus()[gpu],
+            gpus()[gpu],
             [cell.seqlen for cell in cells],
             head_dim=head_dim,
             batch=batch,

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
-from attention_kernels.inspection import predict, sass
+from attention_kernels.inspection import multiprocessor, predict, sass
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
 ROOT = Path(__file__).parents[3]
-H200 = predict.gpus()["h200"]
+H200 = multiprocessor.gpus()["h200"]
 
 
 def missing_program() -> str:
@@ -101,36 +101,37 @@ def test_an_unknown_instruction_is_named() -> None:
         sass.Blocks(sass.parse(code)["kernel"], b"", (32, 1, 1), [(0, 0, 0)], 9).run()
 
 
-def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], predict._Work]:
+def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], multiprocessor.Work]:
     one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"), "", 0, 1, 7, 7, ())
     streams = [[(0, 0, 0, 0)] * count for _ in range(warps)]
-    return [one], predict._Work(streams, [], Counter(issue=count * warps))
+    return [one], multiprocessor.Work(streams, [], Counter(issue=count * warps))
 
 
 def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
     code, work = arithmetic(1000, 8)
-    cycles, issued = predict._cycles(H200, code, [work], 0.0)
+    cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0)
     assert issued == [8000]
     assert cycles == pytest.approx(2000, rel=0.01)
     half = dataclasses.replace(H200, fp32_lanes=64)
-    assert predict._cycles(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
+    assert multiprocessor.cycles_of(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
 
 
 def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
     code, work = arithmetic(1000, 8)
     even = [dataclasses.replace(code[0], registers=(3, 0))]
     mixed = [dataclasses.replace(code[0], registers=(1, 1))]
-    assert predict._cycles(H200, even, [work], 0.0)[0] == pytest.approx(6000, rel=0.01)
-    assert predict._cycles(H200, mixed, [work], 0.0)[0] == pytest.approx(2000, rel=0.01)
+    assert multiprocessor.cycles_of(H200, even, [work], 0.0)[0] == pytest.approx(6000, rel=0.01)
+    assert multiprocessor.cycles_of(H200, mixed, [work], 0.0)[0] == pytest.approx(2000, rel=0.01)
 
 
 def test_a_bank_conflict_costs_its_wavefronts() -> None:
     code, work = arithmetic(1000, 4)
     load = [dataclasses.replace(code[0], name="LDS")]
     single, double = (
-        predict._Work([[(0, n, 0, 0)] * 1000 for _ in range(4)], [], work.counts) for n in (1, 2)
+        multiprocessor.Work([[(0, n, 0, 0)] * 1000 for _ in range(4)], [], work.counts)
+        for n in (1, 2)
     )
-    once, twice = (predict._cycles(H200, load, [one], 0.0)[0] for one in (single, double))
+    once, twice = (multiprocessor.cycles_of(H200, load, [one], 0.0)[0] for one in (single, double))
     assert twice == pytest.approx(2 * once, rel=0.02)
 
 
@@ -170,7 +171,7 @@ def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> Non
 
 def test_every_number_of_a_gpu_has_its_source() -> None:
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(predict.Gpu)}
+    fields = {field.name for field in dataclasses.fields(multiprocessor.Gpu)}
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
@@ -205,7 +206,7 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"sm_80.*T4 is sm_75.*head_dim 48"):
-        predict.predict(version, predict.gpus()["t4"], [64], head_dim=48)
+        predict.predict(version, multiprocessor.gpus()["t4"], [64], head_dim=48)
 
 
 @pytest.mark.parametrize(

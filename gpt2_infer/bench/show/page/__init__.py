@@ -54,7 +54,7 @@ def make_page(
 ) -> str:
     """Return the page, as HTML, of versions by name and of results files.
 
-    shape: what the versions are run with in the emulator. gpu: a name of predict.gpus(), to show
+    shape: what the versions are run with in the emulator. gpu: a name of gpus(), to show
     predicted times for; None for no prediction. predict: the versions to predict where the results
     have no prediction of them. A version whose accesses cannot be counted is shown with the reason.
     Raises ResultsError, RequestError, or BuildError where a version does not compile.

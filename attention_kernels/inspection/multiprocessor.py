@@ -1,0 +1,303 @@
+"""A model of one multiprocessor: the cycles in which it executes the warps of some blocks.
+
+It issues the instructions that sass.py returns cycle by cycle, with the stalls and scoreboards that
+nvcc encoded in them. docs/prediction.md says what is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from attention_kernels.inspection.sass import STORES, WARP, Blocks, Instruction
+
+# Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
+_SHUFFLE, _CONSTANT = 24, 30
+_SPECIAL, _TENSOR = 17, 24
+_BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
+_FIXED = 4  # arithmetic of fixed latency, which nvcc's stall counts cover
+_QUEUE = 40  # outstanding wavefronts at which warps must wait to request more
+SCHEDULERS = 4
+SECTOR = 32  # bytes
+# Cycles in which an instruction reads its registers: in each, one from each of two banks
+# (Huerta et al., arXiv:2503.20481).
+_WINDOW = 3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of gpus.toml, which gives the sources of the numbers."""
+
+    name: str
+    devices: list[str]
+    arch: str
+    multiprocessors: int
+    clock_ghz: float
+    fp32_lanes: int
+    integer_lanes: int
+    special_lanes: int
+    tensor_cycles: int
+    shared_latency: int
+    l1_latency: int
+    l2_latency: int
+    memory_latency: int
+    l2_bytes_per_cycle: int
+    memory_gb_s: float
+    launch_us: float
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    """Return the known GPUs by the names that `--gpu` takes."""
+    text = Path(__file__).with_name("gpus.toml").read_bytes()
+    return {
+        key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
+        for key, numbers in msgspec.toml.decode(text).items()
+    }
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the warps of one block execute."""
+
+    warps: list[list[tuple[int, int, int, int]]]
+    """By warp, for each step: instruction, wavefronts, lines, sectors that go to L2."""
+    parts: list[list[int]]
+    """Position of each warp after 0, 1, ... 7 eighths of the block's steps."""
+    counts: Counter[str]
+    """Instructions in total and by pipe, wavefronts, lines and misses."""
+
+    @property
+    def instructions(self) -> int:
+        """Instructions executed by all warps."""
+        return self.counts["issue"]
+
+
+PIPES = {
+    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
+    "multiply": ("IMAD",),
+    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
+    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG"),
+    "shuffle": ("SHFL",),
+    "tensor": ("HMMA", "IMMA"),
+    "constant": ("LDC", "ULDC", "S2R"),
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
+}
+_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
+_WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
+_UNIFORM = ("S2UR", "R2UR", "VOTEU")
+
+
+def _pipe(one: Instruction) -> str:
+    if one.base in _PIPE_OF:
+        return _PIPE_OF[one.base]
+    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+
+
+def counts_of(blocks: Blocks) -> list[Counter[str]]:
+    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
+    code = blocks.code
+    shape = len(code), len(blocks.indices), blocks.warps
+    executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
+    for step in blocks.steps:
+        index = step.index
+        executed[index] += step.warps.reshape(shape[1:])
+        if step.wavefronts is not None:
+            wavefronts[index] += step.wavefronts.reshape(shape[1:])
+        if step.lines is not None and step.misses is not None:
+            lines[index] += step.lines.reshape(shape[1:])
+            misses[index] += step.misses.reshape(shape[1:])
+    found: list[Counter[str]] = [Counter() for _ in blocks.indices]
+    for index in np.flatnonzero(executed.any((1, 2))).tolist():
+        one = code[index]
+        for name, array in (
+            ("issue", executed),
+            (_pipe(one), executed),
+            (_WAVEFRONTS.get(one.base, "loads"), wavefronts),
+            ("lines", lines),
+            ("misses", misses),
+        ):
+            for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
+                counts[name] += count
+    return found
+
+
+def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
+    """Return what the warps of block `number` of the emulated blocks execute."""
+    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
+    steps = [step for step in blocks.steps if step.warps[of_block].any()]
+    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
+    parts: list[list[int]] = []
+    for at, step in enumerate(steps):
+        if at >= len(steps) * len(parts) / 8:
+            parts.append([len(warp) for warp in warps])
+        wavefronts, lines, misses = (
+            [0] * blocks.warps if x is None else x[of_block].tolist()
+            for x in (step.wavefronts, step.lines, step.misses)
+        )
+        for warp in np.flatnonzero(step.warps[of_block]).tolist():
+            warps[warp].append((step.index, wavefronts[warp], lines[warp], misses[warp]))
+    return Work(warps, parts, counts)
+
+
+def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
+    gpu: Gpu,
+    code: Sequence[Instruction],
+    works: Sequence[Work],
+    miss_latency: float,
+    most: float = math.inf,
+) -> tuple[float, list[int]]:
+    """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
+
+    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
+    otherwise from the oldest that is.
+    """
+    lanes = {"fma": gpu.fp32_lanes, "special": gpu.special_lanes, "tensor": 0}
+    busy = {
+        pipe: SCHEDULERS * WARP / lanes.get(pipe, gpu.integer_lanes)
+        if pipe in ("fma", "special", "multiply", "integer", "uniform", "constant")
+        else 1.0
+        for pipe in (*PIPES, "uniform", "integer")
+    }
+    busy["tensor"] = gpu.tensor_cycles
+    facts = [
+        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base, one.registers)
+        for one in code
+    ]
+    streams = [warp for work in works for warp in work.warps]
+    owner = [number for number, work in enumerate(works) for _ in work.warps]
+    running = [sum(1 for warp in work.warps if warp) for work in works]
+    arrived: list[list[int]] = [[] for _ in works]
+    opens = [0.0] * len(works)  # when each block's barrier opens
+    at = [0] * len(streams)
+    if most < sum(work.instructions for work in works):  # out of step: each begins elsewhere
+        for number, work in enumerate(works):
+            part = work.parts[4 * number // len(works)]
+            for warp, first in zip(
+                (w for w, o in enumerate(owner) if o == number), part, strict=True
+            ):
+                at[warp] = first
+    boards = [[0.0] * 6 for _ in streams]
+    groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
+    pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
+    ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
+    for warp, stream in enumerate(streams):
+        if stream:
+            pending[warp % SCHEDULERS].append((0.0, warp))
+    free = [0.0] * SCHEDULERS
+    last = [-1] * SCHEDULERS
+    pipes = [dict.fromkeys(busy, 0.0) for _ in range(SCHEDULERS)]
+    banks = [[0.0, 0.0] for _ in range(SCHEDULERS)]
+    l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
+    shared = l2 = end = 0.0
+    issued = [0] * len(works)
+    left = most
+
+    def wake(warp: int, when: float) -> None:
+        for board in facts[streams[warp][at[warp]][0]][1]:
+            when = max(when, boards[warp][board])
+        heapq.heappush(pending[warp % SCHEDULERS], (when, warp))
+
+    while left > 0:
+        times = [
+            (free[s] if ready[s] else max(free[s], pending[s][0][0]), s)
+            for s in range(SCHEDULERS)
+            if ready[s] or pending[s]
+        ]
+        if not times:
+            break
+        now, s = min(times)
+        while pending[s] and pending[s][0][0] <= now:
+            ready[s].append(heapq.heappop(pending[s])[1])
+        ready[s].sort()
+        order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
+        soonest = math.inf
+        for warp in order:
+            fact = facts[streams[warp][at[warp]][0]]
+            pipe = fact[0]
+            even, odd = fact[6]
+            possible = pipes[s][pipe]
+            if even and banks[s][0] + even > now + _WINDOW:
+                possible = max(possible, banks[s][0] + even - _WINDOW)
+            if odd and banks[s][1] + odd > now + _WINDOW:
+                possible = max(possible, banks[s][1] + odd - _WINDOW)
+            if pipe in ("shared", "shuffle", "global"):
+                possible = max(possible, shared - _QUEUE)
+            if possible <= now:
+                break
+            soonest = min(soonest, possible)
+        else:
+            free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
+            continue
+        ready[s].remove(warp)
+        last[s] = warp
+        index, wavefronts, lines, misses = streams[warp][at[warp]]
+        pipe, _, writes, reads, stall, base, registers = facts[index]
+        for bank in (0, 1):
+            if registers[bank]:
+                banks[s][bank] = max(banks[s][bank], now) + registers[bank]
+        issued[owner[warp]] += 1
+        left -= 1
+        free[s] = now + 1
+        pipes[s][pipe] = now + busy[pipe]
+        if pipe == "multiply":
+            pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
+        done = read = now + _FIXED
+        if pipe in ("shared", "shuffle", "global"):
+            begin = max(shared, now + 2)
+            cost = max(1, wavefronts, lines)
+            shared = begin + cost
+            read = begin + 4
+            if pipe == "shuffle":
+                done = begin + _SHUFFLE - 2
+            elif pipe == "shared":
+                done = begin + cost - 3 + gpu.shared_latency
+            elif base in STORES:
+                l2 = max(l2, begin) + misses * SECTOR / l2_rate
+                done = begin + cost
+            elif misses:
+                l2 = max(l2, begin) + misses * SECTOR / l2_rate
+                done = max(begin, l2) + miss_latency
+            else:
+                done = begin + cost + gpu.l1_latency
+            if base == "LDGSTS":
+                groups[warp].append(done)
+        elif pipe == "special":
+            done, read = now + _SPECIAL, now + 8
+        elif pipe == "constant":
+            done, read = now + _CONSTANT, now + 10
+        elif pipe == "tensor":
+            done, read = now + _TENSOR, now + 10
+        if writes < 6:
+            boards[warp][writes] = max(boards[warp][writes], done)
+        if reads < 6:
+            boards[warp][reads] = max(boards[warp][reads], read)
+        next_at = now + stall
+        if base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
+            next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
+            groups[warp].clear()
+        at[warp] += 1
+        number = owner[warp]
+        end = max(end, next_at, done)
+        if at[warp] == len(streams[warp]):
+            running[number] -= 1
+        elif base == "BAR":
+            arrived[number].append(warp)
+            opens[number] = max(opens[number], now) + _ARRIVAL
+        else:
+            wake(warp, next_at)
+            continue
+        if arrived[number] and len(arrived[number]) == running[number]:
+            for other in arrived[number]:
+                wake(other, opens[number] + _BARRIER)
+            arrived[number].clear()
+    return end, issued
