@@ -1,7 +1,7 @@
 """Causal self-attention kernels behind one contract and one registry.
 
-Importing compiles nothing and starts no CUDA context. See `contract` for shapes, `registry` for
-backends and `reference` for the float64 truth that every backend is held to.
+Importing the package compiles nothing and creates no CUDA context. See `contract` for shapes,
+`registry` for backends and `reference` for the float64 reference that every backend is judged by.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def attention(
     is_causal: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute softmax(softmax_scale * q k^T + mask) v with a backend, else the device's default.
+    """Compute softmax(softmax_scale * q k^T + mask) v with the named or the default backend.
 
     q, k, v: (batch, seqlen, num_heads, head_dim), last stride 1; returns the same shape,
-    contiguous. Raises UnknownBackendError and what BackendSpec.attention() does.
+    contiguous. Raises UnknownBackendError and everything that BackendSpec.attention() raises.
     """
     contract.check_tensors({"q": q})
     spec = get_backend(backend) if backend is not None else default_backend(q.device.type)

@@ -1,4 +1,4 @@
-"""The attention contract: shapes, dtypes, the one argument check and the one contiguity adapter.
+"""The attention contract: shapes, dtypes, the argument checks and the contiguity adapter.
 
     attention(q, k, v, *, softmax_scale=None, is_causal=True) -> o
     decode(q, k_cache, v_cache, seqlens, *, softmax_scale=None) -> o
@@ -7,14 +7,14 @@ attention: q, k, v and o are (batch, seqlen, num_heads, head_dim) with seqlen_q 
 and v may be strided views whose last stride is 1; o is a new, contiguous tensor. With is_causal,
 query i sees the keys 0..i.
 
-Inputs are finite. A key or value that a query does not see changes no bit of its row of o, however
-large it is; NaN and infinity may, as 0 * NaN is NaN.
+Inputs are finite. A key or value that a query does not see, however large, changes no bit of that
+query's row of o. NaN and infinity may change it, because 0 * NaN is NaN.
 
 decode: one new token per row against a cache. q and o are (batch, 1, num_heads, head_dim), k_cache
 and v_cache are (batch, max_seqlen, num_heads, head_dim), seqlens is int32 (batch,) on the same
-device and counts the valid keys of each row, the new token's own included. Each length is between 1
-and max_seqlen: on the CPU that is checked, and on CUDA, where reading it would stall the host, the
-caller guarantees it. Keys and values past seqlens are not seen.
+device and counts the valid keys of each row, including the new token's own. Each length must be
+between 1 and max_seqlen. On the CPU that is checked; on CUDA, where the check would stall the host,
+the caller guarantees it. Keys and values past seqlens are ignored.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from torch import Tensor
 from attention_kernels.errors import ArgumentError
 
 PRECISIONS = ("ieee-fp32", "3xtf32", "3xfp16", "tf32", "fp16", "bf16", "fp64")
-# The class of each dtype where products and sums are the dtype's own, or float32's for 16 bits.
+# The class of a kernel that computes in the dtype itself; 16-bit products are summed in float32.
 PLAIN_PRECISIONS = {
     "float32": "ieee-fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
     "float64": "fp64",
 }
-# How many times the budget of its precision class a backend may ask for. The classes themselves
-# differ by no more than twice: what needs more than 4 times belongs to a coarser class.
+# The largest multiple of its precision class's budget that a backend may ask for. The classes' own
+# factors differ by at most 2, so a backend that needs more than 4 belongs to a coarser class.
 MOST_ERROR_SLACK = 4.0
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""A backend's attention kernel: (q, k, v, softmax_scale, is_causal), checked, to a new o."""
+"""A backend's attention kernel: from checked (q, k, v, softmax_scale, is_causal) to a new o."""
 DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""A backend's decode kernel: (q, k_cache, v_cache, seqlens, softmax_scale), checked, to a new o."""
+"""A backend's decode kernel: checked (q, k_cache, v_cache, seqlens, softmax_scale) to a new o."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What loading a backend yields: an attention kernel, a decode kernel or both."""
+    """The result of loading a backend: an attention kernel, a decode kernel or both."""
 
     attention: AttentionFunction | None = None
     decode: DecodeFunction | None = None
     decode_device_types: tuple[str, ...] = ("cuda", "cpu")
-    """Where the decode kernel runs."""
+    """The device types that the decode kernel runs on."""
     explain: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
-    """Returns the backend's own reasons against a call of attention that its spec would take."""
+    """A function that lists the kernel's own reasons to refuse a call that the spec allows."""
     backward: bool = False
-    """Whether autograd gets a gradient through the kernels."""
+    """Whether autograd can differentiate through the kernels."""
     prepare: Callable[[str], None] | None = None
-    """Builds what the first call on a device type would; raises UnavailableBackendError."""
+    """A function that builds the kernels for a device type; raises UnavailableBackendError."""
 
     def decode_on(self, device_type: str) -> DecodeFunction | None:
         """Return the decode kernel if it runs on that device type."""
@@ -71,7 +71,7 @@ def check_attention(
 ) -> float:
     """Check the arguments of attention() and return the scale to use.
 
-    Raises ArgumentError naming everything that is wrong.
+    Raises ArgumentError with a list of everything that is wrong.
     """
     check_tensors({"q": q, "k": k, "v": v})
     if not isinstance(is_causal, bool):
@@ -119,7 +119,7 @@ def check_decode(
         wrong += _complaints(tensors, same_shape=False)
     if wrong:
         raise ArgumentError("; ".join(wrong))
-    # Tracing has no values to look at.
+    # A traced tensor has no values to check.
     if seqlens.is_cpu and not torch.compiler.is_compiling():
         lengths, max_seqlen = seqlens.tolist(), cached[1]
         if min(lengths) < 1 or max(lengths) > max_seqlen:
@@ -149,7 +149,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous: the one place where inputs of a backend are copied."""
+    """Make a tensor contiguous; a backend's inputs are copied here and nowhere else."""
     return tensor.contiguous()
 
 

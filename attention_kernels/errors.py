@@ -20,7 +20,7 @@ class UnknownBackendError(AttentionError, LookupError):
 
     def __init__(self, name: str, nearest: Iterable[str], valid: Iterable[str]) -> None:
         self.nearest = list(nearest)
-        """The names most like it, if any is."""
+        """The registered names most similar to it, if any."""
         self.valid = list(valid)
         """Every registered name."""
         hint = f": did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
@@ -36,7 +36,7 @@ class UnavailableBackendError(AttentionError, RuntimeError):
 
 
 class UnsupportedError(AttentionError, ValueError):
-    """The backend does not take this call."""
+    """The backend does not support this call."""
 
     def __init__(self, name: str, reasons: Iterable[str]) -> None:
         self.reasons = list(reasons)
@@ -47,14 +47,14 @@ class UnsupportedError(AttentionError, ValueError):
 
 
 class KernelError(AttentionError, RuntimeError):
-    """A backend's kernel failed; what it raised is the cause."""
+    """A backend's kernel failed; the kernel's own exception is the cause."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"attention backend {name} {what}")
 
 
 class OutputError(AttentionError, RuntimeError):
-    """A backend's kernel returned something other than the contract says."""
+    """A backend's kernel returned something that breaks the contract."""
 
     def __init__(self, name: str, got: str, wanted: str) -> None:
         super().__init__(f"attention backend {name} returned {got} instead of {wanted}")
@@ -67,7 +67,7 @@ class ArgumentError(AttentionError, ValueError):
 def describe(error: BaseException) -> str:
     """Return an exception's type, first line and place: "KeyError: 'x' (file.py:3)".
 
-    The place is the innermost one outside of torch and the registry.
+    The place is the innermost frame outside torch and the registry.
     """
     lines = str(error).strip().splitlines() or ["no message"]
     frames = traceback.extract_tb(error.__traceback__)

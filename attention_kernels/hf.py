@@ -1,15 +1,15 @@
-"""The backends inside Hugging Face transformers: each is an `attn_implementation` of its own name.
+"""Use the backends in Hugging Face transformers, each as the `attn_implementation` of its name.
 
     import attention_kernels.hf
     AutoModelForCausalLM.from_pretrained(..., attn_implementation="CUSTOM_CUDA_VERSION_12")
 
-Importing this module registers every backend and loads none. With as many queries as keys (prefill,
-recompute) the backend's attention is called on views of the model's tensors. With one query and a
-cache its decode kernel is called; a backend without one is replaced by
-registry.default_decode_backend(), and a warning says so once. In grouped-query attention, keys and
-values are copied, once per query head.
+Importing this module registers every backend but loads none. When there are as many queries as keys
+(prefill, recompute), the backend's attention is called on views of the model's tensors. For one
+query and a cache, its decode kernel is called; a backend without one is replaced by
+registry.default_decode_backend(), with one warning. In grouped-query attention, keys and values are
+copied once per query head.
 
-UnsupportedError, with every reason, is raised for what a backend cannot do: padding, any mask other
+Raises UnsupportedError, with every reason, for what a backend cannot do: padding, any mask other
 than causal or full, static caches, several queries against more keys, dropout, attention weights as
 output, a backward pass, models that compute attention themselves, and any argument not known to be
 harmless. Tested with transformers 5.17 and 5.23.
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-# Private, but the only place where every model shows output_attentions: GPT-2 does not pass it on.
+# Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
 from attention_kernels.errors import UnsupportedError
@@ -38,8 +38,8 @@ from attention_kernels.registry import (
     list_backends,
 )
 
-# Arguments that models pass to every layer and that do not change attention. (transformers uses
-# position_ids to detect packed sequences, before it asks for the mask.)
+# Arguments that models pass to every layer and that do not affect attention. (transformers uses
+# position_ids to detect packed sequences, but before it requests the mask.)
 _HARMLESS = {
     "cache_position",
     "num_items_in_batch",
@@ -53,8 +53,8 @@ _HARMLESS = {
 def register(*, decode_backend: str | None = None) -> None:
     """Register every backend with transformers under its name, replacing earlier registrations.
 
-    Importing this module calls it. Call it again after registering another backend, or to choose
-    the backend that decodes for all of them. Raises UnknownBackendError.
+    Called when this module is imported. Call it again after registering another backend, or to
+    choose one backend that decodes for all of them. Raises UnknownBackendError.
     """
     decoder = get_backend(decode_backend) if decode_backend is not None else None
     for spec in list_backends():
@@ -66,8 +66,8 @@ def register(*, decode_backend: str | None = None) -> None:
 class _NoMask:
     """A stand-in for the mask that models pass on to _attention(); any other use of it fails.
 
-    None would not do: a model that computes attention itself (Bloom, CodeGen) would take it to mean
-    that nothing is masked. The class is named after the backend.
+    None would be wrong: a model that computes attention itself (Bloom, CodeGen) would treat it as
+    no mask. Each backend gets a subclass with its name.
     """
 
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -93,12 +93,12 @@ def _mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
-    **_: Any,  # how to build a mask: size, device, dtype
+    **_: Any,  # what building a mask would need: size, device, dtype
 ) -> _NoMask:
-    """Return no_mask if the mask is plainly causal or full; raise UnsupportedError otherwise.
+    """Return no_mask if the mask is plain causal or full; raise UnsupportedError otherwise.
 
-    attention_mask: bool (batch, keys), False for padding. Reading it waits for the device once per
-    forward pass, as in transformers' own sdpa.
+    attention_mask: bool (batch, keys), False for padding. Reading it synchronizes with the device
+    once per forward pass, as in transformers' own sdpa.
     """
     causal = mask_function is causal_mask_function
     skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
@@ -137,10 +137,10 @@ def _attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers; the None in the result stands for the weights.
+    """Compute attention for transformers; return o, and None in place of the weights.
 
     query, key and value are (batch, num_heads, seqlen, head_dim); the output is (batch, seqlen,
-    num_heads, head_dim). is_causal: None for the module's own, as in transformers' sdpa.
+    num_heads, head_dim). is_causal: None to use the module's, as in transformers' sdpa.
     """
     num_heads, seqlen_q, seqlen_k = query.shape[1], query.shape[2], key.shape[2]
     wants_weights = arguments.pop("output_attentions", False) or any(
@@ -181,7 +181,7 @@ def _attention(
 def _default_decoder(
     spec: BackendSpec, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> BackendSpec:
-    """Return the backend that decodes if none was named; cached, so that it warns once."""
+    """Return the backend that decodes if none was named; cached, so that it warns only once."""
     if spec.has_decode(device.type):
         return spec
     decoder = default_decode_backend(device, dtype, head_dim)

@@ -1,11 +1,11 @@
-"""The registry of attention backends: what exists, what can run here, what a call may ask of it.
+"""The registry of attention backends: which exist, which can run here and what each supports.
 
 A backend is one decorated loader in a module of `attention_kernels.backends`, or in another
 distribution through the entry-point group `attention_kernels.backends`. Registering is free: no
-kernel is compiled, no optional module is imported and no CUDA context is created until
+kernel is compiled, no optional module is imported and no CUDA context is created before
 `BackendSpec.load()`.
 
-Environment: ATTENTION_KERNELS_PLUGINS=off loads no other distribution's backends.
+Environment: ATTENTION_KERNELS_PLUGINS=off ignores the backends of other distributions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
-SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is named on stderr
+SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is reported on stderr
 DECODES_ONLY = "it has a decode kernel only"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -56,38 +56,41 @@ class BackendSpec:
     """One attention backend: what it takes and where it runs."""
 
     name: str
-    """Upper case, as users type it, if it is registered."""
+    """The name that users type; upper case for a registered backend."""
     family: str
-    """The ladder or library it belongs to."""
+    """The ladder or library that the backend belongs to."""
     summary: str
-    """One sentence."""
+    """A description in one sentence."""
     loader: Loader = field(repr=False)
-    """Builds or imports the kernels; called once, on first use."""
+    """The function that builds or imports the kernels; called once, on first use."""
     precisions: Mapping[str, str]
     """The precision class of each dtype it takes, e.g. {"float32": "ieee-fp32"}."""
     head_dims: tuple[int, ...] = ()
     """The head dimensions it takes; empty means any."""
     device_types: tuple[str, ...] = ("cuda", "cpu")
     min_compute_capability: tuple[int, int] | None = None
-    """The least that a CUDA device must have."""
+    """The lowest compute capability of a CUDA device that it runs on."""
     modules: tuple[str, ...] = ()
     """Optional Python modules that loading needs."""
     probe: Callable[[str], str | None] | None = field(default=None, repr=False)
-    """Returns the reason why it cannot run on a device type here; cheap, for listings ask it."""
+    """A function that returns why it cannot run on a device type here, or None if it can.
+
+    Called for every listing, so it must be cheap.
+    """
     emulated_on: tuple[str, ...] = ()
-    """Device types where its source runs emulated, so that no timing of it means anything."""
+    """Device types where its source runs in an emulator, so that timings mean nothing."""
     needs_contiguous: bool = False
-    """Whether q, k and v are copied to contiguous tensors first."""
+    """Whether q, k and v are made contiguous first."""
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
-    """How many times the budget of its precision class its algorithm needs; see reference."""
+    """The multiple of its precision class's error budget that it is allowed; see reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
     chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
         default=None, repr=False
     )
-    """For an alias: returns what serves a dtype, a head_dim, a device and a seqlen."""
+    """For an alias: picks the backend for a dtype, a head_dim, a device and a seqlen."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +104,7 @@ class BackendSpec:
             raise ValueError(f"{self.name}: the summary must be one sentence on one line")
         if not {*self.device_types} <= {"cuda", "cpu"} or not self.device_types:
             raise ValueError(
-                f"{self.name}: device_types are 'cuda' and 'cpu', not {self.device_types}"
+                f"{self.name}: device_types must be 'cuda' or 'cpu', not {self.device_types}"
             )
         if not 1 <= self.error_slack <= contract.MOST_ERROR_SLACK:
             raise ValueError(
@@ -119,9 +122,10 @@ class BackendSpec:
         return tuple(self.precisions)
 
     def unavailable_reason(self, device: torch.device | str | None = None) -> str | None:
-        """Return why it cannot run on a device, or None if it can; nothing is compiled.
+        """Return why it cannot run on a device, or None if it can, without compiling anything.
 
-        Without a device, one that it can run on is enough. "cuda" is the current one.
+        Without a device, return None if any of its device types will do. "cuda" is the current CUDA
+        device.
         """
         missing = [name for name in self.modules if not _is_installed(name)]
         if missing:
@@ -135,9 +139,9 @@ class BackendSpec:
         if device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device_type}"
         if device_type == "cuda":
-            # torch asks NVML where it can, which creates no context.
+            # torch asks NVML if it can, which creates no context.
             if torch.cuda.device_count() == 0:
-                return "needs a CUDA device, and there is none"
+                return "needs a CUDA device, but none was found"
             if self.is_too_new(device):
                 need, have = (
                     ".".join(map(str, capability))
@@ -151,11 +155,11 @@ class BackendSpec:
             return self.probe(device_type) if self.probe else None
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a listing shows the others all the same
+        except BaseException as error:  # a listing must still show the other backends
             return f"its probe raised {describe(error)}"
 
     def is_too_new(self, device: torch.device) -> bool:
-        """Tell whether it needs a higher compute capability than a CUDA device has."""
+        """Return whether it needs a higher compute capability than a CUDA device has."""
         least = self.min_compute_capability
         if device.type != "cuda" or least is None:
             return False
@@ -164,7 +168,7 @@ class BackendSpec:
     def unsupported_reasons(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
     ) -> list[str]:
-        """Return every reason against this call, naming what is supported; loads the backend."""
+        """Return every reason to refuse this call, with what is supported; loads the backend."""
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
         if reasons:
             return reasons
@@ -174,7 +178,7 @@ class BackendSpec:
         return explain(q, k, v, is_causal) if explain else []
 
     def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
-        """Return the part of unsupported_reasons() that needs neither tensors nor loading."""
+        """Return the unsupported_reasons() that can be told without tensors or loading."""
         reasons = []
         name = contract.dtype_name(dtype)
         if name not in self.precisions:
@@ -192,9 +196,9 @@ class BackendSpec:
         return self._kernels[0]
 
     def prepare(self, device_type: str) -> None:
-        """Do now what the first call on a device type would: load the backend, and build for it.
+        """Load the backend and build its kernels for a device type, ahead of the first call.
 
-        Raises UnavailableBackendError, after a failed build with the compiler's first error.
+        Raises UnavailableBackendError; if a build fails, with the compiler's first error.
         """
         prepare = self.load().prepare
         if prepare is not None:
@@ -219,8 +223,8 @@ class BackendSpec:
                 self._kernels.append(kernels)
         return True
 
-    # torch.compile runs it as it is and traces none of it. This is what assume_constant_result()
-    # does after its import of torch._dynamo, which takes a second.
+    # Makes torch.compile call the function instead of tracing it. assume_constant_result() does
+    # the same, but first imports torch._dynamo, which takes a second.
     _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def attention(
@@ -254,10 +258,10 @@ class BackendSpec:
         device: torch.device | str,
         seqlen: int | None = None,
     ) -> BackendSpec:
-        """Return the backend that serves such calls: itself, or what an alias stands for there.
+        """Return the backend that serves such calls: itself, or the one that an alias picks.
 
-        seqlen: the longest; None if that is not known. Raises UnsupportedError or
-        UnavailableBackendError if an alias stands for none.
+        seqlen: the longest; None if unknown. Raises UnsupportedError or UnavailableBackendError if
+        an alias finds no backend.
         """
         if self.chooses is None:
             return self
@@ -269,7 +273,7 @@ class BackendSpec:
         return self.chooses(dtype, head_dim, device, seqlen)
 
     def has_attention(self) -> bool:
-        """Return whether it has an attention kernel, not only one for decoding (loads it)."""
+        """Return whether it has an attention kernel (loads the backend)."""
         return self.load().attention is not None
 
     def has_decode(self, device_type: str) -> bool:
@@ -287,7 +291,7 @@ class BackendSpec:
     ) -> Tensor:
         """Compute attention of one new token per row against a cache; see contract.
 
-        Raises what attention() does; UnsupportedError also where there is no decode kernel.
+        Raises the errors of attention(), and UnsupportedError if it has no decode kernel.
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         device_type = q.device.type
@@ -299,7 +303,7 @@ class BackendSpec:
         return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
-        """Call a kernel with tensors, q first, and hold its output to the contract."""
+        """Call a kernel, whose first argument is q, and check its output against the contract."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         wants_gradient = torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
         if wants_gradient and not self.load().backward:
@@ -318,7 +322,7 @@ class BackendSpec:
             raise OutputError(self.name, _kind(o), _kind(q))
         if not o.is_contiguous():
             raise OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
-        # A tensor that is being traced has no address.
+        # A traced tensor has no address.
         if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in tensors]:
             raise OutputError(self.name, "the memory of an input", "a new tensor")
         return o
@@ -335,7 +339,7 @@ _lock = threading.RLock()
 def register(**fields: Any) -> Callable[[_Loader], _Loader]:
     """Register the decorated loader as a backend; `fields` are those of BackendSpec.
 
-    Raises ValueError for a name that is taken or a field that is off, TypeError for an unknown one.
+    Raises ValueError for a name that is taken or an invalid field, TypeError for an unknown field.
     """
 
     def decorate(loader: _Loader) -> _Loader:
@@ -346,20 +350,20 @@ def register(**fields: Any) -> Callable[[_Loader], _Loader]:
 
 
 def add(spec: BackendSpec) -> None:
-    """Register a backend; raises ValueError if its name is taken or cannot be typed."""
+    """Register a backend; raises ValueError if its name is taken or malformed."""
     if not _NAME.fullmatch(spec.name):
         raise ValueError(
-            f"a backend's name is upper case letters, digits and '_', not {spec.name!r}"
+            f"a backend's name must be upper case letters, digits and '_', not {spec.name!r}"
         )
-    # Without the lock of discovery: a plug-in that another thread imports must not wait for it.
+    # Does not take the discovery lock: a plug-in that another thread imports must not wait for it.
     if _specs.setdefault(spec.name, spec) is not spec:
-        raise ValueError(f"an attention backend named {spec.name} is registered already")
+        raise ValueError(f"an attention backend named {spec.name} is already registered")
 
 
 def unavailable(
     name: str, family: str, summary: str, device_types: tuple[str, ...], reason: str
 ) -> BackendSpec:
-    """Return a backend that is unavailable for that reason."""
+    """Return a stand-in for a backend that is unavailable for the given reason."""
     return BackendSpec(
         name=name,
         family=family,
@@ -372,7 +376,7 @@ def unavailable(
 
 
 def list_backends() -> list[BackendSpec]:
-    """Return every registered backend, in the order of registration."""
+    """Return every registered backend, in order of registration."""
     _discover()
     return list(_specs.values())
 
@@ -380,7 +384,7 @@ def list_backends() -> list[BackendSpec]:
 def get_backend(name: str) -> BackendSpec:
     """Return the backend of that name; lower case and '-' for '_' are accepted.
 
-    Raises UnknownBackendError with the nearest names.
+    Raises UnknownBackendError, which suggests similar names.
     """
     _discover()
     key = name.strip().upper().replace("-", "_")
@@ -391,8 +395,8 @@ def get_backend(name: str) -> BackendSpec:
 
 
 def _nearest(key: str) -> list[str]:
-    """Return up to three names like `key`: by the whole name, else by one of its words."""
-    names = [*_specs]  # another thread may register one
+    """Return up to three names similar to `key` as a whole, else in one of their words."""
+    names = [*_specs]  # a copy, because another thread may register a backend
     whole = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     words = [
         name
@@ -403,7 +407,7 @@ def _nearest(key: str) -> list[str]:
 
 
 def default_backend(device_type: str) -> BackendSpec:
-    """Return the backend to use where none is named.
+    """Return the backend to use if none is named.
 
     It is memory-efficient SDPA on CUDA and torch's own flash kernel on the CPU.
     """
@@ -415,11 +419,11 @@ def default_backend(device_type: str) -> BackendSpec:
 
 
 def default_decode_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendSpec:
-    """Return the backend to decode with where none is named, or the one named cannot decode.
+    """Return the backend to decode with if none is named or the one named cannot decode.
 
-    On CUDA it is ours, which splits the keys of a head over blocks, if nvcc is here and it takes
-    the dtype and the head_dim; else plain matrix-vector products. On the CPU it is torch's own
-    flash kernel.
+    On CUDA it is DECODE_SPLIT_KV_VERSION_1, which splits the keys of a head over blocks, if nvcc is
+    installed and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products.
+    On the CPU it is torch's own flash kernel.
     """
     return get_backend(
         _default_cuda_decoder(device, dtype, head_dim)
@@ -430,7 +434,7 @@ def default_decode_backend(device: torch.device, dtype: torch.dtype, head_dim: i
 
 def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     key = device, dtype, head_dim
-    if key not in _cuda_decoders:  # every token asks
+    if key not in _cuda_decoders:  # called for every token
         ours = get_backend("DECODE_SPLIT_KV_VERSION_1")
         takes = not ours.static_reasons(dtype, head_dim, "cuda")
         serves = takes and not ours.unavailable_reason(device)
@@ -439,7 +443,7 @@ def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 _cuda_decoders: dict[tuple[torch.device, torch.dtype, int], str] = {}
-# torch.compile runs it as it is; see BackendSpec._load().
+# torch.compile must not trace it; see BackendSpec._load().
 _default_cuda_decoder._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -448,11 +452,11 @@ _discovered: bool | None = False  # None during discovery
 
 def _discover() -> None:
     """Import attention_kernels.backends, then every plug-in, once."""
-    global _discovered  # noqa: PLW0603 (a functools.cache stops torch.compile)
+    global _discovered  # noqa: PLW0603 (functools.cache would stop torch.compile)
     if _discovered:
         return
     with _lock:
-        if _discovered is not False:  # another thread was first, or a plug-in asks while it loads
+        if _discovered is not False:  # another thread was first, or a plug-in being loaded called
             return
         _discovered = None
         try:
@@ -460,7 +464,7 @@ def _discover() -> None:
             for entry_point in _plugins():
                 _load_plugin(entry_point)
         except BaseException:
-            _discovered = False  # the next call must not go on with half a registry
+            _discovered = False  # the next call must not use an incomplete registry
             raise
         _discovered = True
 
@@ -468,12 +472,12 @@ def _discover() -> None:
 def _plugins() -> importlib.metadata.EntryPoints | tuple[()]:
     setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
     if setting not in ("on", "off"):
-        raise AttentionError(f"ATTENTION_KERNELS_PLUGINS is on or off, not {setting!r}")
+        raise AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if setting == "on" else ()
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
-    """Import a plug-in, which registers its backends; a failure becomes an unavailable backend."""
+    """Import a plug-in, which registers its backends; on failure, add an unavailable backend."""
     known, imported = len(_specs), entry_point.module in sys.modules
     told = (
         f"still loading the attention plug-in {entry_point.name} "
@@ -489,12 +493,12 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
         reason = f"its plug-in registers no backend: {entry_point.value}"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it raises, the other backends work
+    except BaseException as error:  # whatever it raises, the other backends must work
         reason = f"its plug-in failed to load: {describe(error)}"
     finally:
         timer.cancel()
     name, summary = _plugin_name(entry_point.name), "A plug-in that could not be loaded."
-    add(unavailable(name, "plug-in", summary, ("cpu",), reason))  # one device: told once
+    add(unavailable(name, "plug-in", summary, ("cpu",), reason))  # one device: reported once
 
 
 def _plugin_name(entry_point: str) -> str:
@@ -506,5 +510,5 @@ def _plugin_name(entry_point: str) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent package that is missing or half-installed
+    except (ImportError, ValueError):  # its parent package is missing or half-installed
         return False

@@ -1,4 +1,4 @@
-"""One small module per family of backends; importing this package registers them all."""
+"""The built-in backends, one module per family; importing this package registers them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladders of CUDA kernels: in each folder of csrc, the version files are the list."""
+"""The ladders of CUDA kernels: each version file in a folder of csrc is a backend."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ register_ladder(
 )
 
 
-# Up to so many keys, and with head_dim 128, this rung is faster than the later ones without tensor
-# cores: see kernel-fp32 and kernel-shapes in results/.
+# Up to SHORT_SEQLEN keys, and with head_dim 128, this rung is faster than the later ones without
+# tensor cores: see kernel-fp32 and kernel-shapes in results/.
 SHORT_SEQLEN = 256
 SHORT_OR_WIDE = "CUSTOM_CUDA_VERSION_15"
 
@@ -43,15 +43,15 @@ SHORT_OR_WIDE = "CUSTOM_CUDA_VERSION_15"
 def choose(
     dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
 ) -> BackendSpec:
-    """Return what CUSTOM_CUDA stands for: the last rung of csrc/fp32 that is float32 throughout.
+    """Return the backend behind CUSTOM_CUDA: the last rung of csrc/fp32 that is float32 throughout.
 
-    Where that is not the fastest one, SHORT_OR_WIDE comes before it. A rung is passed over where
-    the GPU is too old for it or where it refuses the head_dim, for want of shared memory say. On a
-    CPU it runs emulated, like every rung. Raises UnsupportedError with the reasons of the first one
-    if none is left, and UnavailableBackendError, rather than going on, for a rung that cannot be
-    built.
+    Where that rung is not the fastest, SHORT_OR_WIDE takes precedence. A rung is skipped if the GPU
+    is too old for it or if it refuses the head_dim, for example for lack of shared memory. On a CPU
+    the rung runs emulated, like all of them. If no rung is left, raises UnsupportedError with the
+    reasons of the first; if a rung cannot be built, raises UnavailableBackendError instead of
+    trying the next.
     """
-    # Not in one expression: torch.compile makes constants of both branches where seqlen varies.
+    # Two calls, so that torch.compile sees a constant in each branch when seqlen varies.
     if head_dim == 128 or (seqlen is not None and seqlen <= SHORT_SEQLEN):
         return get_backend(_chosen_name(dtype, head_dim, device, True))
     return get_backend(_chosen_name(dtype, head_dim, device, False))
@@ -59,13 +59,13 @@ def choose(
 
 def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool) -> str:
     key = dtype, head_dim, device, is_special
-    if key not in _chosen_names:  # every layer asks
+    if key not in _chosen_names:  # called for every layer
         _chosen_names[key] = _first_that_serves(*key).name
     return _chosen_names[key]
 
 
 _chosen_names: dict[tuple[torch.dtype, int, torch.device, bool], str] = {}
-# torch.compile runs it as it is; see BackendSpec._load().
+# torch.compile must not trace it; see BackendSpec._load().
 _chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -97,7 +97,7 @@ def _first_that_serves(
     chooses=choose,
 )
 def load() -> Kernels:
-    """Return a kernel that hands each call on."""
+    """Return a kernel that forwards each call to the chosen backend."""
 
     def chosen(q: Tensor) -> BackendSpec:
         return choose(q.dtype, q.shape[3], q.device, q.shape[1])

@@ -1,4 +1,4 @@
-"""Plain PyTorch, and each of PyTorch's scaled_dot_product_attention kernels pinned by name."""
+"""Plain PyTorch, and each of PyTorch's scaled_dot_product_attention kernels by name."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: boo
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
-    """Return how many cache positions to visit, and a mask of those that each row sees.
+    """Return the number of cache positions to visit, and a mask of those that each row sees.
 
-    The mask is (batch, 1, 1, positions). On the CPU reading the lengths is free: positions that no
-    row uses are not visited, and rows of one length need no mask. On a GPU reading them would stall
-    the host and break graph capture, so the whole cache is visited and masked.
+    The mask is (batch, 1, 1, positions). On the CPU, reading the lengths is free: positions that no
+    row uses are not visited, and rows of equal length need no mask. On a GPU, reading them would
+    stall the host and break graph capture, so the whole cache is visited and masked.
     """
     positions = k_cache.shape[1]
     if seqlens.is_cpu:
@@ -78,7 +78,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         if scale <= 0:  # flash attention masks with -infinity before it scales
             q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         if is_flash and q.is_cpu:
-            # Pinning sets a dozen flags, which takes as long as decoding a short row.
+            # sdpa_kernel() sets a dozen flags, which takes as long as decoding a short row.
             return torch._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
             )[0]
@@ -88,7 +88,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
             )
 
     def attempt(call: Callable[[], Tensor]) -> Tensor:
-        """Return call() transposed, or raise UnsupportedError with torch's reasons against it."""
+        """Return call() transposed; raise UnsupportedError with torch's reasons if it refuses."""
         try:
             o = call()
         except torch.OutOfMemoryError:
@@ -109,7 +109,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
         positions, mask = _visible(k_cache, seqlens)
         k, v = k_cache.narrow(1, 0, positions), v_cache.narrow(1, 0, positions)
         if mask is not None:
-            # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score outweighs
+            # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score can exceed
             # (pytorch issue 177842).
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         return attempt(lambda: run(q, k, v, softmax_scale, mask=mask))
@@ -121,7 +121,7 @@ def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -
 
 
 def _refusals(call: Callable[[], Tensor]) -> list[str]:
-    """Return torch's reasons against a call, which it gives as warnings; none if it is taken."""
+    """Return torch's reasons to refuse a call, which it gives as warnings; empty if it runs."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -137,7 +137,7 @@ def _refusals(call: Callable[[], Tensor]) -> list[str]:
 
 
 def _sentence(message: str) -> str:
-    """Strip the C++ source location off torch's sentence."""
+    """Strip the C++ source location from a warning of torch's."""
     return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
@@ -148,7 +148,7 @@ def _sentence(message: str) -> str:
     precisions=PLAIN_PRECISIONS,
 )
 def load_math() -> Kernels:
-    """Load SDPBackend.MATH and no other."""
+    """Load SDPBackend.MATH only."""
     return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH, ("cuda", "cpu"))
 
 
@@ -166,9 +166,9 @@ def _flash_probe(device_type: str) -> str | None:
     probe=_flash_probe,
 )
 def load_flash() -> Kernels:
-    """Load SDPBackend.FLASH_ATTENTION and no other.
+    """Load SDPBackend.FLASH_ATTENTION only.
 
-    On CUDA it takes float16 and bfloat16 only, and has no mask to decode with.
+    On CUDA it takes float16 and bfloat16 only, and cannot decode, because it takes no mask.
     """
     return _sdpa("PYTORCH_SDPA_FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION, ("cpu",))
 
@@ -177,13 +177,12 @@ def load_flash() -> Kernels:
     name="PYTORCH_SDPA_EFFICIENT_ATTENTION",
     family="pytorch",
     summary="Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
-    # From compute capability 8.0 on, its float32 products are three TF32 products on the tensor
-    # cores.
+    # From compute capability 8.0 on, each float32 product is three TF32 products on tensor cores.
     precisions={"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
 )
 def load_efficient() -> Kernels:
-    """Load SDPBackend.EFFICIENT_ATTENTION and no other."""
+    """Load SDPBackend.EFFICIENT_ATTENTION only."""
     return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION, ("cuda",))
 
 
@@ -196,5 +195,5 @@ def load_efficient() -> Kernels:
     min_compute_capability=(8, 0),
 )
 def load_cudnn() -> Kernels:
-    """Load SDPBackend.CUDNN_ATTENTION and no other."""
+    """Load SDPBackend.CUDNN_ATTENTION only."""
     return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION, ("cuda",))

@@ -1,12 +1,12 @@
-"""The inputs that a backend is tried on. A few rules say what is covered, whatever the seed:
+"""The inputs that a backend is tested on. Whatever the seed, they cover:
 
 every length up to 257, causal and full: two tiles of 128 and their edges (every_length)
-every number of heads up to 32 and 48 and 64, every batch up to 32 and larger ones (every_width)
-values where rounding shows, values of any size, GPT-2's own shapes (hard_cases)
-all combinations of batch, heads, length and mask, in bands, all triples of these, dtype and layout,
-    and all pairs of these, head_dim, softmax_scale and kind of numbers (random_cases)
+every number of heads up to 32, 48 and 64; every batch up to 33, and larger ones (every_width)
+values where rounding shows, values of any size, GPT-2's own shapes (hard_cases, extreme_cases)
+all combinations of bands of batch, heads and length with the mask, all triples of these, dtype and
+    layout, and all pairs of these, head_dim, softmax_scale and kind of numbers (random_cases)
 
-What a rule leaves open is drawn from a seed that every case prints.
+Everything else is drawn from a seed that every case prints.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LONGEST, LONGEST_EMULATED = 2500, 1025
 WIDTHS = (*range(1, 33), 48, 64)
 BATCHES = (*range(1, 34), 64, 128, 512)
 LARGEST_EMULATED_BATCH = 128
-# Where one code path ends and another may begin: bands of batch sizes and of numbers of heads.
+# Bands of batch sizes and of numbers of heads: a kernel may change its code path between them.
 BATCH_BANDS = ((1, 2), (3, 32))
 HEAD_BANDS = ((1, 5), (6, 15), (16, 32))
-# For a backend that takes any head_dim: small, odd, off multiples of 16, and above 128.
+# For a backend that takes any head_dim: small, odd, not multiples of 16, and above 128.
 ANY_HEAD_DIM = (32, 64, 128, 1, 8, 20, 33, 80, 96, 160, 192, 256)
 SOFTMAX_SCALES = (None, 0.05, 0.3, 1.0, 3.0, 0.0, -0.5)
-LARGEST_SOFTMAX_SCALE = 1.0  # of inputs of 8: beyond, 16 bits round scores by more than 16
+LARGEST_SOFTMAX_SCALE = 1.0  # at scale 8; above, 16-bit dtypes round scores by more than 16
 NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 0.02),
     ("normal", 1.0),
@@ -51,11 +51,11 @@ NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("offset", 1.0),
 )
 EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one large column")
-# What lies where a kernel must not look: finite, and its products with 8 still are.
+# The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
-# Multiplications of a score with a value: in a case of every_length() that is wider than one head,
-# in a random case whose length is free within its band, and in any random case.
+# The most multiplications of a score by a value: in a case of every_length() with more than one
+# head, in a random case whose length is free within its band, and in any random case.
 SMALL_WORK = 5e5
 USUAL_WORK, USUAL_EMULATED_WORK = 6e7, 8e6
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
@@ -63,7 +63,7 @@ LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
 
 @dataclass(frozen=True)
 class Case:
-    """One input of attention(); two cases that are equal have equal inputs."""
+    """One input of attention(); equal cases have equal inputs."""
 
     seqlen: int
     head_dim: int
@@ -76,26 +76,26 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     kind: Kind = "normal"
-    """See of_kind()."""
+    """The kind of values; see of_kind()."""
     layout: Layout = "fused"
-    """How q, k and v lie in memory; see arrange()."""
+    """The memory layout of q, k and v; see arrange()."""
 
     @property
     def work(self) -> float:
-        """Multiplications of a score with a value, were nothing masked."""
+        """The number of multiplications of a score by a value, if nothing were masked."""
         return float(self.batch * self.num_heads * self.seqlen**2 * self.head_dim)
 
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw q, k and v: strided views of (batch, seqlen, num_heads, head_dim).
+        """Draw q, k and v, strided views of (batch, seqlen, num_heads, head_dim).
 
-        They are drawn on the CPU, so that every device gets the same numbers.
+        The numbers are drawn on the CPU, so that every device gets the same ones.
         """
         shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
         qkv = of_kind(_normal(shape, self.seed + 1) * self.scale, self.kind, self.scale)
         return arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
 
     def __str__(self) -> str:
-        """Name what tells this case from the others."""
+        """Return what distinguishes this case from others."""
         kind = "causal" if self.is_causal else "full"
         softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
         unusual = "" if self.kind == "normal" else f"{self.kind} values, "
@@ -120,9 +120,9 @@ class DecodeCase:
     scale: float = 1.0
     softmax_scale: float | None = None
     layout: Layout = "transposed"
-    """Of the cache."""
+    """The memory layout of the cache; see arrange()."""
     kind: Kind = "normal"
-    """As in Case."""
+    """The kind of values; see of_kind()."""
 
     @property
     def seqlen(self) -> int:
@@ -130,7 +130,7 @@ class DecodeCase:
         return self.max_seqlen
 
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw q, k_cache, v_cache and seqlens. What lies past a row's length is large."""
+        """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
         shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
         generator = torch.Generator().manual_seed(self.seed)
         qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
@@ -142,7 +142,7 @@ class DecodeCase:
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
 
     def __str__(self) -> str:
-        """Name what tells this case from the others."""
+        """Return what distinguishes this case from others."""
         softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
         unusual = "" if self.kind == "normal" else f"{self.kind} values, "
         lengths = ", ".join(map(str, self.lengths))
@@ -153,17 +153,18 @@ class DecodeCase:
         )
 
 
-@functools.lru_cache(maxsize=1)  # a comparison checks many backends in one case
+@functools.lru_cache(maxsize=1)  # a comparison runs many backends on the same case
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    """Change normal numbers in place to a kind: (batch, seqlen, 3, num_heads, head_dim).
+    """Turn normal numbers, (batch, seqlen, 3, num_heads, head_dim), into a kind, in place.
 
-    offset: the mean of v is 2.5. equal: all scores are equal, and v is first 1 and then 3. tiny and
-    huge: v at the ends of float32's range. alternating and halves: rows of v of very different
-    sizes. one large column: a row of v has one number, 2^30 times as large as the others are.
+    offset: the mean of v is 2.5. equal: all scores are equal, and v is 1 in the first half and 3 in
+    the second. tiny and huge: v at the ends of float32's range. alternating and halves: rows of v
+    of very different sizes. one large column: one row of v is 0 except for its first number, which
+    is multiplied by 2^30.
     """
     v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
@@ -189,12 +190,12 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
 
 
 def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v that lie in memory as named.
+    """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v with a memory layout.
 
-    fused: views of one projection, as GPT-2 makes them. contiguous: a tensor each. transposed:
+    fused: views of one projection, as in GPT-2. contiguous: three contiguous tensors. transposed:
     heads before positions. gaps: NaN around every head, row and sequence, more for k than for q and
-    more for v than for k; each view begins 16 bytes or more into its storage. mixed: three layouts.
-    Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
+    more for v than for k; each view begins 16 bytes or more into its storage. mixed: a different
+    layout for each. Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
     """
     q, k, v = qkv.unbind(2)
     if layout == "contiguous":
@@ -215,18 +216,18 @@ def cases(
     lengths: tuple[int, ...] = LENGTHS,
     seed: int = 0,
 ) -> Iterator[Case]:
-    """Yield the fixed cases: every length with every head_dim and, up to 200, every scale.
+    """Yield the fixed cases: every length with every head_dim and, up to length 200, every scale.
 
-    Batches of 3, full attention and a softmax_scale are tried up to 200 as well.
+    Lengths up to 200 are also tried with a batch of 3, full attention and a softmax_scale.
     """
     for at, seqlen in enumerate(lengths):
         for nth, head_dim in enumerate(head_dims):
-            if seqlen > 200:  # each scale with another head_dim
+            if seqlen > 200:  # the scales take turns
                 yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
                 continue
             for scale in SCALES:
                 yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # GPT-2's, once
+            heads = 12 if seqlen == 33 else 3  # once as many as GPT-2
             yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
             yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
             yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
@@ -237,8 +238,8 @@ def hard_cases(
 ) -> list[Case]:
     """Return cases in which rounding shows: equal scores, inputs of 1e4, values far from zero.
 
-    Those of 4,096 keys are for an error that grows with the length, those of 12 heads for what is
-    done at GPT-2's own shape alone.
+    The cases of 4,096 keys find errors that grow with the length; those of 12 heads find errors
+    that occur only at GPT-2's own shape.
     """
     head_dim = usual_head_dim(head_dims)
     fields: dict[str, Any] = {"dtype": dtype, "seed": seed}
@@ -247,7 +248,7 @@ def hard_cases(
         for is_causal in (True, False)
     ]
     found += [Case(100, head_dim, kind="offset", **fields)]
-    if dtype != torch.float16:  # where scores of 1e8 overflow
+    if dtype != torch.float16:  # in float16, scores of 1e8 overflow
         found += [
             Case(64, head_dim, 1e4, is_causal=is_causal, **fields) for is_causal in (True, False)
         ]
@@ -262,12 +263,12 @@ def hard_cases(
 
 
 def usual_head_dim(head_dims: Sequence[int]) -> int:
-    """Return GPT-2's head_dim, or the first where that is not taken."""
+    """Return GPT-2's head_dim, 64, or the first of head_dims if 64 is not among them."""
     return 64 if 64 in head_dims else head_dims[0]
 
 
 def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield cases whose values differ by many orders of magnitude, which float16 cannot hold."""
+    """Yield cases whose values span many orders of magnitude; float16 cannot hold them."""
     if dtype == torch.float16:
         return
     for kind, is_causal in itertools.product(EXTREMES, (True, False)):
@@ -279,13 +280,13 @@ def every_length(
 ) -> Iterator[Case]:
     """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
 
-    The head_dims take turns, so that the remainder of a tile's width meets several of them.
+    The head_dims take turns, so that each remainder modulo a tile's width is tried with several.
     """
     draw = random.Random(f"every length {seed}")
     for seqlen in range(1, EVERY_LENGTH_TO + 1):
         for is_causal in (True, False):
             head_dim = head_dims[(seqlen // 32 + is_causal) % len(head_dims)]
-            if seqlen > 128:  # the long ones
+            if seqlen > 128:  # keep long cases small
                 head_dim = min(head_dim, usual_head_dim(head_dims))
             width = max(1, min(12, int(SMALL_WORK / (seqlen**2 * head_dim))))
             batch = draw.randint(1, min(4, width))
@@ -322,7 +323,7 @@ def _drawn(
     num_heads: int,
     is_causal: bool,
 ) -> Case:
-    """Return a case with all else drawn."""
+    """Return a case of the given shape, with everything else drawn."""
     kind, scale = draw.choice(NUMBERS)
     softmax_scale = draw.choice([x for x in SOFTMAX_SCALES if _is_moderate(scale, x)])
     return Case(
@@ -347,11 +348,11 @@ def _is_moderate(scale: float, softmax_scale: float | None) -> bool:
 def random_cases(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
 ) -> Iterator[Case]:
-    """Yield random cases that cover the combinations of conditions named at the top."""
+    """Yield random cases that cover the combinations listed in the module's docstring."""
     draw = random.Random(f"random cases {seed}")
     largest = LARGEST_EMULATED_WORK if is_emulated else LARGEST_WORK
     usual = USUAL_EMULATED_WORK if is_emulated else USUAL_WORK
-    # Each end with a band up to it: the narrower the cases of a band, the more work they may be.
+    # The upper ends of the bands of lengths.
     ends: tuple[int, ...] = (64, 128, 256, 512, 1024, 1280, LONGEST)
     if is_emulated:
         ends = (16, 64, 128, 256, LONGEST_EMULATED)
@@ -383,14 +384,14 @@ def random_cases(
 
     for chosen in combinations(conditions, groups, draw, fits):
         (low, high), (kind, scale) = chosen.pop("band"), chosen.pop("numbers")
-        room = usual / least_work({**chosen, "band": (1, high)})  # for seqlen^2 and the width
+        room = usual / least_work({**chosen, "band": (1, high)})  # for seqlen^2, batch and heads
         for name in ("batch", "num_heads"):
             least, most = chosen[name]
             chosen[name] = draw.randint(least, max(least, min(most, int(least * room / low**2))))
             room *= least / chosen[name]
         seqlen = draw.randint(low, max(low, min(high, int(room**0.5))))
         if draw.random() < 0.5 and seqlen // 64 * 64 >= low:
-            seqlen = min(high, seqlen // 64 * 64 + draw.choice((0, 0, 1)))  # a tile's edge
+            seqlen = min(high, seqlen // 64 * 64 + draw.choice((0, 0, 1)))  # at a tile's edge
         yield Case(seqlen, scale=scale, kind=kind, seed=seed, **chosen)
 
 
@@ -401,10 +402,10 @@ def decode_cases(
     *,
     is_emulated: bool = False,
 ) -> Iterator[DecodeCase]:
-    """Yield fixed cases of each dtype, each width, then random ones that cover all pairs.
+    """Yield fixed cases of each dtype, cases of each width, and random ones that cover all pairs.
 
-    The fixed ones have lengths around the edges of tiles in one batch: of each head_dim, and of one
-    head_dim the inputs of hard_cases().
+    The fixed cases have lengths around the edges of tiles in one batch: one case of each head_dim,
+    and the inputs of hard_cases() with one head_dim.
     """
     edges: dict[str, Any] = {"lengths": EDGES, "max_seqlen": max(EDGES)}
     for dtype in dtypes:
@@ -413,7 +414,7 @@ def decode_cases(
         usual = usual_head_dim(head_dims)
         yield DecodeCase(usual, dtype, seed, scale=19.3, kind="equal", **edges)
         yield DecodeCase(usual, dtype, seed, kind="offset", **edges)
-        if dtype in (torch.float32, torch.float64):  # 16 bits round scores of 1e8 by many units
+        if dtype in (torch.float32, torch.float64):  # 16-bit dtypes round scores of 1e8 too much
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
     free: dict[str, Sequence[Any]] = {
@@ -469,11 +470,11 @@ def combinations(
     draw: random.Random,
     fits: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Iterator[dict[str, Any]]:
-    """Yield choices of one value per condition until the values of every group have met.
+    """Yield choices of one value per condition until every group's combinations are covered.
 
-    groups: names of conditions of which every combination of values is wanted. Greedy: of 20 random
-    choices that hold the first open combination, the one that closes most. fits: says which choices
-    are allowed; a combination that 200 choices do not fit into is given up.
+    groups: tuples of conditions whose values must all be combined. Greedy: of up to 20 random
+    choices that contain the first open combination, take the one that closes most. fits: returns
+    whether a choice is allowed; a combination is given up if none of 200 random choices is allowed.
     """
     open_ones = {
         tuple(zip(group, values, strict=True)): None  # a dict keeps the order, and so the draw

@@ -1,10 +1,10 @@
 """The conformance suite: what a backend must get right before anyone times it.
 
-It is library code, so that others can hold their own backends to it. cases.py says what a backend
-is tried on, reference.py how far off it may be.
+It is library code, so that others can test their own backends with it. cases.py defines the inputs,
+reference.py the allowed error.
 
-A kernel gets tensors that the reference is not computed from: copies of the inputs are made before
-the call, and an input that changed is a failure.
+A kernel is given copies of the inputs, and the reference is computed from the originals. A kernel
+that changes its inputs fails.
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ __all__ = [
     "verify",
 ]
 
-# How a kernel's failure shows: CUDA reports one of a launch at a later, unrelated call of torch's.
+# What a failing kernel raises. CUDA reports a failed launch at a later, unrelated call of torch's,
+# as a RuntimeError.
 KERNEL_ERRORS = (AttentionError, RuntimeError)
-# After so many cases that fail the suite ends: more would say nothing new.
+# The suite stops after this many failures: more would say nothing new.
 MOST_FAILURES = 20
-# How often one small case is run. A fault in one call of a thousand, at random, is missed with
-# probability 0.999^5000 = 0.7 %. The emulator is slow, and the
-# same every time.
+# How many times small cases are repeated. A random fault in one call of a thousand is missed with
+# probability 0.999^5000 = 0.7 %. The emulator is slow and deterministic, so it repeats less.
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
-PROGRESS_S = 10.0  # between two lines, where standard error is no terminal
-# How many of the cases come before the other checks. The cases are sorted by their work.
+PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
+# How many cases run before the other checks. The cases are sorted by their work.
 CHEAP = 200
-# A case, or the name of what else is checked, and how. A string says what is wrong.
+# A case or the name of another check, and the function that runs it; a string says what is wrong.
 _Check = tuple[Case | DecodeCase | str, Callable[[], Verdict | str | None]]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Inputs:
-    """The tensors of one call, which the kernel cannot reach, and the copies that it is given."""
+    """The tensors of one call: the originals, and the copies that the kernel is given."""
 
     def __init__(self, **tensors: Tensor) -> None:
         self.kept = tensors
@@ -97,14 +97,14 @@ class Inputs:
         self.settings = _settings()
 
     def fault(self, o: Tensor) -> str:
-        """Say what the call did that no kernel may do, or that `o` is an input; else ''."""
+        """Return which rule the call broke: its output is an input, or changed(); else ''."""
         for name, x in self.given.items():
             if o.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 return f"its output shares the memory of its input {name}"
         return self.changed()
 
     def changed(self) -> str:
-        """Say which input, or setting of torch, the call changed; empty if none."""
+        """Return which input or torch setting the call changed, as text; '' if none."""
         for name, x in self.given.items():
             differs = _bits(x) != _bits(self.kept[name])
             if differs.any():
@@ -112,7 +112,7 @@ class Inputs:
                 return f"it changed its input {name}{where}"
         for name, x in self.given.items():
             if not torch.equal(_bits(_storage(x)), _bits(_storage(self.kept[name]))):
-                return f"it wrote beside its input {name}, between rows or around them"
+                return f"it wrote outside its input {name}, between rows or around them"
         for name, value in _settings().items():
             if value != self.settings[name]:
                 return f"it changed torch's {name} from {self.settings[name]} to {value}"
@@ -120,9 +120,9 @@ class Inputs:
 
 
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
-    """Run one case; an input that changed makes the verdict a failure.
+    """Run one case and judge its output; a changed input is a failure.
 
-    Raises what BackendSpec.attention() and decode() raise.
+    Raises the errors of BackendSpec.attention() and decode().
     """
     inputs = _inputs(case, device)
     o = _call(spec, case, inputs)
@@ -132,11 +132,11 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
 
 
 def poison_freed_memory(like: Tensor) -> None:
-    """Free several blocks of NaN of an output's size.
+    """Allocate and free several blocks of NaN of an output's size.
 
-    An allocator that hands one of them to the kernel, as CUDA's does, makes what the kernel does
-    not write show. Several, because copies of the inputs may take some. The CPU emulator itself
-    fills every output with NaN.
+    An allocator that reuses one of them for the output, as CUDA's does, exposes elements that the
+    kernel does not write. There are several, because copies of the inputs may take some. The CPU
+    emulator fills every output with NaN itself.
     """
     block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
     poison = [block.clone() for _ in range(6)]
@@ -144,9 +144,9 @@ def poison_freed_memory(like: Tensor) -> None:
 
 
 def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
-    """Return how keys and values from position `cut` on change an earlier row, None if no bit does.
+    """Return how keys and values from position `cut` on change earlier rows; None if they do not.
 
-    An output that is not finite, or not the same twice, is reported as that: it differs anyway.
+    An output that is not finite or not reproducible differs anyway, and is reported as such.
     """
     past, future = _inputs(case, device), _inputs(case, device)
     before = _call(spec, case, past)
@@ -160,11 +160,11 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
         return None
     if not before.isfinite().all():
         return f"the output is not finite: {extent(~before.isfinite())}"
-    # More than once: a race need not show every time.
+    # Three times, because a race does not show every time.
     for again in (_call(spec, case, past) for _ in range(3)):
         if not torch.equal(before, again):
             return (
-                "two runs of one input differ, by a race, or a read of memory that nobody wrote: "
+                "two runs on the same input differ: a race, or a read of uninitialized memory: "
                 f"{extent(before != again)}"
             )
     return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
@@ -175,9 +175,10 @@ def repeat(
 ) -> str | None:
     """Call a backend many times with several inputs in turn; return what goes wrong, if anything.
 
-    For faults that are rare, and for state that calls share: a cached answer, one buffer for all
-    outputs, scratch that a longer call has filled. Two outputs of one input may differ, but each is
-    judged. cases: of contiguous layout, because halfway the same memory gets other numbers.
+    This finds rare faults, and state shared between calls: a cached result, one buffer for all
+    outputs, scratch memory left filled by a longer call. Two outputs of the same input may differ,
+    but each is judged. cases: must be contiguous, because halfway through, new numbers are copied
+    into the same buffers.
     """
     sides = [(case, _inputs(case, device)) for case in cases]
     for half in range(2):
@@ -191,7 +192,7 @@ def repeat(
             o = _call(spec, case, inputs)
             first.append((o, o.clone()))
         for call in range(len(sides), times // 2):
-            at = call * (call // len(sides) + 1) % len(sides)  # not always after the same one
+            at = call * (call // len(sides) + 1) % len(sides)  # in a varying order
             case, inputs = sides[at]
             o = _call(spec, case, inputs)
             if not torch.equal(o, first[at][1]):
@@ -200,7 +201,7 @@ def repeat(
                     return f"call {half * times // 2 + call + 1} of {times}, {case}: {verdict}"
         for (case, inputs), (o, copy) in zip(sides, first, strict=True):
             if not torch.equal(_bits(o), _bits(copy)):
-                return "a later call changed an output that it had returned"
+                return "a later call changed an output that was already returned"
             verdict = _judge(spec, case, inputs, o)
             if fault := inputs.changed() or ("" if verdict.passed else f"{case}: {verdict}"):
                 return fault
@@ -209,13 +210,13 @@ def repeat(
 
 @dataclass(frozen=True)
 class Failure:
-    """What was checked, and what is wrong with it, a phrase each."""
+    """A failed check: what was checked and what is wrong, a phrase each."""
 
     what: str
     why: str
 
     def __str__(self) -> str:
-        """Return both."""
+        """Return both phrases."""
         return f"{self.what}: {self.why}"
 
 
@@ -225,19 +226,19 @@ class Report:
 
     seed: int = 0
     total: int = 0
-    """How many checks the suite has: cases, and others."""
+    """The number of checks in the suite: cases and others."""
     checks: int = 0
-    """How many of them ran."""
+    """The number of checks that ran."""
     cases: int = 0
-    """How many of those were cases."""
+    """The number of cases that ran."""
     stopped: bool = False
-    """Whether the rest did not run: too many failed, or a kernel did not end."""
+    """Whether the suite stopped early: too many checks failed, or a kernel did not end."""
     killed: bool = False
-    """Whether a signal ended the process that the kernel ran in."""
+    """Whether a signal killed the process that the kernel ran in."""
     failures: list[Failure] = field(default_factory=list)
-    """Of the cases and of the other checks, in the order in which they ran."""
+    """The failed checks, in the order in which they ran."""
     refusals: list[str] = field(default_factory=list)
-    """What the backend does not take here."""
+    """The cases that the backend refuses, with its reasons."""
     worst: tuple[Case | DecodeCase, Verdict] | None = None
     """The case nearest to its budget, or farthest over it."""
 
@@ -247,7 +248,7 @@ class Report:
         return self.cases > 0 and not self.failures
 
     def note(self, what: Case | DecodeCase | str, found: Verdict | str | None) -> None:
-        """Add the outcome of a check: a verdict, or what is wrong, if anything is."""
+        """Add the outcome of a check: a verdict, or what is wrong, if anything."""
         why = found
         self.checks += 1
         if isinstance(found, Verdict):
@@ -265,7 +266,7 @@ class Report:
 def suite(
     spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
 ) -> list[Case | DecodeCase]:
-    """Return every case for a backend, the cheap ones first."""
+    """Return every case for a backend, cheap ones first."""
     is_emulated = device in spec.emulated_on
     head_dims = spec.head_dims or ANY_HEAD_DIM
     decoding: list[DecodeCase] = []
@@ -294,13 +295,12 @@ def verify(
     progress: bool = False,
     on_check: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Report:
-    """Run the whole suite on one backend: the cases, the future against the past, repeated calls.
+    """Run the whole suite on one backend: the cases, leaks from the future, repeated calls.
 
-    dtypes: names out of spec.dtypes, none for all. max_failures: after how many failures to stop.
-    on_check: called before each check with its name, its number and how many there are. A case that
-    the backend refuses is reported as such; one that raises anything else is a failure. Raises
-    UnavailableBackendError where the backend cannot run or be built, and ArgumentError for a bad
-    seed.
+    dtypes: names from spec.dtypes; empty for all. max_failures: the number of failures to stop
+    after. on_check: called before each check with its name, its number and the total. A case that
+    the backend refuses is reported as a refusal; any other error is a failure. Raises
+    UnavailableBackendError if the backend cannot run or be built, and ArgumentError for a bad seed.
     """
     check_precision()
     if not 0 <= seed < 2**62:
@@ -316,7 +316,7 @@ def verify(
     if device in spec.emulated_on and spec.version is not None:
         checks[:0] = _race_checks(spec, device, wanted, seed)
     if spec.has_attention():
-        checks[:0] = _future_checks(spec, device, wanted, seed)  # these say most
+        checks[:0] = _future_checks(spec, device, wanted, seed)  # first: they find the most
     report = Report(seed=seed, total=len(checks))
     refused = _Refused()
     for number, (what, check) in enumerate(_shown(checks, spec.name) if progress else checks, 1):
@@ -338,13 +338,13 @@ def verify(
             found = describe_error(error)
         report.note(what, found)
         if isinstance(found, str) and "cudaErrorLaunchTimeout" in found:
-            report.stopped = True  # all others would end so, each after as long
+            report.stopped = True  # every other check would time out, too
             break
     return report
 
 
 def _shown(checks: Sequence[_Check], name: str) -> Iterator[_Check]:
-    """Show progress: a bar on a terminal, else a line now and then."""
+    """Yield the checks and show progress: a bar on a terminal, else a line now and then."""
     if sys.stderr.isatty():
         yield from tqdm(checks, name, unit="check")
         return
@@ -357,9 +357,10 @@ def _shown(checks: Sequence[_Check], name: str) -> Iterator[_Check]:
 
 
 class _Refused:
-    """Which cases a backend refuses, so that it is not asked the same again.
+    """The cases that a backend refuses, so that similar ones are skipped.
 
-    One length may be refused for itself; after two it is the head_dim, or the dtype.
+    After one refusal, cases of the same dtype, head_dim and length are skipped. After refusals of
+    two lengths the cause must be the head_dim or the dtype, so every length is skipped.
     """
 
     def __init__(self) -> None:
@@ -372,7 +373,7 @@ class _Refused:
         return len(lengths) > 1 or what.seqlen in lengths
 
     def add(self, what: Case | DecodeCase | str, error: UnsupportedError) -> list[str]:
-        """Note a refusal; return how to report it, if it is one of a case."""
+        """Note a refusal; return the lines to report: one for a case, none for another check."""
         if isinstance(what, str):
             return []
         self._lengths[type(what), what.dtype, what.head_dim].add(what.seqlen)
@@ -383,7 +384,7 @@ class _Refused:
 def _future_checks(
     spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
 ) -> Iterator[_Check]:
-    """Yield checks that no output depends on a later key."""
+    """Yield checks that no row depends on later keys or values."""
 
     def future(case: Case) -> str | None:
         cuts = (41, 1, 64, case.seqlen - 1)
@@ -401,7 +402,7 @@ def _future_checks(
 def _race_checks(
     spec: BackendSpec, device: str, dtypes: Sequence[torch.dtype], seed: int
 ) -> Iterator[_Check]:
-    """Yield calls of an emulated version built to report races in shared memory."""
+    """Yield calls of a version that is built for the emulator to report shared-memory races."""
     assert spec.version is not None
     checked = ladder.backend(spec.name, spec.family, ladder.race_checked(spec.version))
 
@@ -410,7 +411,7 @@ def _race_checks(
 
     for dtype, head_dim in itertools.product(dtypes, spec.head_dims):
         found: list[Case | DecodeCase] = [DecodeCase(head_dim, dtype, seed)]
-        if spec.has_attention():  # several tiles, and rows whose largest scores differ much
+        if spec.has_attention():  # several tiles, and rows whose largest scores differ a lot
             found = [
                 Case(130, head_dim, 4.0, num_heads=1, is_causal=causal, dtype=dtype, seed=seed)
                 for causal in (True, False)
@@ -420,7 +421,7 @@ def _race_checks(
 
 
 def _more_checks(spec: BackendSpec, device: str, dtype: torch.dtype, seed: int) -> Iterator[_Check]:
-    """Yield the other checks: repeated calls, and calls in other surroundings."""
+    """Yield the other checks: repeated calls, and calls with several numbers of threads."""
     is_emulated = device in spec.emulated_on
     head_dim = spec.head_dims[0] if spec.head_dims else 32
     times = EMULATED_REPEATS if is_emulated else REPEATS
@@ -473,7 +474,7 @@ def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs) -> Tensor:
 
 
 def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor) -> Verdict:
-    """Judge an output; of decode, judge each row against its own keys and return the worst."""
+    """Judge an output; for decode, judge each row against its own keys and return the worst."""
     precision = spec.precisions[dtype_name(case.dtype)]
     if isinstance(case, Case):
         right = truth(**inputs.kept, softmax_scale=case.softmax_scale, is_causal=case.is_causal)
@@ -484,7 +485,7 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
         truth(q[row], k_cache[row, :n], v_cache[row, :n], case.softmax_scale, is_causal=False)
         for row, n in zip(rows, case.lengths, strict=True)
     ]
-    # As in attention, the largest of all rows.
+    # The largest of all rows, as in attention.
     naive_error = max(right.rows.naive_error for right in truths)
     verdicts = []
     for row, (length, right) in enumerate(zip(case.lengths, truths, strict=True)):
@@ -492,7 +493,7 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
         verdict = dataclasses.replace(right, rows=of_rows).judge(
             o[rows[row]], precision, spec.error_slack
         )
-        if verdict.where:  # in a batch of one
+        if verdict.where:  # it names a place in a batch of one
             where = f"sequence {row}, of {length} tokens: {verdict.where}"
             verdict = dataclasses.replace(verdict, where=where)
         verdicts.append(verdict)
@@ -500,7 +501,7 @@ def _judge(spec: BackendSpec, case: Case | DecodeCase, inputs: Inputs, o: Tensor
 
 
 def _settings() -> dict[str, object]:
-    """Return the settings with which a kernel could worsen plain PyTorch and so its budget."""
+    """Return the torch settings that affect plain PyTorch's error, and so a kernel's budget."""
     return {
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
@@ -509,17 +510,17 @@ def _settings() -> dict[str, object]:
     }
 
 
-# An op's own name and, in the emulator, the one error of every launch that fails.
+# An op's name and, in the emulator, the error that every failed launch begins with.
 _OP = re.compile(
     r"attention_kernels::\w+: (cudaErrorLaunchFailure: unspecified launch failure: (?=.))?"
 )
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception of a kernel's in one line, without the backend's name."""
+    """Return a kernel's exception in one line, without the backend's name."""
     cause = error.__cause__
     if isinstance(error, KernelError) and cause and _OP.search(str(cause)):
-        error = cause  # the emulator's or CUDA's own words, which name the place
+        error = cause  # the emulator's or CUDA's own message, which names the place
     line = " ".join(str(error).splitlines()[:1])
     words = _OP.sub("", line, count=1)
     if isinstance(error, KernelError | OutputError):
@@ -529,13 +530,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def _storage(x: Tensor) -> Tensor:
-    """Return all of the memory that a tensor is a view of, in one dimension."""
+    """Return the whole storage of a tensor as a one-dimensional tensor."""
     count = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((count,), (1,), 0)
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Copy a tensor with its strides and with what lies between its rows."""
+    """Copy a tensor with its strides and the memory between its rows."""
     return _storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 

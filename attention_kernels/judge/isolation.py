@@ -1,7 +1,7 @@
-"""Run the conformance suite in a process of its own, which a kernel may hang or kill.
+"""Run the conformance suite in a separate process, which a kernel may hang or kill.
 
-concurrent.futures would say that the process died, but not in which check, and it cannot end a
-worker that hangs: hence a process and a pipe of our own.
+concurrent.futures reports that a process died, but not in which check, and it cannot end a worker
+that hangs. Hence our own process and pipe.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from attention_kernels.errors import (
 from attention_kernels.inspection.child import check_time_limit, ending
 from attention_kernels.judge.conformance import Failure, Report, verify
 
-TIMEOUT_S = 300.0  # of one check
-LOADING_TIMEOUT_S = 1800.0  # of imports, and of a build with nvcc
+TIMEOUT_S = 300.0  # for one check
+LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 LOADING = "loading it"
 
 
 def verify_in_child(
     what: str, device: str, *, timeout_s: float = TIMEOUT_S, **options: Any
 ) -> Report:
-    """Call verify() on a backend, by name or version file, in a process of its own.
+    """Call verify() on a backend, named or by version file, in a separate process.
 
-    The backend is loaded and built there alone. A check that takes longer than timeout_s, or ends
-    the process, is a failure, and then nothing else is reported; so is a loader that ends it. What
-    the process prints goes to standard error. options: verify()'s. A backend that only this process
-    has registered (in a test, in a notebook) cannot be found by another: it is verified here,
-    without a time limit.
-    Raises UnavailableBackendError where the backend cannot run or be built, ArgumentError for an
-    invalid time limit; other errors of verify()'s as an AttentionError.
+    The backend is loaded and built in that process only. A check that takes longer than timeout_s
+    or ends the process is a failure, and the only one reported; so is a loader that ends the
+    process. What the process prints goes to standard error. options: those of verify(). A backend
+    registered only in this process (in a test or a notebook) cannot be found by another, so it is
+    verified here, without a time limit.
+    Raises UnavailableBackendError if the backend cannot run or be built, ArgumentError for an
+    invalid time limit, and AttentionError for the other errors of verify().
     """
     check_time_limit(timeout_s)
     spec = ladder.resolve(what)
-    context = multiprocessing.get_context("spawn")  # a fork has none of torch's threads
+    context = multiprocessing.get_context("spawn")  # a forked child lacks torch's threads
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_report, args=(sender, what, device, options))
     child.start()
@@ -87,13 +87,13 @@ def verify_in_child(
 def _send_report(sender: Connection, what: str, device: str, options: dict[str, Any]) -> None:
     """Run in the child: send each check as it begins, then the report or the error that ended it.
 
-    Send None if this process has no such backend, and a sentence for what no kernel may raise: a
-    KeyboardInterrupt, for one, is not the user's, whose signal ends this process.
+    Send None if this process has no such backend, and a sentence for an exception that no kernel
+    may raise. That includes KeyboardInterrupt: the user's SIGINT would end the process instead.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports it
-    os.dup2(2, 1)  # the parent alone says the verdict
+    os.dup2(2, 1)  # only the parent prints the verdict
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which a killed process leaks
     sender.send((LOADING, 0, 0))
     try:
         try:
@@ -105,7 +105,7 @@ def _send_report(sender: Connection, what: str, device: str, options: dict[str, 
         report = verify(spec, device, on_check=lambda *check: sender.send(check), **options)
         sender.send(report)
     except AttentionError as error:
-        sender.send(AttentionError(str(error)))  # the others' arguments are not their text
+        sender.send(AttentionError(str(error)))  # some subclasses cannot be unpickled
     except BaseException as error:
         sender.send(f"it raised {describe(error)}")
 

@@ -1,7 +1,7 @@
-"""The truth that every backend is held to: float64 attention and the error that it allows.
+"""The reference that every backend is judged by: float64 attention, and the allowed error.
 
-Three rules, all of which an output must keep, for every row i (one query of one head) and every
-column c (one number of that head's output, over all queries):
+An output must meet three rules, for every row i (one query of one head) and every column c (one
+number of that head's output, over all queries):
 
     max|o - ref|               <= factor * max(naive, max condition)      + sums + 4 eps max|ref|
     ||o_i - ref_i||/||ref_i||  <= factor * max(naive_row, condition_i)    + sums + 4 eps' + eps/2
@@ -11,28 +11,30 @@ The core is FlashAttention's rule (Dao-AILab/flash-attention, tests): a kernel m
 as far from float64 as plain PyTorch in the same dtype (naive: its largest error; naive_row and
 naive_column: its largest relative error of a row and of a column). The second rule exists because
 the first rows of causal attention set the maximum, which hides an error that grows with the length.
-The third exists because one large column of V sets the length of a row, which hides an error in the
-others. A column may cancel to nothing, so its error is relative to what was added up:
-size_ic = sum_j p_ij |v_jc|. Rows and columns of a few numbers are not judged, as their errors are
-luck.
+The third exists because one large column of V dominates the norm of a row, which hides an error in
+the other columns. A column may cancel to nothing, so its error is relative to the sum of absolute
+values: size_ic = sum_j p_ij |v_jc|. Rows and columns of only a few numbers are not judged, because
+their errors are a matter of luck.
 
 Plain PyTorch's error is one draw of a random variable: by luck it may be many times smaller than
 that of an equally good kernel that rounds elsewhere. Two terms, computed from the inputs, keep luck
-out of the verdict. eps is the dtype's, eps' that of the sums: float32's for 16-bit dtypes.
+out of the verdict. eps is the precision of the dtype, eps' that of the sums (float32's for 16-bit
+dtypes).
 
-condition: how far rounding of the scores moves the output. A score s_ij = scale * q_i.k_j is
-    rounded to about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2): the sum over
-    head_dim, then the result. As do_i = sum_j p_ij d_ij (v_j - o_i), independent roundings move the
-    output by sqrt(sum_j (p_ij d_ij (v_j - o_i))^2). It is large where the softmax is peaky and two
-    scores nearly tie, and there the rounding decides which of them wins. A kernel for 16 bits also
-    rounds p_ij before it multiplies v_j, but not in the row's sum: sqrt(sum_j (eps/2 p_ij v_j)^2).
-sums: eps'/2 sqrt(n) |ref|, with n = 1 / sum_j p_ij^2 the number of keys that count in a row. n sums
-    that round to nearest drift by about sqrt(n) roundings. A kernel that rescales or divides its
-    sums in every tile keeps that. One that truncates drifts by n of them, and fails. float64's
-    reference drifts as the output does, so float64 gets twice the term.
+condition: how far rounding of the scores moves the output. A score s_ij = scale * q_i.k_j has a
+    rounding error of about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2): from the
+    sum over head_dim, then from the result. Since do_i = sum_j p_ij d_ij (v_j - o_i), independent
+    roundings move the output by sqrt(sum_j (p_ij d_ij (v_j - o_i))^2). It is large where the
+    softmax is peaky and two scores nearly tie, because rounding then decides which of them wins. A
+    16-bit kernel also rounds p_ij before it multiplies v_j, but not in the row's sum:
+    sqrt(sum_j (eps/2 p_ij v_j)^2).
+sums: eps'/2 sqrt(n) |ref|, where n = 1 / sum_j p_ij^2 is the effective number of keys in a row. n
+    sums that round to nearest drift by about sqrt(n) roundings. A kernel that rescales or divides
+    its sums in every tile stays within that. One that truncates drifts by n roundings and fails.
+    The float64 reference drifts like the output, so float64 gets twice the term.
 
-A version file whose algorithm needs more says how much and why (`Error: 2x: ...` in its header):
-all budgets are then BackendSpec.error_slack times as large.
+A version file whose algorithm needs more says how much and why (`Error: 2x: ...` in its header);
+all budgets are then multiplied by BackendSpec.error_slack.
 """
 
 from __future__ import annotations
@@ -53,27 +55,27 @@ from attention_kernels.errors import ArgumentError
 # so three products of such terms may lose a bit more than plain float32. float64 has no finer
 # reference: the reference is as far from the truth as the output.
 BUDGET_FACTOR = {"3xtf32": 4.0, "3xfp16": 4.0, "fp64": 4.0}
-# FlashAttention's: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32 kernel
-# keeps it; those that divide O in every tile need the term for sums as well.
+# FlashAttention's factor: a kernel may round twice where plain PyTorch rounds once. Every ieee-fp32
+# kernel stays within it; those that divide O in every tile also need the term for sums.
 DEFAULT_BUDGET_FACTOR = 2.0
-# The last place of a class that rounds products more coarsely than its dtype does: TF32 has 13 bits
-# fewer than float32. All terms but the one for sums are as many times as large.
+# The unit in the last place, relative to the dtype's, of a class that rounds products more coarsely
+# than its dtype: TF32 has 13 bits fewer than float32. Multiplies all terms except that for sums.
 LAST_PLACE = {"tf32": 2.0**13}
 # The absolute term, in units in the last place: exponentials and divisions, each good to an ulp.
 ABSOLUTE_TERM_ULPS = 4
-# Above this part of its budget an error is reported as borderline: other inputs may exceed it.
+# Above this fraction of its budget an error is reported as borderline: other inputs may exceed it.
 BORDERLINE = 0.8
-# How many scores are computed at once: 1 GiB in float64, of which there are five copies.
+# The most scores computed at once: 1 GiB in float64, in five copies.
 LARGEST_SCORES = 2**27
 RELATIVE_FROM = 1e-3
-# How many numbers a row or a column needs to be judged.
+# The fewest numbers in a row or column that is judged.
 LEAST_NUMBERS = 16
-# What the axes of an output are called: one, several.
+# The names of an output's axes, singular and plural.
 AXES = (("batch", "batches"), ("row", "rows"), ("head", "heads"), ("column", "columns"))
 
 
 def check_precision() -> None:
-    """Raise ArgumentError where torch computes float32 products in less: no budget would hold."""
+    """Raise ArgumentError if torch computes float32 products in TF32 or bfloat16."""
     if torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest":
         raise ArgumentError(
             "torch is set to compute float32 products in TF32 or bfloat16: plain PyTorch is then "
@@ -91,27 +93,27 @@ class Verdict:
     naive_error: float
     """Plain PyTorch's max|out - ref|."""
     relative_error: float = 0.0
-    """The largest where |ref| > RELATIVE_FROM, for comparison with others' figures; not judged."""
+    """The largest where |ref| > RELATIVE_FROM, to compare with published figures; not judged."""
     row_error: float = 0.0
     """||out_i - ref_i|| / ||ref_i|| of the row nearest to its budget, or farthest over it."""
     row_budget: float = math.inf
-    """Of that row."""
+    """The budget of that row."""
     naive_row_error: float = 0.0
-    """Plain PyTorch's largest, over all rows."""
+    """Plain PyTorch's largest row_error."""
     column_error: float = 0.0
     """||out_c - ref_c|| / ||size_c|| of the column nearest to its budget, or farthest over it."""
     column_budget: float = math.inf
-    """Of that column."""
+    """The budget of that column."""
     naive_column_error: float = 0.0
-    """Plain PyTorch's largest, over all columns."""
+    """Plain PyTorch's largest column_error."""
     where: str = ""
-    """Of a failure: its worst element, and which elements are over the budget."""
+    """For a failure: the worst element, and which elements are over the budget."""
     fault: str = ""
-    """What is wrong whatever the numbers: an input that changed, a wrong shape."""
+    """A fault other than a numerical error: a changed input, a wrong shape."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong. NaN never passes, nor does a budget of 0 or of infinity."""
+        """Whether nothing is wrong; NaN never passes, nor does a budget of 0 or infinity."""
         return (
             not self.fault
             and 0 < self.budget < math.inf
@@ -122,7 +124,7 @@ class Verdict:
 
     @property
     def nearness(self) -> float:
-        """The largest error over its budget; infinite if it failed for any other reason."""
+        """The largest ratio of an error to its budget; infinite for any other failure."""
         if not self.passed and not 0 < self.budget < math.inf:
             return math.inf
         ratio = max(
@@ -134,13 +136,13 @@ class Verdict:
 
     @property
     def status(self) -> Literal["passed", "borderline", "failed"]:
-        """Return the verdict in a word; borderline is above BORDERLINE of the budget."""
+        """The verdict in one word; borderline means above BORDERLINE of the budget."""
         if not self.passed:
             return "failed"
         return "borderline" if self.nearness > BORDERLINE else "passed"
 
     def __str__(self) -> str:
-        """Return the errors with their budgets; for a failure, also where it is."""
+        """Return the errors with their budgets, and the place of a failure."""
         if self.fault:
             return self.fault
         errors = f"error {self.error:.2e}, budget {self.budget:.2e}"
@@ -152,17 +154,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Relative:
-    """The relative errors of rows or of columns that plain PyTorch and rounding make in a call.
+    """The relative errors that plain PyTorch and rounding make in the rows or columns of a call.
 
-    The condition is infinite, and any error allowed, where they have fewer than LEAST_NUMBERS.
+    For rows or columns of fewer than LEAST_NUMBERS numbers the condition is infinite, so that any
+    error is allowed.
     """
 
     dim: int
-    """The dimension of the output that the lengths are taken along."""
+    """The dimension of the output that the norms are taken along."""
     lengths: Tensor
-    """What errors are relative to, of every row or column."""
+    """The norm of every row or column, which its error is relative to."""
     naive_error: float
-    """Plain PyTorch's largest."""
+    """Plain PyTorch's largest relative error."""
     condition: Tensor
     sums: Tensor
 
@@ -172,7 +175,7 @@ class Relative:
         return errors
 
     def budgets(self, precision: str, dtype: torch.dtype, slack: float = 1.0) -> Tensor:
-        """Return how large each of errors() may be."""
+        """Return the budget of each of errors()."""
         naive = torch.full_like(self.condition, self.naive_error)
         absolute = ABSOLUTE_TERM_ULPS * _sum_eps(dtype) + _eps(dtype) / 2
         # Unlike Python's max(), torch's keeps a NaN.
@@ -182,29 +185,29 @@ class Relative:
 
 @dataclass(frozen=True)
 class Truth:
-    """The reference of one call, and the errors that plain PyTorch and rounding make in it."""
+    """The reference output of a call, and the errors that plain PyTorch and rounding make in it."""
 
     reference: Tensor
     """float64, (batch, rows, num_heads, head_dim)."""
     dtype: torch.dtype
-    """Of the inputs."""
+    """The dtype of the inputs."""
     naive_error: float
     condition: float
-    """The largest of an element; see the module's docstring."""
+    """The largest condition of an element; see the module's docstring."""
     sums: float
     rows: Relative
-    """Of (batch, rows, num_heads)."""
+    """The relative errors of rows, (batch, rows, num_heads)."""
     columns: Relative
-    """Of (batch, num_heads, head_dim)."""
+    """The relative errors of columns, (batch, num_heads, head_dim)."""
 
     def budget(self, precision: str, slack: float = 1.0) -> float:
-        """Return how large max|out - ref| may be in a precision class, `slack` times over."""
+        """Return the budget of max|out - ref| in a precision class, times `slack`."""
         expected = _larger(self.naive_error, self.condition)
         largest = self.reference.abs().max().item()
         return slack * (error_budget(precision, self.dtype, expected, largest) + self.sums)
 
     def judge(self, out: Tensor, precision: str, slack: float = 1.0) -> Verdict:
-        """Hold an output against the reference. A wrong shape or dtype is a fault.
+        """Compare an output with the reference; a wrong shape or dtype is a fault.
 
         slack: BackendSpec.error_slack.
         """
@@ -242,7 +245,7 @@ class Truth:
             over = ~(row_errors <= row_budgets)[..., None].expand_as(over)
         if not over.any():
             over = ~(column_errors <= column_budgets)[:, None].expand_as(over)
-        # A NaN is the worst.
+        # A NaN counts as the largest error.
         worst = int(difference.nan_to_num(nan=math.inf).where(over, -1.0).argmax())
         value, right = (x.flatten()[worst].item() for x in (out, reference))
         where = f"{value:.6g} instead of {right:.6g} at {place(worst, out.shape)}"
@@ -251,7 +254,7 @@ class Truth:
     def _nearest(
         self, of: Relative, difference: Tensor, precision: str, slack: float
     ) -> tuple[Tensor, Tensor, int]:
-        """Return errors, budgets, and the index of the error that is nearest to its budget."""
+        """Return the errors, the budgets and the index of the largest ratio between them."""
         errors, budgets = of.errors(difference), of.budgets(precision, self.dtype, slack)
         return errors, budgets, int((errors / budgets).nan_to_num(nan=math.inf).argmax())
 
@@ -261,8 +264,8 @@ def naive_attention(
 ) -> Tensor:
     """Compute attention in plain PyTorch, in the dtype of its inputs.
 
-    Shapes are (batch, seqlen, num_heads, head_dim). q may have fewer rows than k: the causal mask
-    is bottom-right aligned.
+    Shapes are (batch, seqlen, num_heads, head_dim). If q has fewer rows than k, the causal mask is
+    bottom-right aligned.
     """
     weights = torch.softmax(_scores(q, k, softmax_scale, is_causal), dim=3)
     return (weights @ v.transpose(1, 2)).transpose(1, 2).contiguous()
@@ -271,17 +274,17 @@ def naive_attention(
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
-    """Return naive_attention() in float64, whatever the dtype of the inputs."""
+    """Compute naive_attention() in float64, whatever the dtype of the inputs."""
     return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
 
 
 def truth(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
 ) -> Truth:
-    """Compute the reference of a call and what its budgets are made of.
+    """Compute the reference output of a call and the terms of its budgets.
 
-    q may have fewer rows than k, as in naive_attention(). Only a few gigabytes of scores exist at
-    once, whatever the shape.
+    q may have fewer rows than k, as in naive_attention(). Whatever the shape, only a few gigabytes
+    of scores exist at once.
     """
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     rounding = torch.empty_like(reference)
@@ -298,7 +301,7 @@ def truth(
         )
         naive[part] = _naive_difference(*inputs, softmax_scale, is_causal, reference[part])
     sums = row_sums[..., None] * reference.abs()
-    # A row may cancel to nothing: float64 knows it no better than this.
+    # A row may cancel to nothing; its float64 reference is then no more precise than this.
     resolution = torch.finfo(torch.float64).eps * sizes
 
     def relative(dim: int, size: Tensor) -> Relative:
@@ -330,25 +333,25 @@ def judge(
     *,
     precision: str = "ieee-fp32",
 ) -> Verdict:
-    """Hold `out` against the float64 reference, by the rules of the module's docstring.
+    """Compare `out` with the float64 reference, by the rules in the module's docstring.
 
-    If the kernel could write to its inputs, pass copies made before the call.
+    If the kernel could have written to its inputs, pass copies made before the call.
     """
     return truth(q, k, v, softmax_scale, is_causal).judge(out, precision)
 
 
 def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: float) -> float:
-    """Return what an error may be, without the term for sums.
+    """Return the error budget without the term for sums.
 
-    expected: the error of plain PyTorch, or the condition. largest: the reference's largest
-    magnitude.
+    expected: plain PyTorch's error, or the condition if it is larger. largest: the reference's
+    largest magnitude.
     """
     absolute = ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
     return _last_place(precision) * (budget_factor(precision) * expected + absolute)
 
 
 def place(index: int, shape: Sequence[int]) -> str:
-    """Return the coordinates of an element, given its index in the flat output."""
+    """Return the coordinates of an element as text, given its index in the flat output."""
     coordinates = []
     for (name, _), size in zip(reversed(AXES), reversed(shape), strict=True):
         coordinates.append(f"{name} {index % size}")
@@ -357,10 +360,10 @@ def place(index: int, shape: Sequence[int]) -> str:
 
 
 def extent(wrong: Tensor) -> str:
-    """Say how many elements of a mask of an output's shape are set, and where.
+    """Describe how many elements of a mask are set and where; it has the shape of an output.
 
-    For example "992 of 4096 elements, in rows 32 to 63, 31 of 64 columns (1, 3, 5, ...)"; an axis
-    along which all are set is left out.
+    For example "992 of 4096 elements, in rows 32 to 63, 31 of 64 columns (1, 3, 5, ...)". An axis
+    is left out if elements are set at all of its positions.
     """
     ranges = []
     for axis, (one, several) in enumerate(AXES):
@@ -403,13 +406,13 @@ def _rounding(
     weights.square_()
     drift = sum_eps if is_float64 else sum_eps / 2
     sums = drift * weights.sum(3).rsqrt()
-    stored = weights @ v.square() if eps > sum_eps else 0.0  # what rounding p to 16 bits moves
+    stored = weights @ v.square() if eps > sum_eps else 0.0  # effect of rounding p to 16 bits
     scores.masked_fill_(weights == 0, 0.0).square_().mul_((eps / 2) ** 2)
     q_norms, k_norms = (x.square().sum(3).transpose(1, 2) for x in (q, k))
     rounded = sum_eps**2 + (eps / 2) ** 2 / q.shape[3]
     scores.addcmul_(q_norms[..., None], k_norms[:, :, None], value=rounded * scale**2)
     weights.mul_(scores)
-    # (v - o)^2 multiplied out, so that it is one product.
+    # (v - o)^2 is expanded, so that the sum over keys is a matrix product.
     total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))
     moved = (second - 2 * o * first + o.square() * total).clamp_(min=0)
     condition = (moved + (eps / 2) ** 2 * stored).sqrt_()
@@ -427,7 +430,7 @@ def _naive_difference(
 ) -> Tensor:
     """Return the error of plain PyTorch in the dtype of its inputs, element by element.
 
-    For float64, which has no finer reference, it is float32's error scaled to float64's precision.
+    float64 has no finer reference: its error is estimated as float32's, scaled to float64's eps.
     """
     scale = 1.0
     if q.dtype == torch.float64:
@@ -439,7 +442,7 @@ def _naive_difference(
 
 
 def budget_factor(precision: str) -> float:
-    """Return how many times plain PyTorch's error a precision class may have."""
+    """Return the multiple of plain PyTorch's error that a precision class may have."""
     return BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
 
 
@@ -452,12 +455,12 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _sum_eps(dtype: torch.dtype) -> float:
-    """Return the precision of sums: products of 16 bits are summed in float32."""
+    """Return the eps of sums; 16-bit products are summed in float32."""
     return min(_eps(dtype), _eps(torch.float32))
 
 
 def _larger(x: float, y: float) -> float:
-    """Return max(x, y), but NaN if x is."""
+    """Return max(x, y), but NaN if x is NaN."""
     return y if x < y else x
 
 

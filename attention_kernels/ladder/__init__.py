@@ -1,7 +1,7 @@
-"""Ladders: folders of version files, each of them a backend.
+"""Ladders: folders of version files, each of which is a backend.
 
 header reads a version file, compilers finds nvcc and g++, build makes the shared library, and op
-loads it and makes it a backend.
+loads it as a backend.
 """
 
 from attention_kernels.ladder.op import (

@@ -1,17 +1,17 @@
-"""From a version file to a shared library, through a cache of builds.
+"""Build version files into shared libraries, with a cache.
 
-ninja runs the compilers, in a folder of its own that is deleted afterwards. The library moves into
-the cache in one step, under a name with a digest of all that went into it: compilers, flags, and
-the contents of the version file and of what it includes. A library with that name is used again, so
-nothing compares dates, no library is ever overwritten, and a build that is killed leaves nothing to
-trip over. A lock only saves two processes from doing the same work.
+ninja runs the compilers in a temporary folder. The library is moved into the cache atomically,
+under a name with a digest of everything that went into it: compilers, flags, and the contents of
+the version file and of the files it includes. A library with that name is reused. So dates are
+never compared, no library is ever overwritten, and a killed build leaves nothing harmful behind.
+The lock only keeps two processes from doing the same work.
 
-What the cache holds runs in this process, so like ssh with its keys, nothing is loaded that another
-user owns or could have written. The last bytes of each file are the SHA-256 of the others, so that
-a damaged file is built again.
+Code from the cache runs in this process, so, like ssh with its keys, nothing is loaded that another
+user owns or could have written. The last bytes of each file are the SHA-256 of the rest, so that a
+damaged file is rebuilt.
 
-Environment: ATTENTION_KERNELS_CACHE is the folder of the cache; ATTENTION_KERNELS_FLAGS adds
-compiler flags, e.g. -DATTENTION_POISON or, for the emulator, "-fsanitize=address -g".
+Environment: ATTENTION_KERNELS_CACHE names the cache folder; ATTENTION_KERNELS_FLAGS adds compiler
+flags, e.g. -DATTENTION_POISON or, for the emulator, "-fsanitize=address -g".
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from attention_kernels.ladder.compilers import (
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
-# What csrc/emulator/faults.cpp answers.
+# Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
-# What -O2 would inline: a bound is checked where the compiler sees the array.
+# Inlining as at -O2: a bound is checked only where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-O1", "-finline-small-functions", "-finline-functions")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
@@ -73,18 +73,18 @@ class _Plan:
     target: Target
     arch: str
     stem: str
-    """How its files in the cache are named, with a digest of everything that it is built from."""
+    """The name of its files in the cache, with a digest of everything that it is built from."""
     binding: str
-    """The same for binding.cpp, which many versions share."""
+    """The same name for binding.cpp, which many versions share."""
     label: str
 
 
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
-    """Return the shared library of a version, from the cache or built now.
+    """Return the shared library of a version, from the cache or newly built.
 
-    arch: the compute capabilities to build for, e.g. "90" or "80,90"; none for the emulator. A line
-    on stderr names what is being built: `label`, else the file. Raises BuildError with the
-    compiler's first error line and the path of its log.
+    arch: the compute capabilities to build for, e.g. "90" or "80,90"; empty for the emulator.
+    label: the name of the version in the progress line on stderr, by default the file's. Raises
+    BuildError with the compiler's first error line and the path of its log.
     """
     (outcome,) = _build([_plan(version, target, arch, label)], progress=False)
     if isinstance(outcome, BuildError):
@@ -97,7 +97,7 @@ def build_many(
 ) -> dict[str, Path | BuildError]:
     """Build several versions at once; return the library or the error of each, by op.
 
-    ninja's progress goes to stderr. Raises BuildError for a cache that is not to be trusted.
+    ninja's progress goes to stderr. Raises BuildError for an untrusted cache.
     """
     results: dict[str, Path | BuildError] = {}
     plans = []
@@ -111,7 +111,7 @@ def build_many(
 
 
 def sources(version: VersionHeader) -> list[Path]:
-    """Return the files that a version's library is built from, without the system's and torch's."""
+    """Return the files that a version's library is built from, except the system's and torch's."""
     csrc = csrc_of(version)
     return [*map(Path, _digests([version.path, csrc / "binding.cpp"], csrc, "emulator"))]
 
@@ -120,10 +120,10 @@ def sources(version: VersionHeader) -> list[Path]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of the cache; ATTENTION_KERNELS_CACHE names another one."""
+    """Return the cache folder; ATTENTION_KERNELS_CACHE overrides the default."""
     if named := os.environ.get("ATTENTION_KERNELS_CACHE"):
         return Path(named).absolute()
-    # platformdirs is not everywhere that torch is, and this is all that it would do on Linux.
+    # torch does not depend on platformdirs, which would do just this on Linux.
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "attention_kernels"
     try:
         return base.expanduser().absolute()
@@ -152,7 +152,7 @@ def cache_entries() -> dict[Path, int]:
 
 
 def clear_cache() -> int:
-    """Delete everything in the cache; return how many bytes that freed. Raises OSError."""
+    """Delete everything in the cache; return the number of bytes freed. Raises OSError."""
     entries = cache_entries()
     for entry in entries:
         _remove(entry)
@@ -167,7 +167,7 @@ def _remove(path: Path) -> None:
 
 
 def _writable(cache: Path) -> Path:
-    """Return the folder, created if need be, or a private one if it cannot be written."""
+    """Return the folder, created if necessary, or a private one if it is not writable."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
@@ -178,7 +178,7 @@ def _writable(cache: Path) -> Path:
 
 @functools.cache
 def _private_cache(cache: Path, reason: str) -> Path:
-    """Return a folder for this process alone, and warn, once."""
+    """Return a temporary folder for this process only; warn once."""
     folder = Path(tempfile.mkdtemp(prefix="attention_kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _tell(f"warning: {cache} cannot be written ({reason}): kernels are built for this run only")
@@ -191,7 +191,7 @@ def _tell(line: str) -> None:
 
 @contextlib.contextmanager
 def _lock(file: Path, label: str) -> Iterator[bool]:
-    """Hold a lock; False if that is impossible or took too long: it only saves work."""
+    """Hold a lock; yield False if it cannot be taken in time, as it only saves work."""
     lock, held = filelock.FileLock(file), True
     try:
         try:
@@ -199,7 +199,7 @@ def _lock(file: Path, label: str) -> Iterator[bool]:
         except filelock.Timeout:
             _tell(f"waiting for another process that builds {label} ...")
             lock.acquire(timeout=LOCK_TIMEOUT_S)
-    except (filelock.Timeout, OSError, NotImplementedError):  # another user's, or no locks here
+    except (filelock.Timeout, OSError, NotImplementedError):  # another user's, or no lock support
         held = False
     try:
         yield held
@@ -209,7 +209,7 @@ def _lock(file: Path, label: str) -> Iterator[bool]:
 
 
 def _check_trusted(path: Path, status: os.stat_result) -> None:
-    """Raise BuildError if another user owns a path of the cache or may write to it."""
+    """Raise BuildError if another user owns a path in the cache or may write to it."""
     other = "or name another folder with ATTENTION_KERNELS_CACHE"
     if status.st_uid not in (os.geteuid(), 0):
         raise BuildError(
@@ -223,7 +223,7 @@ def _check_trusted(path: Path, status: os.stat_result) -> None:
 
 
 def _find(file: Path) -> Path | None:
-    """Return a file of the cache if it is there and whole.
+    """Return a file in the cache if it exists and is intact, else None.
 
     Raises BuildError if another user could have written it.
     """
@@ -234,14 +234,14 @@ def _find(file: Path) -> Path | None:
             return None
         _check_trusted(file, status)
         contents = file.read_bytes()
-    except OSError:  # missing, most often; else the build says what is wrong
+    except OSError:  # usually a missing file; otherwise the build will report what is wrong
         return None
     size = hashlib.sha256().digest_size
     return file if hashlib.sha256(contents[:-size]).digest() == contents[-size:] else None
 
 
 def _keep(output: Path, kept: Path) -> Path:
-    """Move a file that was built into the cache, with its SHA-256 as its last bytes."""
+    """Append a built file's SHA-256 to it and move it into the cache."""
     with output.open("ab") as file:
         file.write(hashlib.sha256(output.read_bytes()).digest())
     output.chmod(0o755)  # whatever the umask
@@ -255,7 +255,7 @@ def _keep(output: Path, kept: Path) -> Path:
 
 
 def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Plan:
-    """Name a build; raises BuildError where a compiler is missing or a setting is wrong."""
+    """Plan a build and name its files; raises BuildError for a missing compiler or bad setting."""
     flags, csrc = compile_flags(version, target, arch), csrc_of(version)
     extra, gxx = extra_flags(), str(find_gxx())
     compilers = [identity(name, Path(name).stat().st_mtime) for name in sorted({flags[0], gxx})]
@@ -285,11 +285,11 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
 def _digests(
     files: Iterable[Path], csrc: Path, target: Target, flags: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the SHA-256 of each of these files and of what they include, directly or not.
+    """Return the SHA-256 of each of these files and of everything they include, even indirectly.
 
-    Headers are looked for beside the file, in csrc and in the folders of -I among `flags`. What a
-    condition leaves out counts, too, and so does a file that a nearer one hides: then a build is
-    repeated that need not be. The headers of the system, the toolkit and torch are not looked for.
+    Headers are looked for next to the file, in csrc and in the folders of -I in `flags`. Includes
+    that a condition excludes count too, and so do files that a nearer one hides; at worst that
+    causes a needless rebuild. Headers of the system, the toolkit and torch are not looked for.
     """
     emulator = f"{csrc}/emulator/"
     folders = [str(csrc), *([emulator] if target == "emulator" else [])]
@@ -308,14 +308,14 @@ def _digests(
                 times = status.st_mtime_ns, status.st_ctime_ns
                 found[file], included = _read(file, times, (*folders,))
                 wanted |= included - seen
-        except (OSError, ValueError):  # most are headers of the system, which lie elsewhere
+        except (OSError, ValueError):  # usually a system header, which is elsewhere
             continue
     return dict(sorted(found.items()))
 
 
 @functools.cache
 def _read(file: str, _times: tuple[int, int], folders: tuple[str, ...]) -> tuple[str, set[str]]:
-    """Return the SHA-256 of a file and where what it includes may be; once for its times."""
+    """Return a file's SHA-256 and the possible paths of its includes, cached until it changes."""
     text = Path(file).read_bytes()
     names = [*map(os.fsdecode, INCLUDE.findall(text))]
     around = (os.path.dirname(file), *folders)
@@ -338,7 +338,7 @@ def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]
         label = one.label if one else f"{len(missing)} kernels"
         name = one.stem if one else missing[0].target
         with _lock(cache / f"{name}.lock", label) as held:
-            for left in cache.glob(f"{name}.build-*") if held else ():  # by a killed process
+            for left in cache.glob(f"{name}.build-*") if held else ():  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
             if missing := _missing(missing, cache, built):  # another process may have been first
                 if not progress:
@@ -351,7 +351,7 @@ def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]
 def _missing(
     plans: Iterable[_Plan], cache: Path, built: dict[_Plan, Path | BuildError]
 ) -> list[_Plan]:
-    """Add to `built` what is in the cache; return the plans that are not."""
+    """Add the libraries found in the cache to `built`; return the plans without one."""
     found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
     built |= {plan: library for plan, library in found.items() if library}
     return [plan for plan, library in found.items() if not library]
@@ -360,7 +360,7 @@ def _missing(
 def _run_ninja(
     plans: Sequence[_Plan], cache: Path, folder: Path, *, progress: bool
 ) -> dict[_Plan, Path | BuildError]:
-    """Build plans in an empty folder and move what comes of it into the cache."""
+    """Build plans in an empty folder and move the results into the cache."""
     commands: dict[str, list[str]] = {}
     statements = [RULES]
 
@@ -380,9 +380,9 @@ def _run_ninja(
         add(f"{plan.stem}.so", f"link {plan.label}", link, *inputs)
     (folder / "build.ninja").write_text("".join(statements), "utf-8")
     done = subprocess.run(
-        [find_ninja(), "-k", "0"],  # the others, although one has failed
+        [find_ninja(), "-k", "0"],  # keep building the others after a failure
         cwd=folder,
-        # A relative folder for temporary files, for nvcc hands its name to a shell.
+        # A relative temporary folder, because nvcc passes its name to a shell.
         env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},
         stdin=subprocess.DEVNULL,
         stdout=sys.__stderr__ if progress else subprocess.PIPE,
@@ -410,7 +410,7 @@ def _run_ninja(
 def _error(
     plan: _Plan, folder: Path, cache: Path, commands: Mapping[str, list[str]], told: str
 ) -> BuildError:
-    """Return the error of the first step that failed; its log stays in the cache."""
+    """Return the error of the first step that failed; keep its log in the cache."""
     steps = (f"{plan.binding}.o", f"{plan.stem}.o", f"{plan.stem}.so")
     failed = next(step for step in steps if step in commands and not (folder / step).exists())
     file, log = folder / f"{failed}.log", cache / f"{plan.stem}.log"
@@ -423,8 +423,8 @@ def _error(
 def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
     flags = compile_flags(plan.version, plan.target, plan.arch, folder)
     if plan.target == "emulator":
-        # Hidden symbols: the versions define the same names and live in one process. Line tables
-        # change no code; source_line() reads them.
+        # Hidden symbols, because the versions define the same names in one process. Line tables
+        # (-g1) do not change the code; source_line() reads them.
         flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
         emulated = (*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS)
         flags += ["-O3"] if plan.version.is_host else emulated
@@ -451,8 +451,8 @@ def _link(plan: _Plan, binding: str) -> list[str]:
     flags = compile_flags(plan.version, plan.target, plan.arch)
     command = [str(find_gxx()), "-shared", *(flag for flag in flags if flag == "-fopenmp")]
     command += [*extra_flags(), f"{plan.stem}.o", binding, "-o", f"{plan.stem}.so"]
-    # libtorch.so is empty but for the names of torch's libraries, those for CUDA included: linking
-    # them themselves takes a third of a second.
+    # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
+    # those directly takes a third of a second.
     command += [f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch"]
     if plan.target == "emulator":
         return [*command, "-pthread", "-ldl", EMULATOR_WRAPS]

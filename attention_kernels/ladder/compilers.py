@@ -21,31 +21,31 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.inspection.child import ending
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
-# What the environment adds to every compilation, the last two of them nvcc's own.
+# Environment variables with flags for every compilation; nvcc itself reads the last two.
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
 
 
 class BuildError(AttentionError, RuntimeError):
-    """A version could not be built; the text ends with the path of the compiler's log."""
+    """A version could not be built; after a compiler error the text ends with its log's path."""
 
 
 def find_nvcc() -> str | None:
-    """Return the nvcc of CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the extra `cuda`'s packages.
+    """Return the nvcc of CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages of the extra `cuda`.
 
-    None if there is none, or if one of the variables names what does not exist.
+    None if it is not found; a variable that names a missing file does not fall through to the next.
     """
     return _find(_named_nvcc(), ("nvcc", *_pip_nvcc()))
 
 
 def find_gxx() -> str | None:
-    """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None as find_nvcc()."""
+    """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None if not found."""
     return _find(_named_gxx(), ("g++", "clang++", "c++"))
 
 
 def find_ninja() -> str:
-    """Return the ninja of the Python package, else the one on PATH; raises BuildError."""
+    """Return the Python package's ninja, else the one on PATH; raises BuildError."""
     package = importlib.import_module("ninja").BIN_DIR if importlib.util.find_spec("ninja") else ""
     found = (package and shutil.which("ninja", path=package)) or shutil.which("ninja")
     if not found:
@@ -54,7 +54,7 @@ def find_ninja() -> str:
 
 
 def _named_nvcc() -> tuple[str, str] | None:
-    """Return the variable that names an nvcc, and the nvcc."""
+    """Return the environment variable that names an nvcc, and that nvcc."""
     if named := os.environ.get("CUDACXX"):
         return "CUDACXX", named
     homes = ((name, os.environ.get(name)) for name in ("CUDA_HOME", "CUDA_PATH"))
@@ -76,16 +76,16 @@ def _pip_nvcc() -> list[str]:
 
 
 def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
-    """Return the program that the user named, and no other; without one the first that exists."""
+    """Return the program that the user named; if none was named, the first that exists."""
     candidates = [named[1]] if named else names
     found = next((path for name in candidates if (path := shutil.which(name))), None)
     return os.path.abspath(found) if found else None
 
 
 def missing_compiler(target: Target) -> str | None:
-    """Return the reason against building for a target, if a compiler is missing.
+    """Return why a target cannot be built for if a compiler is missing, else None.
 
-    Every call of generate() asks, so the search is not repeated for a compiler that was found.
+    Called by every generate(), so the result of a successful search is cached.
     """
     asked = target, *map(os.environ.get, _COMPILER_VARIABLES)
     if asked in _found:
@@ -115,7 +115,7 @@ def _missing_compiler(target: Target) -> str | None:
 
 
 def _misnamed(named: tuple[str, str] | None) -> str | None:
-    return f"{named[0]} asks for {named[1]}, which is no program here" if named else None
+    return f"{named[0]} asks for {named[1]}, which is not an executable here" if named else None
 
 
 def extra_flags() -> list[str]:
@@ -128,12 +128,12 @@ def extra_flags() -> list[str]:
 
 @functools.cache
 def identity(compiler: str, _mtime: float) -> str:
-    """Return what a compiler says of its version; asked again when its file has changed."""
+    """Return a compiler's --version output, cached until its file changes."""
     return execute([compiler, "--version"])[1]
 
 
 def nvcc_architectures() -> set[str]:
-    """Return the compute capabilities that nvcc compiles for, {"75", ...}; none without nvcc."""
+    """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
     nvcc = find_nvcc()
     output = execute([nvcc, "--list-gpu-arch"])[1] if nvcc else ""
     return set(re.findall(r"compute_(\d+)", output))
@@ -141,14 +141,14 @@ def nvcc_architectures() -> set[str]:
 
 @functools.cache
 def cuda_root(nvcc: str) -> Path:
-    """Return the toolkit's folder. nvcc itself tells: on PATH there may be a link or a script."""
+    """Return the toolkit's folder; nvcc is asked, because on PATH it may be a link or a script."""
     _, output = execute([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull])
     top = re.search(r"^#\$ TOP=(.*)$", output, re.M)
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
 
 
 def cuda_runtime(nvcc: str) -> Path:
-    """Return the toolkit's libcudart.so, which the pip packages have under its full name only."""
+    """Return the toolkit's libcudart.so; the pip packages have it only under its full name."""
     root = cuda_root(nvcc)
     folders = [root / "lib64", root / "lib", *root.glob("targets/*/lib")]
     for folder in [*folders, *root.parent.glob("cuda_runtime/lib")]:
@@ -162,9 +162,9 @@ def compile_flags(
 ) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    Of a version's own flags g++ takes the macros and what is passed through nvcc to it, and it is
-    told whether subnormal numbers are flushed; the others are nvcc's. folder: where nvcc will run;
-    see shell_safe(). Raises BuildError where a compiler is missing.
+    For the emulator, g++ gets only some of the version's own flags: the macros, what nvcc passes to
+    the host compiler, and a macro if subnormal numbers are flushed. folder: the folder that nvcc
+    will run in; see shell_safe(). Raises BuildError if a compiler is missing.
     """
     flags = [*binding_flags(target, csrc_of(version), folder)]
     flags += [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
@@ -187,7 +187,7 @@ def compile_flags(
 
 
 def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> list[str]:
-    """Return the part of compile_flags() that is the same for every version."""
+    """Return the flags of compile_flags() that are the same for every version."""
     if reason := missing_compiler(target):
         raise BuildError(reason)
     gxx = str(find_gxx())
@@ -199,9 +199,10 @@ def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> lis
 
 
 def shell_safe(path: Path, folder: Path) -> str:
-    """Return a name of `path` for nvcc, run in `folder`: its shell would act on some characters.
+    """Return a name of `path` that is safe for nvcc, which passes its arguments to a shell.
 
-    It is the path itself, else a link to it in the folder.
+    It is the path itself or, if that has special characters, a link to it in `folder`, where nvcc
+    runs.
     """
     if shlex.quote(str(path)) == str(path):
         return str(path)
@@ -212,7 +213,7 @@ def shell_safe(path: Path, folder: Path) -> str:
 
 
 def execute(command: Sequence[str], folder: str | None = None) -> tuple[int, str]:
-    """Run a command, in `folder` with its temporary files there; return status and output."""
+    """Run a command in `folder`, which also gets its temporary files; return status and output."""
     try:
         done = subprocess.run(
             command,
@@ -239,9 +240,9 @@ def output_of(command: Sequence[str], folder: str | None = None) -> str:
 
 @functools.cache
 def object_file(csrc: Path, source: str, *flags: str) -> bytes:
-    """Return what g++ makes of a source of csrc that is the same for every version.
+    """Return the object file of a source in csrc that is the same for every version.
 
-    It is compiled once in a process. Raises BuildError.
+    It is compiled by g++, once per process. Raises BuildError.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "object.o"
@@ -251,7 +252,7 @@ def object_file(csrc: Path, source: str, *flags: str) -> bytes:
 
 
 def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, int]]]:
-    """Return file and line of each address, in hexadecimal; callers of inlined functions first.
+    """Return file and line of each hexadecimal address; callers of inlined functions come first.
 
     Raises BuildError.
     """
@@ -268,10 +269,10 @@ def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, 
 
 @functools.cache
 def source_line(library: str, address: str) -> str | None:
-    """Return the source line of an address of a library, e.g. "v07_x.cu:31 (from 73, 164)".
+    """Return the source line of an address in a library, e.g. "v07_x.cu:31 (from 73, 164)".
 
-    The callers of inlined code follow. None if the library does not tell or addr2line is missing: a
-    fault's message is right without it.
+    The callers of inlined code are in parentheses. None if the library has no line numbers or
+    addr2line is missing: an error message is still correct without the line.
     """
     try:
         (frames,) = source_lines(library, [address])
@@ -286,7 +287,7 @@ def source_line(library: str, address: str) -> str | None:
 
 
 def first_error(output: str) -> str | None:
-    """Return the line of a compiler's output that says what is wrong."""
+    """Return the first error line of a compiler's output, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     markers = re.compile(r"\b(error|fatal)\b|undefined (reference|symbol)", re.I)
     return next((line for line in lines if markers.search(line)), lines[-1] if lines else None)

@@ -1,4 +1,4 @@
-"""Read the comment that opens a version file: what a rung of a ladder says of itself."""
+"""Read the header of a version file: the comment at its top that describes the version."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
-FIRST = "From"  # may be ahead of Change
-OPTIONAL = ("Role", "Takes", "Needs", "Precision", "Error")  # lines that may follow Layout
+FIRST = "From"  # optional, before Change
+OPTIONAL = ("Role", "Takes", "Needs", "Precision", "Error")  # optional, after Layout
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
 _DTYPE = "(?:float16|bfloat16|float32|float64)"
 _HEAD_DIM = "[1-9][0-9]{0,3}"
-# What a version takes, if that is not float32 with every one of HEAD_DIMS.
+# The inputs that a version takes, unless they are float32 with all of HEAD_DIMS.
 TAKES = re.compile(
     rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim ({_HEAD_DIM}(?: {_HEAD_DIM})*))?(, on the CPU)?"
 )
-# The architecture that a version requires.
+# The lowest architecture that a version runs on.
 NEEDS = re.compile(r"sm_([1-9][0-9]?)([0-9])")
-# How many times the budget of its precision class a version needs, and why.
+# The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
 
 
@@ -40,16 +40,16 @@ class HeaderError(AttentionError, ValueError):
 
 @dataclass(frozen=True)
 class VersionHeader:
-    """What a version file says of itself. What is not described here is prose, in one line."""
+    """The header of a version file; the fields without a description are one line of prose."""
 
     path: Path
     number: int
     name: str
     """The version's namespace, e.g. "v07"."""
     op: str
-    """Its op in torch.ops.attention_kernels; with several dtypes, how their ops' names begin."""
+    """The op in torch.ops.attention_kernels; for several dtypes, the common prefix of their ops."""
     label: str
-    """What tables call it: its op, or its file's name if it belongs to no ladder."""
+    """The name in tables: the op, or the file's name if the file belongs to no ladder."""
     title: str
     change: str
     why: str
@@ -58,32 +58,32 @@ class VersionHeader:
     layout: str
     """"contiguous", or "strided" if the kernel reads strided q, k and v."""
     flags: tuple[str, ...]
-    """Compiler flags of this version only."""
+    """Compiler flags for this version only."""
     expect: str
     start: str | None = None
-    """The name of the version that it changes, if that is not the one before it."""
+    """The name of the version that this one changes, if it is not the previous one."""
     role: str = "attention"
-    """What it computes: "attention", "decode" or, with parameters of its own, "struct"."""
+    """The computation: "attention", "decode", or "struct" for a kernel with its own parameters."""
     dtypes: tuple[str, ...] = ("float32",)
-    """The dtypes that it takes: the file is built for one at a time."""
+    """The dtypes that it takes; the file is built separately for each."""
     head_dims: tuple[int, ...] = HEAD_DIMS
     is_host: bool = False
     """Whether it is host code, which is neither emulated nor built for a GPU."""
     needs: tuple[int, int] | None = None
-    """The compute capability that its instructions require."""
+    """The compute capability that its instructions need."""
     precision: str | None = None
-    """The precision class of its float32, if that is not the plain one."""
+    """The precision class of its float32 computations, if it is not the plain one."""
     error_slack: float = 1.0
-    """How many times the budget of its precision class its algorithm needs."""
+    """The multiple of its precision class's budget that its algorithm needs."""
 
     @property
     def source(self) -> str:
-        """The file's text; a comment's bytes that are not UTF-8 are replaced."""
+        """The file's text, with bytes that are not UTF-8 replaced."""
         return self.path.read_text("utf-8", "replace")
 
     @property
     def dtype(self) -> str:
-        """The dtype of a version that takes one, as each of builds() does."""
+        """The dtype of a version that takes only one, such as each of builds()."""
         (dtype,) = self.dtypes
         return dtype
 
@@ -93,18 +93,18 @@ class VersionHeader:
         return {dtype: self.precision or PLAIN_PRECISIONS[dtype] for dtype in self.dtypes}
 
     def compiles_for(self, arch: str) -> bool:
-        """Return whether a compute capability, e.g. "75", has its instructions."""
+        """Return whether a compute capability, e.g. "75", has the instructions it needs."""
         return self.needs is None or divmod(int(arch), 10) >= self.needs
 
     def builds(self) -> list[VersionHeader]:
-        """Return the versions to build: itself, or one for each of several dtypes."""
+        """Return the versions to build: this one, or one per dtype if it takes several."""
         if len(self.dtypes) == 1:
             return [self]
         return [replace(self, op=f"{self.op}_{dtype}", dtypes=(dtype,)) for dtype in self.dtypes]
 
 
 def version_files(folder: Path) -> list[Path]:
-    """Return a folder's version files, v<number>_<what>.cu, by number: the one list of versions."""
+    """Return a folder's version files, v<number>_<what>.cu, sorted by number."""
     found = [path for path in folder.glob("v*_*.cu") if re.match(r"v\d+_", path.name)]
     return sorted(found, key=lambda path: (version_number(path), path.name))
 
@@ -115,7 +115,7 @@ def version_number(path: Path) -> int:
 
 
 def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
-    """Return the headers of a folder's version files, by number; raises HeaderError."""
+    """Return the headers of a folder's version files, sorted by number; raises HeaderError."""
     found = [parse_header(path, op_prefix) for path in version_files(folder)]
     for at, version in enumerate(found):
         start = version.start
@@ -125,12 +125,12 @@ def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionH
 
 
 def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
-    """Read the comment that opens a version file.
+    """Read the header of a version file.
 
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. Ahead of Change may stand `From:   v05`; after Layout may come `Role: decode`, then
+    more lines. `From:   v05` may precede Change. Layout may be followed by `Role: decode`, then
     `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`,
-    then `Needs:  sm_80`, `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError naming the
+    then `Needs:  sm_80`, `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError with the
     file and what is wrong with it.
     """
     try:
@@ -196,7 +196,7 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
-    """Return the fields of a header; raises HeaderError if they are not a header's."""
+    """Return the fields of a header; raises HeaderError if a field is missing or wrong."""
     values: dict[str, str] = {}
     field = None
     for line in lines:
@@ -222,5 +222,5 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
 
 
 def csrc_of(version: VersionHeader) -> Path:
-    """Return the csrc that a version file lies in, else this package's."""
+    """Return the csrc folder that contains a version file, else this package's."""
     return root if ((root := version.path.parent.parent) / "attention.h").exists() else CSRC

@@ -1,8 +1,8 @@
-"""From a version file to a backend: define its op, build and load it on first use, refuse.
+"""Turn a version file into a backend: define its op, and build and load it on first use.
 
-Nothing is compiled before the first call: with nvcc for the GPUs of this machine if the tensors are
-on CUDA, with g++ for the emulator if they are on the CPU. The op of v07_*.cu is
-torch.ops.attention_kernels.<op_prefix>v07; code that calls it directly calls the backend's
+The first call compiles it: with nvcc for the GPUs of this machine if the tensors are on CUDA, with
+g++ for the emulator if they are on the CPU. The op of v07_*.cu is
+torch.ops.attention_kernels.<op_prefix>v07; code that calls it directly must call the backend's
 prepare() first. A file that takes several dtypes has an op for each: <op_prefix>v07_bfloat16.
 """
 
@@ -52,9 +52,9 @@ def register_ladder(
 ) -> None:
     """Register each version file of a folder as the backend name(file).
 
-    family: the folder's name by default. op_prefix: what its ops' names begin with, the folder's
-    name and "_" by default. A file whose header cannot be read, or whose number another file has,
-    becomes a backend that is unavailable for that reason.
+    family: the folder's name by default. op_prefix: the prefix of its ops' names, by default the
+    folder's name and "_". A file whose header is invalid or whose number is not unique becomes a
+    backend that is unavailable for that reason.
     """
     family = family or folder.name
     prefix = re.sub(r"\W", "_", f"{folder.name}_") if op_prefix is None else op_prefix
@@ -71,10 +71,10 @@ def register_ladder(
 
 
 def resolve(what: str) -> BackendSpec:
-    """Return the backend of a name, or of a version file, *.cu, that belongs to no ladder.
+    """Return the backend of that name, or of a version file, *.cu, outside the ladders.
 
-    A backend of a file has the file's name. Raises UnknownBackendError, or HeaderError if the file
-    cannot be read as a version.
+    The backend of a file is named after the file. Raises UnknownBackendError, or HeaderError if the
+    file is not a valid version.
     """
     if not what.endswith(".cu"):
         return get_backend(what)
@@ -87,7 +87,7 @@ def resolve(what: str) -> BackendSpec:
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
-    """Return resolve() of each; raises HeaderError also for two files that make one name."""
+    """Return resolve() of each; also raises HeaderError if two files give the same name."""
     found = [resolve(what) for what in whats]
     paths: dict[str, Path] = {}
     for spec in found:
@@ -100,7 +100,7 @@ def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
 
 
 def versions(family: str | None = None) -> dict[str, VersionHeader]:
-    """Return the headers of all registered version files, or of one family's, by backend name."""
+    """Return the headers of all registered version files, or of one family, by backend name."""
     return {
         spec.name: spec.version
         for spec in list_backends()
@@ -109,15 +109,15 @@ def versions(family: str | None = None) -> dict[str, VersionHeader]:
 
 
 def families() -> list[str]:
-    """Return the families that have version files, in the order of registration."""
+    """Return the families that have version files, in order of registration."""
     return list(dict.fromkeys(spec.family for spec in list_backends() if spec.version is not None))
 
 
 def architectures() -> str:
     """Return the compute capabilities of the CUDA devices here, as build() takes them: "80,90".
 
-    Those that nvcc cannot compile for are left out if there are others: an old card beside a new
-    one must not take the new one's kernels away.
+    Those that nvcc cannot compile for are left out if others remain, so that an old card does not
+    keep a newer one in the same machine from being used.
     """
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     archs = [f"{major}{minor}" for major, minor in sorted(found)]
@@ -126,9 +126,9 @@ def architectures() -> str:
 
 
 def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
-    """Build all version files among the backends at once, on every core.
+    """Build the version files of all these backends at once, on all cores.
 
-    Build errors are reported on first use, except that of a cache that is not to be trusted.
+    Build errors are reported on first use, except for an untrusted cache, which raises BuildError.
     """
     wanted = [
         version
@@ -144,12 +144,12 @@ def _arch(device_type: str) -> str:
 
 
 def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
-    """Return a backend of a version file; nothing is compiled yet.
+    """Return the backend of a version file, without compiling anything.
 
-    Raises HeaderError for one whose parameters are its own.
+    Raises HeaderError for a file whose role is struct.
     """
     if version.role == "struct":
-        raise HeaderError(f"{version.path.name}: it takes a struct of its own, and is no backend")
+        raise HeaderError(f"{version.path.name}: its role is struct, so it is not a backend")
     ops = {getattr(torch, one.dtype): _Op(name, one, version) for one in version.builds()}
 
     def probe(device_type: str) -> str | None:
@@ -173,13 +173,13 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
 
 
 def race_checked(version: VersionHeader) -> VersionHeader:
-    """Return a version whose build for the emulator reports races in shared memory as errors."""
+    """Return the version with flags that make the emulator report shared-memory races as errors."""
     flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
     return dataclasses.replace(version, op=f"{version.op}_races", flags=flags)
 
 
 def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
-    """Define a version's ops, one for each dtype, and return its kernels; nothing is compiled."""
+    """Define a version's ops, one for each dtype; return its kernels, without compiling them."""
     for op in ops.values():
         op.define()
 
@@ -199,7 +199,7 @@ def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
 
 
 class _Op:
-    """The op of one of a file's builds, built and loaded when a device type first needs it."""
+    """The op of a version file and one dtype, built and loaded on first use on a device type."""
 
     def __init__(self, name: str, version: VersionHeader, of: VersionHeader) -> None:
         self.name, self.version = name, version
@@ -212,7 +212,7 @@ class _Op:
         return reason or self.failed.get(device_type)
 
     def define(self) -> None:
-        """Define the op for torch; nothing is compiled yet."""
+        """Define the op in torch, without compiling anything."""
         define_op(self.version.op, DECODE_SCHEMA if self.version.role == "decode" else SCHEMA)
         self.loaded.clear()
         self.op = getattr(torch.ops.attention_kernels, self.version.op).default
@@ -235,11 +235,11 @@ class _Op:
         self.prepare(device_type)
         return True
 
-    # torch.compile runs it as it is and traces none of it; see BackendSpec._load().
+    # torch.compile must not trace it; see BackendSpec._load().
     _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __call__(self, q: Tensor, *others: Any) -> Tensor:
-        """Run the op, built first if need be."""
+        """Run the op; build it first if necessary."""
         if torch.compiler.is_compiling() or q.device.type not in self.loaded:
             self._prepare(q.device.type)
         try:
@@ -248,13 +248,13 @@ class _Op:
             raise self.fault(error) from error
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        """Return the op's own reasons against a call of attention."""
+        """Return the op's own reasons to refuse a call of attention."""
         self.prepare(q.device.type)
         if self.version.layout == "contiguous":
             q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
         reasons: list[str] = []
-        # One row shows whether it launches and begins aligned. The others run nothing, but
-        # sizes and strides are checked, those of the empty dimension excepted.
+        # A single row shows whether the kernel launches and the tensors begin aligned. The empty
+        # slices run nothing, but check all sizes and strides except those of the empty dimension.
         for part in (slice(1), slice(1), slice(1)), (slice(0),), (slice(None), slice(0)):
             try:
                 self.op(q[part], k[part], v[part], 1.0, is_causal)
@@ -266,7 +266,7 @@ class _Op:
         return list(dict.fromkeys(reasons))
 
     def fault(self, error: RuntimeError) -> Exception:
-        """Return the error to raise for an error of binding.cpp's: a refusal or a failed kernel."""
+        """Return the error to raise for an error from binding.cpp: a refusal or a failed kernel."""
         if isinstance(error, torch.OutOfMemoryError):
             return error
         error.args = (_with_line(str(error)),)
@@ -279,8 +279,8 @@ class _Op:
 def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Callable[..., None]:
     """Build and load a version whose role is struct; return its op.
 
-    The op takes a tensor on the device to run on and the kernel's parameters, uint8 on the CPU.
-    Raises BuildError.
+    The op takes a tensor on the device to run on, and the kernel's parameters as a uint8 tensor on
+    the CPU. Raises BuildError.
     """
     with _lock:
         library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
@@ -290,7 +290,7 @@ def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Call
 
 
 _lock = threading.RLock()
-_libraries: dict[tuple[str, str], Path] = {}  # what each op runs, by device type
+_libraries: dict[tuple[str, str], Path] = {}  # by op and device type
 
 
 def _load_library(library: Path, version: VersionHeader, device_type: str) -> None:
@@ -299,7 +299,7 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
     try:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
-        text = str(error.__cause__ or error)  # torch's own words are the path alone
+        text = str(error.__cause__ or error)  # torch's own message is only the path
         missing = re.search(r"undefined symbol: \S*\d(launch|scratch_floats|version)E", text)
         if missing is None:
             raise BuildError(text) from error
@@ -314,14 +314,14 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
 
 @functools.cache
 def define_op(op: str, schema: str = SCHEMA) -> None:
-    """Define an op's schema and fake kernel: what torch must know without any library."""
+    """Define an op's schema and fake kernel, which torch needs before any library is loaded."""
     name = f"attention_kernels::{op}"
     torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))
     torch.library.register_fake(name, lambda q, *_, **__: q.new_empty(q.shape))
 
 
 def _with_line(message: str) -> str:
-    """Replace the address in an emulator's message by the source line."""
+    """Replace the address in an emulator's message with the source line."""
 
     def line(found: re.Match[str]) -> str:
         place = compilers.source_line(found[2], found[1])

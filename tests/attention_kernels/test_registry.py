@@ -91,7 +91,7 @@ def test_only_upper_case_identifiers_are_names(name):
     )
     if valid:
         return
-    with pytest.raises(ValueError, match="a backend's name is upper case"):
+    with pytest.raises(ValueError, match="a backend's name must be upper case"):
         register(name=name, **FIELDS)(lambda: Kernels(None))
 
 
@@ -108,7 +108,7 @@ def test_registering_and_loading(clean_registry):
     spec.load()
     spec.load()
     assert loads == [1]
-    with pytest.raises(ValueError, match="TEST_BACKEND is registered already"):
+    with pytest.raises(ValueError, match="TEST_BACKEND is already registered"):
         register(name="TEST_BACKEND", **FIELDS)(load)
 
 

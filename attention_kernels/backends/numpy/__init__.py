@@ -1,4 +1,4 @@
-"""FlashAttention-1 in NumPy, NUMPY_BASIC to NUMPY_GPU_LIKE_OPT2: a backend for each program."""
+"""FlashAttention-1 in NumPy: one backend per program, NUMPY_BASIC to NUMPY_GPU_LIKE_OPT2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _register(program: str, summary: str, *, needs_contiguous: bool = False) -> 
 
 @functools.cache
 def _op(program: str) -> AttentionFunction:
-    """The program as an op, so that torch.compile runs it, and does not trace it into torch's."""
+    """Return the program as an op, so that torch.compile runs it instead of tracing it."""
     run = importlib.import_module(f"attention_kernels.backends.numpy.{program}").attention
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
@@ -53,7 +53,7 @@ _register(
 )
 _register(
     "gpu_like_opt1",
-    "FlashAttention-1 in NumPy with buffers used again: five.",
+    "FlashAttention-1 in NumPy with buffers reused: five.",
     needs_contiguous=True,
 )
 _register(

@@ -1,8 +1,8 @@
-"""NUMPY_BASIC: FlashAttention-1 in the words of NumPy.
+"""NUMPY_BASIC: FlashAttention-1 in plain NumPy.
 
-Change: the first rung. Tiles are slices, all heads of the batch go through them together, and each
-        line of the algorithm is an expression.
-Why:    the algorithm can be read, and S, seqlen x seqlen numbers, is never whole in memory.
+Change: the first rung. Tiles are slices, all heads of the batch are computed together, and each
+        line of the algorithm is one expression.
+Why:    the algorithm is easy to read, and S, seqlen x seqlen numbers, is never stored as a whole.
 Cost:   nearly every expression allocates its result.
 Tile:   BLOCK_M x BLOCK_N = 16 x 16
 Layout: strided
@@ -26,7 +26,7 @@ def process_kv_tile(
     visible: Array | None,
     softmax_scale: float,
 ) -> tuple[Array, Array, Array]:
-    """O (not yet divided), row_max and row_sum after one more tile of keys.
+    """Return O (not yet divided), row_max and row_sum after one more tile of keys.
 
     q and o: (batch, num_heads, rows, head_dim); k and v: (batch, num_heads, columns, head_dim);
     row_max and row_sum: (batch, num_heads, rows, 1); visible: (rows, columns), None for all.
@@ -40,7 +40,7 @@ def process_kv_tile(
     row_sum = alpha * row_sum + weights.sum(axis=3, keepdims=True)
     if visible is None:
         return alpha * o + weights @ v, row_max_new, row_sum
-    # A hidden value is left out of the sum. In a product its weight would be 0, and 0 * NaN is NaN.
+    # Hidden values are left out of the sum: a weight of 0 would not do, because 0 * NaN is NaN.
     products = weights[..., None] * v[:, :, None]  # (batch, num_heads, rows, columns, head_dim)
     return alpha * o + products.sum(axis=3, where=visible[..., None]), row_max_new, row_sum
 
@@ -55,7 +55,7 @@ def attention(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> Array:
-    """(batch, seqlen, num_heads, head_dim) in and out."""
+    """Compute attention; (batch, seqlen, num_heads, head_dim) in and out."""
     o = np.empty(q.shape, q.dtype)
     seqlen = q.shape[1]
     q, k, v, o_heads = (x.swapaxes(1, 2) for x in (q, k, v, o))

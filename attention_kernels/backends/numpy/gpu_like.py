@@ -1,16 +1,18 @@
-"""NUMPY_GPU_LIKE: the same, written as a GPU would run it.
+"""NUMPY_GPU_LIKE: the same algorithm, written as a GPU would run it.
 
-Change: a block of threads does BLOCK_M queries of one head. It owns its buffers; every operation is
-        a function that reads buffers and writes one, and its loop over rows stands for the threads.
+Change: a block of threads computes BLOCK_M queries of one head. It owns its buffers; every
+        operation is a function that reads buffers and writes one, and its loop over rows stands for
+        the threads.
 Why:    nothing is hidden: each buffer, each index and each pass over memory is one that a CUDA
-        kernel would have. A vector operation is what one thread does along its row; its result is
-        in that thread's registers, or goes to a buffer.
+        kernel would have. A vector operation is what one thread does along its row; its result
+        stays in that thread's registers or goes to a buffer.
 Cost:   Python runs the threads of a block one after the other. process_kv_tile has 9 temporary
-        buffers: `weights` is exp(S), and O is scaled into a buffer of its own, as a product has no
-        room for what is already there.
+        buffers: `weights` is exp(S), and O is scaled into a separate buffer, because a product
+        overwrites its output.
 Tile:   BLOCK_M x BLOCK_N = 16 x 16
 Layout: strided
-Expect: ten times the time of NUMPY_BASIC, or more where it does many heads at once.
+Expect: ten times the time of NUMPY_BASIC, or more with many heads, which NUMPY_BASIC computes at
+        once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, Array, Sha
 
 
 class Block(NamedTuple):
-    """What a block of threads keeps from one tile of keys to the next, beside the tile itself."""
+    """The buffers that a block of threads keeps from one tile of keys to the next, and the tile."""
 
     q: Array  # (block_m, head_dim)
     k: Array  # (block_n, head_dim)
@@ -34,7 +36,7 @@ class Block(NamedTuple):
 
 
 class Temporaries(NamedTuple):
-    """The buffers that process_kv_tile needs for itself."""
+    """The temporary buffers of process_kv_tile."""
 
     scores: Array  # (block_m, block_n)
     scores_shifted: Array  # (block_m, block_n)
@@ -54,7 +56,7 @@ def load_tile(g_rows: Array, start: int, out: Array) -> None:
 
 
 def store_tile(matrix: Array, g_rows: Array, start: int) -> None:
-    """Copy rows to global memory, but for those past the end."""
+    """Copy rows to global memory, except those past the end."""
     for m in range(min(len(matrix), len(g_rows) - start)):
         g_rows[start + m] = matrix[m]
 
@@ -68,7 +70,7 @@ def mat_mul_transposed(a: Array, b: Array, scale: float, out: Array) -> None:
 
 
 def mask(scores: Array, tile: Tile) -> None:
-    """Make the scores of keys that a row does not see -inf."""
+    """Set the scores of keys that a row does not see to -inf."""
     if tile.visible_keys(0) == tile.block_n:
         return
     for m in range(len(scores)):
@@ -112,7 +114,7 @@ def mat_exp(matrix: Array, out: Array) -> None:
 
 
 def mat_mul_add(weights: Array, v: Array, addend: Array, tile: Tile, out: Array) -> None:
-    """Write weights v + addend to out; what a row does not see is not multiplied."""
+    """Write weights v + addend to out; values that a row does not see are not multiplied."""
     for m in range(len(weights)):
         visible = tile.visible_keys(m)
         row = out[m]
@@ -172,7 +174,7 @@ def attention_block(
     block_m: int,
     block_n: int,
 ) -> None:
-    """One block of threads: the rows of O from m_start on, of one head; (seqlen, head_dim) each."""
+    """Run one block of threads: rows of O from m_start on, in one head; all (seqlen, head_dim)."""
     seqlen, head_dim = g_q.shape
     shared = SharedMemory(g_q.dtype)
     block = Block(
@@ -219,7 +221,7 @@ def attention(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> Array:
-    """The grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
+    """Run the grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
     o = np.empty(q.shape, q.dtype)
     batch, seqlen, num_heads, _ = q.shape
     for b in range(batch):

@@ -1,9 +1,9 @@
 """NUMPY_GPU_LIKE_1D: all memory one-dimensional.
 
-Change: buffers, inputs and outputs are 1-D, as pointers are; idx2d(i, j, cols) finds an element,
-        and each function is told its rows and columns. The scores are one product of whole tiles,
-        through views of another shape.
-Why:    it is what CUDA code has to write. Shapes are gone, and with them what NumPy would check.
+Change: buffers, inputs and outputs are 1-D, like pointers; idx2d(i, j, cols) finds an element, and
+        each function gets its rows and columns as arguments. The scores are one product of whole
+        tiles, through two-dimensional views.
+Why:    CUDA code has to be written this way. Without shapes, NumPy's checks of them are gone, too.
 Cost:   index arithmetic for every row; q, k and v must be contiguous.
 Tile:   BLOCK_M x BLOCK_N = 16 x 16
 Layout: contiguous
@@ -20,7 +20,7 @@ from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, Array, Sha
 
 
 class Block(NamedTuple):
-    """What a block of threads keeps from one tile of keys to the next, beside the tile itself."""
+    """The buffers that a block of threads keeps from one tile of keys to the next, and the tile."""
 
     q: Array  # block_m * head_dim
     k: Array  # block_n * head_dim
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class Temporaries(NamedTuple):
-    """The buffers that process_kv_tile needs for itself."""
+    """The temporary buffers of process_kv_tile."""
 
     scores: Array  # block_m * block_n
     scores_shifted: Array  # block_m * block_n
@@ -45,7 +45,7 @@ class Temporaries(NamedTuple):
 
 
 def idx2d(i: int, j: int, cols: int) -> int:
-    """Where element (i, j) of a row-major matrix is."""
+    """Return the index of element (i, j) of a row-major matrix."""
     return i * cols + j
 
 
@@ -62,7 +62,7 @@ def load_tile(
 def store_tile(
     matrix: Array, g: Array, offset: int, row_stride: int, start: int, seqlen: int, cols: int
 ) -> None:
-    """Copy rows to global memory, but for those past the end."""
+    """Copy rows to global memory, except those past the end."""
     for m in range(min(len(matrix) // cols, seqlen - start)):
         row = slice(idx2d(m, 0, cols), idx2d(m, cols, cols))
         g_row = offset + idx2d(start + m, 0, row_stride)
@@ -78,7 +78,7 @@ def mat_mul_transposed(
 
 
 def mask(scores: Array, tile: Tile, rows: int, cols: int) -> None:
-    """Make the scores of keys that a row does not see -inf."""
+    """Set the scores of keys that a row does not see to -inf."""
     if tile.visible_keys(0) == tile.block_n:
         return
     for m in range(rows):
@@ -130,7 +130,7 @@ def mat_exp(matrix: Array, out: Array, rows: int, cols: int) -> None:
 def mat_mul_add(
     weights: Array, v: Array, addend: Array, tile: Tile, out: Array, rows: int, cols: int
 ) -> None:
-    """Write weights v + addend to out; what a row does not see is not multiplied."""
+    """Write weights v + addend to out; values that a row does not see are not multiplied."""
     v_rows = v.reshape(tile.block_n, cols)
     for m in range(rows):
         visible = tile.visible_keys(m)
@@ -204,7 +204,7 @@ def attention_block(
     block_m: int,
     block_n: int,
 ) -> None:
-    """One block of threads: the rows of O from m_start on, of the head that begins at `offset`."""
+    """Run one block of threads: rows of O from m_start on, in the head that begins at `offset`."""
     shared = SharedMemory(g_q.dtype)
     block = Block(
         q=shared.buffer(block_m * head_dim),
@@ -250,7 +250,7 @@ def attention(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> Array:
-    """The grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
+    """Run the grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
     g_q, g_k, g_v = q.reshape(-1), k.reshape(-1), v.reshape(-1)
     g_o = np.empty(q.size, q.dtype)
     batch, seqlen, num_heads, head_dim = q.shape

@@ -1,13 +1,15 @@
-"""NUMPY_GPU_LIKE_OPT1: buffers are used again.
+"""NUMPY_GPU_LIKE_OPT1: buffers are reused.
 
-Change: `scores` also takes the shifted scores and then their exponentials, in place. The maximum
-        of the tile is written to row_max_new and made the new maximum there; so is the sum, in
-        row_sum_new. scores_shifted, weights, tile_max and tile_sum are gone: 9 buffers become 5.
-Why:    a multiprocessor runs as many blocks at once as fit into its shared memory.
-Cost:   none in operations: the passes over memory are the same.
+Change: `scores` also holds the shifted scores and then their exponentials, computed in place. The
+        maximum of the tile is written to row_max_new and turned into the new maximum there, and
+        likewise the sum in row_sum_new. scores_shifted, weights, tile_max and tile_sum are gone: 9
+        buffers become 5.
+Why:    a multiprocessor runs only as many blocks at once as fit into its shared memory.
+Cost:   no extra operations: the passes over memory are the same.
 Tile:   BLOCK_M x BLOCK_N = 16 x 16
 Layout: contiguous
-Expect: the time of NUMPY_GPU_LIKE_1D, and bit for bit its results; on a GPU, more blocks at once.
+Expect: the time of NUMPY_GPU_LIKE_1D and the same results bit for bit; on a GPU, more blocks at
+        once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, Array, Sha
 
 
 class Block(NamedTuple):
-    """What a block of threads keeps from one tile of keys to the next, beside the tile itself."""
+    """The buffers that a block of threads keeps from one tile of keys to the next, and the tile."""
 
     q: Array  # block_m * head_dim
     k: Array  # block_n * head_dim
@@ -31,17 +33,17 @@ class Block(NamedTuple):
 
 
 class Temporaries(NamedTuple):
-    """The buffers that process_kv_tile needs for itself."""
+    """The temporary buffers of process_kv_tile."""
 
     scores: Array  # block_m * block_n; then shifted by row_max_new, then the weights
-    row_max_new: Array  # block_m; at first of the tile alone
-    row_sum_new: Array  # block_m; at first of the tile alone
+    row_max_new: Array  # block_m; at first that of the tile alone
+    row_sum_new: Array  # block_m; at first that of the tile alone
     alpha: Array  # block_m
     o_scaled: Array  # block_m * head_dim
 
 
 def idx2d(i: int, j: int, cols: int) -> int:
-    """Where element (i, j) of a row-major matrix is."""
+    """Return the index of element (i, j) of a row-major matrix."""
     return i * cols + j
 
 
@@ -58,7 +60,7 @@ def load_tile(
 def store_tile(
     matrix: Array, g: Array, offset: int, row_stride: int, start: int, seqlen: int, cols: int
 ) -> None:
-    """Copy rows to global memory, but for those past the end."""
+    """Copy rows to global memory, except those past the end."""
     for m in range(min(len(matrix) // cols, seqlen - start)):
         row = slice(idx2d(m, 0, cols), idx2d(m, cols, cols))
         g_row = offset + idx2d(start + m, 0, row_stride)
@@ -74,7 +76,7 @@ def mat_mul_transposed(
 
 
 def mask(scores: Array, tile: Tile, rows: int, cols: int) -> None:
-    """Make the scores of keys that a row does not see -inf."""
+    """Set the scores of keys that a row does not see to -inf."""
     if tile.visible_keys(0) == tile.block_n:
         return
     for m in range(rows):
@@ -126,7 +128,7 @@ def mat_exp(matrix: Array, out: Array, rows: int, cols: int) -> None:
 def mat_mul_add(
     weights: Array, v: Array, addend: Array, tile: Tile, out: Array, rows: int, cols: int
 ) -> None:
-    """Write weights v + addend to out; what a row does not see is not multiplied."""
+    """Write weights v + addend to out; values that a row does not see are not multiplied."""
     v_rows = v.reshape(tile.block_n, cols)
     for m in range(rows):
         visible = tile.visible_keys(m)
@@ -200,7 +202,7 @@ def attention_block(
     block_m: int,
     block_n: int,
 ) -> None:
-    """One block of threads: the rows of O from m_start on, of the head that begins at `offset`."""
+    """Run one block of threads: rows of O from m_start on, in the head that begins at `offset`."""
     shared = SharedMemory(g_q.dtype)
     block = Block(
         q=shared.buffer(block_m * head_dim),
@@ -242,7 +244,7 @@ def attention(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> Array:
-    """The grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
+    """Run the grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
     g_q, g_k, g_v = q.reshape(-1), k.reshape(-1), v.reshape(-1)
     g_o = np.empty(q.size, q.dtype)
     batch, seqlen, num_heads, head_dim = q.shape

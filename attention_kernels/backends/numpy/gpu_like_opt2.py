@@ -1,15 +1,15 @@
-"""NUMPY_GPU_LIKE_OPT2: operations are fused, and the statistics updated in place.
+"""NUMPY_GPU_LIKE_OPT2: operations are fused and the statistics are updated in place.
 
 Change: one pass subtracts and exponentiates; one sums a row and adds to row_sum; one scales a row
         of O and adds the product; one divides and stores. alpha is computed by the pass that
         replaces row_max. row_max_new, row_sum_new and o_scaled are gone: 5 buffers become 2.
-Why:    each pass over a buffer is traffic; what goes from one operation to the next within a row
-        stays in the registers of its thread.
+Why:    each pass over a buffer is memory traffic; values passed from one operation to the next
+        within a row stay in the registers of its thread.
 Cost:   a thread holds a row of head_dim numbers in registers while it adds the product to O.
 Tile:   BLOCK_M x BLOCK_N = 16 x 16
 Layout: contiguous
-Expect: 6 passes per tile for 13, and bit for bit the results of NUMPY_GPU_LIKE_OPT1. The time falls
-        little: Python's loops are fewer, but a row costs almost as many NumPy calls.
+Expect: 6 passes per tile instead of 13, and the same results as NUMPY_GPU_LIKE_OPT1 bit for bit.
+        The time falls little: there are fewer Python loops, but almost as many NumPy calls per row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, Array, Sha
 
 
 class Block(NamedTuple):
-    """What a block of threads keeps from one tile of keys to the next, beside the tile itself."""
+    """The buffers that a block of threads keeps from one tile of keys to the next, and the tile."""
 
     q: Array  # block_m * head_dim
     k: Array  # block_n * head_dim
@@ -33,14 +33,14 @@ class Block(NamedTuple):
 
 
 class Temporaries(NamedTuple):
-    """The buffers that process_kv_tile needs for itself."""
+    """The temporary buffers of process_kv_tile."""
 
     scores: Array  # block_m * block_n; then the weights
     alpha: Array  # block_m
 
 
 def idx2d(i: int, j: int, cols: int) -> int:
-    """Where element (i, j) of a row-major matrix is."""
+    """Return the index of element (i, j) of a row-major matrix."""
     return i * cols + j
 
 
@@ -63,7 +63,7 @@ def mat_mul_transposed(
 
 
 def mask(scores: Array, tile: Tile, rows: int, cols: int) -> None:
-    """Make the scores of keys that a row does not see -inf."""
+    """Set the scores of keys that a row does not see to -inf."""
     if tile.visible_keys(0) == tile.block_n:
         return
     for m in range(rows):
@@ -71,7 +71,7 @@ def mask(scores: Array, tile: Tile, rows: int, cols: int) -> None:
 
 
 def mat_row_max_inplace(matrix: Array, row_max: Array, alpha: Array, rows: int, cols: int) -> None:
-    """Make row_max[m] the maximum of itself and row m, and alpha[m] exp(old - new)."""
+    """Set row_max[m] to the maximum of itself and row m, and alpha[m] to exp(old - new)."""
     for m in range(rows):
         row = slice(idx2d(m, 0, cols), idx2d(m, cols, cols))
         row_max_new = max(row_max[m], np.maximum.reduce(matrix[row]))
@@ -82,7 +82,7 @@ def mat_row_max_inplace(matrix: Array, row_max: Array, alpha: Array, rows: int, 
 def row_sum_mul_add_inplace(
     matrix: Array, alpha: Array, row_sum: Array, rows: int, cols: int
 ) -> None:
-    """Make row_sum[m] alpha[m] * row_sum[m] + the sum of row m."""
+    """Set row_sum[m] to alpha[m] * row_sum[m] + the sum of row m."""
     for m in range(rows):
         row = slice(idx2d(m, 0, cols), idx2d(m, cols, cols))
         row_sum[m] = alpha[m] * row_sum[m] + np.add.reduce(matrix[row])
@@ -106,7 +106,7 @@ def mat_div_vec_store(
     seqlen: int,
     cols: int,
 ) -> None:
-    """Write matrix[m] / vector[m] to global memory, but for rows past the end."""
+    """Write matrix[m] / vector[m] to global memory, except rows past the end."""
     for m in range(min(len(matrix) // cols, seqlen - start)):
         row = slice(idx2d(m, 0, cols), idx2d(m, cols, cols))
         g_row = offset + idx2d(start + m, 0, row_stride)
@@ -116,7 +116,7 @@ def mat_div_vec_store(
 def mat_scale_rows_mul_add(
     weights: Array, v: Array, alpha: Array, tile: Tile, out: Array, rows: int, cols: int
 ) -> None:
-    """Make out[m] alpha[m] * out[m] + weights[m] v; what a row does not see is not multiplied."""
+    """Set out[m] to alpha[m] * out[m] + weights[m] v; hidden values are not multiplied."""
     v_rows = v.reshape(tile.block_n, cols)
     for m in range(rows):
         visible = tile.visible_keys(m)
@@ -160,7 +160,7 @@ def attention_block(
     block_m: int,
     block_n: int,
 ) -> None:
-    """One block of threads: the rows of O from m_start on, of the head that begins at `offset`."""
+    """Run one block of threads: rows of O from m_start on, in the head that begins at `offset`."""
     shared = SharedMemory(g_q.dtype)
     block = Block(
         q=shared.buffer(block_m * head_dim),
@@ -198,7 +198,7 @@ def attention(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> Array:
-    """The grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
+    """Run the grid, one block after the other; (batch, seqlen, num_heads, head_dim) in and out."""
     g_q, g_k, g_v = q.reshape(-1), k.reshape(-1), v.reshape(-1)
     g_o = np.empty(q.size, q.dtype)
     batch, seqlen, num_heads, head_dim = q.shape

@@ -1,17 +1,17 @@
-"""FlashAttention-1 in NumPy: five programs, each one step nearer to the CUDA kernels of csrc/fa1.
+"""FlashAttention-1 in NumPy: five programs, each one step closer to the CUDA kernels of csrc/fa1.
 
     basic -> gpu_like -> gpu_like_1d -> gpu_like_opt1 -> gpu_like_opt2
 
-Each file has an attention(q, k, v, softmax_scale, is_causal) over float32 or float64 arrays
-(batch, seqlen, num_heads, head_dim), and the diff of two neighbours is the step. All walk over the
-same tiles: BLOCK_M queries (the paper's Br), and for them the keys in tiles of BLOCK_N (Bc). The
-statistics of a row of S = softmax_scale q k^T, over the keys seen so far, are row_max (the paper's
-m) and row_sum (l); alpha = exp(row_max - row_max_new) is what makes the old sums fit a new maximum.
-A causal mask is top-left aligned. The score of a hidden key is overwritten, and its value is never
-multiplied, not even by a weight of 0: a NaN that comes later changes no earlier row.
+Each file has an attention(q, k, v, softmax_scale, is_causal) for float32 or float64 arrays
+(batch, seqlen, num_heads, head_dim); the diff between neighbours is one step. All visit the same
+tiles: blocks of BLOCK_M queries (the paper's Br) and, for each, the keys in tiles of BLOCK_N (Bc).
+The statistics of a row of S = softmax_scale q k^T, over the keys seen so far, are row_max (the
+paper's m) and row_sum (l); alpha = exp(row_max - row_max_new) rescales the old sums to a new
+maximum. The causal mask is top-left aligned. The score of a hidden key is overwritten, and its
+value is never multiplied, not even by a weight of 0, so that a later NaN changes no earlier row.
 
-After Dao et al. 2022, "FlashAttention", algorithm 1, with its two loops exchanged, so that a block
-of queries is independent of the others, and with one division by row_sum, at the end.
+After Dao et al. 2022, "FlashAttention", algorithm 1, but with the two loops exchanged, so that
+blocks of queries are independent, and with one division by row_sum at the end.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BLOCK_N = 16
 
 
 class SharedMemory:
-    """The shared memory of one block of threads: where all its buffers come from, and are counted.
+    """The shared memory of one block of threads, which allocates and counts its buffers.
 
-    A buffer starts as NaN: what is read before it is written would show.
+    Buffers are filled with NaN, so that a read before a write shows.
     """
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -38,7 +38,7 @@ class SharedMemory:
         self.buffers: list[Array] = []
 
     def buffer(self, *shape: int) -> Array:
-        """A new buffer of that shape."""
+        """Return a new buffer of that shape."""
         self.buffers.append(np.full(shape, np.nan, self.dtype))
         return self.buffers[-1]
 
@@ -53,6 +53,6 @@ class Tile(NamedTuple):
     is_causal: bool
 
     def visible_keys(self, m: int) -> int:
-        """How many keys of the tile, from its first on, the query m of the block sees."""
+        """Return how many keys of the tile, from its first on, query m of the block sees."""
         n_end = min(self.m_start + m + 1, self.seqlen) if self.is_causal else self.seqlen
         return max(0, min(n_end - self.n_start, self.block_n))

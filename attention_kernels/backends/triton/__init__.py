@@ -1,7 +1,7 @@
-"""FlashAttention-2's forward pass in Triton; K loaded as it lies, or transposed.
+"""FlashAttention-2's forward pass in Triton; K is loaded as stored, or transposed.
 
-This module has the name of the package that it needs: inside attention_kernels.backends only
-absolute imports.
+This package has the same name as the one it imports, so attention_kernels.backends uses absolute
+imports only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """FlashAttention-2's forward pass in Triton: one kernel, two ways to load K.
 
-Algorithm 1 of Dao, FlashAttention-2 (2023), without its log-sum-exp output. Names: block_m is the
-paper's Br, block_n its Bc; S = Q K^T and P = softmax(S) are never in global memory.
+Algorithm 1 of Dao, FlashAttention-2 (2023), without the log-sum-exp output. Names: block_m is the
+paper's Br, block_n its Bc; S = Q K^T and P = softmax(S) are never stored in global memory.
 
-For a CUDA tensor Triton compiles the kernel and tunes its tile on the first call of each size. For
-a CPU tensor Triton's interpreter runs the same function: for correctness, never for timing.
+For CUDA tensors Triton compiles the kernel and tunes its tile on the first call of each size. For
+CPU tensors Triton's interpreter runs the same function: for correctness, never for timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from attention_kernels import contract
 
-# A tile of the interpreter: large, because each of its operations costs Python's time.
+# The interpreter's tile: large, because every operation costs Python time.
 INTERPRETED_TILE = {"block_m": 128, "block_n": 128}
 
 
@@ -59,29 +59,29 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """One program: block_m rows of o for one (batch, head); grid (batch * num_heads, m_blocks).
+    """Compute block_m rows of o for one (batch, head); grid (batch * num_heads, m_blocks).
 
-    scale_log2 = |softmax_scale| log2(e), so that exp2() does for exp(); the scale's sign goes to q.
-    seqlen_bucket and heads_bucket are there for the autotuner's key.
+    scale_log2 = |softmax_scale| log2(e), so that exp2() replaces exp(); the scale's sign goes to q.
+    seqlen_bucket and heads_bucket are only used in the autotuner's key.
 
-    Plain pointers, not tl.make_block_ptr(), which Triton 3.7 deprecates, nor its replacement
-    tl.make_tensor_descriptor(): that wants tensors and rows that begin at multiples of 16 bytes,
-    where the contract allows any stride, and a global allocator for the descriptors.
+    The kernel uses plain pointers. Triton 3.7 deprecates tl.make_block_ptr(), and its replacement
+    tl.make_tensor_descriptor() needs a global allocator for the descriptors, and tensors and rows
+    that begin at multiples of 16 bytes, where the contract allows any stride.
     """
-    # Programs start in the order of their ids. Under a causal mask the last rows see the most keys:
-    # those of all heads go first, and the short ones fill the gaps at the end.
+    # Programs start in the order of their ids. Under a causal mask the last rows see the most keys,
+    # so the last rows of all heads go first, and short rows fill the gaps at the end.
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     m_start = (tl.num_programs(1) - 1 - tl.program_id(1)) * block_m
     m = m_start + tl.arange(0, block_m)
     n_in_block = tl.arange(0, block_n)
     d = tl.arange(0, head_dim)
-    # In 64 bits, in which no offset overflows.
+    # In 64 bits, so that no offset overflows.
     q_stride_seqlen = tl.cast(q_stride_seqlen, tl.int64)
     k_stride_seqlen = tl.cast(k_stride_seqlen, tl.int64)
     v_stride_seqlen = tl.cast(v_stride_seqlen, tl.int64)
     o_stride_seqlen = tl.cast(num_heads * head_dim, tl.int64)
-    # NumPy has no bfloat16 products. A float32 holds each one exactly, as the tensor cores do.
+    # NumPy has no bfloat16 products. A float32 holds each product exactly, as in tensor cores.
     dot_dtype: tl.constexpr = tl.float32 if interpreted else q_ptr.dtype.element_ty
 
     q_ptr += batch * q_stride_batch + head * q_stride_head + m_start * q_stride_seqlen
@@ -94,7 +94,7 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
     else:
         k_offsets = n_in_block[:, None] * k_stride_seqlen + d[None, :]
 
-    # Rows past the end are loaded as zeros: finite scores, and no NaN from the memory behind.
+    # Rows past the end are loaded as zeros: their scores are finite, whatever is in memory there.
     q = tl.load(q_ptr + q_offsets, mask=m[:, None] < seqlen, other=0.0).to(dot_dtype)
     q *= tl.cast(q_sign, dot_dtype)  # bfloat16 times an integer would be float32
 
@@ -104,7 +104,7 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
     row_sum = tl.full((block_m,), 0.0, tl.float32)
     o = tl.full((block_m, head_dim), 0.0, tl.float32)
 
-    # The keys before full_stop are seen by every row, those from there to stop by some.
+    # Every row sees the keys before full_stop; some rows see those from full_stop to stop.
     if is_causal:
         full_stop = m_start // block_n * block_n
         stop = tl.minimum(m_start + block_m, seqlen)
@@ -112,8 +112,8 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
         full_stop = seqlen // block_n * block_n
         stop = seqlen
 
-    # Two loops of one text, told apart at compile time: the full tiles, then the masked ones.
-    # Key 0 is in the first tile visited and every row sees it, so row_max is finite from there on.
+    # One source, unrolled into two loops at compile time: the full tiles, then the masked ones.
+    # Every row sees key 0, which is in the first tile, so row_max is finite after that tile.
     for masked in tl.static_range(2):
         for n_start in range(full_stop if masked else 0, stop if masked else full_stop, block_n):
             n = n_start + n_in_block
@@ -130,16 +130,16 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
 
             s = tl.dot(q, k.to(dot_dtype), input_precision="ieee")
             if masked and is_causal:
-                # P is 0 for the future, but V may be anything, and 0 * NaN is not 0. A key whose V
-                # is not finite counts as zeros, and its score is NaN for the rows that see it.
+                # P is 0 for future keys, but V may be anything, and 0 * NaN is not 0. If the V of a
+                # key is not finite, it is replaced by 0, and its score is NaN in rows that see it.
                 zero = tl.reduce(v.to(tl.float32) * 0.0, 1, tl.standard._sum_combine)
                 v = tl.where(zero[:, None] == 0.0, v, 0.0)
                 s = tl.where(n[None, :] <= m[:, None], s + zero[None, :], float("-inf"))
             elif masked:
                 s = tl.where(n[None, :] < seqlen, s, float("-inf"))
 
-            # tl.max() and tl.sum() are these reductions, but jitted: the interpreter of a process
-            # that did not set TRITON_INTERPRET cannot call them.
+            # tl.max() and tl.sum() are these reductions, but jitted: the interpreter cannot call
+            # them in a process that did not set TRITON_INTERPRET.
             tile_max = tl.reduce(s, 1, tl.standard._elementwise_max) * scale_log2
             new_max = tl.maximum(row_max, tile_max)
             p = tl.math.exp2(s * scale_log2 - new_max[:, None])
@@ -147,8 +147,8 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
             row_sum = row_sum * row_scale + tl.reduce(p, 1, tl.standard._sum_combine)
             p = p.to(v_ptr.dtype.element_ty).to(dot_dtype)
             if dot_dtype == tl.float32:
-                # Each tile's sum on its own: one sum over 16,384 keys is rounded 16,384 times. An
-                # addition would be folded into the product.
+                # Sum each tile separately: one sum over 16,384 keys would be rounded 16,384 times.
+                # fma, because the compiler would fold a plain addition into the product.
                 tile_sum = tl.dot(p, v.to(dot_dtype), input_precision="ieee")
                 o = tl.fma(o, row_scale[:, None].broadcast_to(o.shape), tile_sum)
             else:
@@ -163,7 +163,7 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
     tl.store(o_ptr + o_offsets, o.to(o_ptr.dtype.element_ty), mask=m[:, None] < seqlen)
 
 
-# By default Triton compiles anew for a size of 1 and for one that 16 divides.
+# By default Triton recompiles for sizes of 1 and for multiples of 16.
 _compiled = triton.jit(
     flash_attention_forward,
     do_not_specialize=["num_heads", "seqlen", "seqlen_bucket", "heads_bucket"],
@@ -180,7 +180,7 @@ def _tell_of_tuning() -> None:
 
 
 def _bench(kernel_call: Callable[[], None], quantiles: tuple[float, ...]) -> Any:
-    """The autotuner's measurement of one tile, in milliseconds."""
+    """Measure one tile for the autotuner, in milliseconds."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the Triton kernel has not been tuned for inputs of this size, and a CUDA graph cannot "
@@ -191,7 +191,7 @@ def _bench(kernel_call: Callable[[], None], quantiles: tuple[float, ...]) -> Any
 
 
 def _tuned(*tiles: tuple[int, int, int, int]) -> Any:
-    """The compiled kernel, tuned over tiles of (block_m, block_n, num_warps, num_stages)."""
+    """Return the kernel, autotuned over tiles of (block_m, block_n, num_warps, num_stages)."""
     return triton.autotune(
         [
             triton.Config({"block_m": m, "block_n": n}, num_warps=warps, num_stages=stages)
@@ -202,10 +202,11 @@ def _tuned(*tiles: tuple[int, int, int, int]) -> Any:
     )(_compiled)
 
 
-# A head_dim of 128 takes more registers, and float32, which has no tensor cores, more warps. Triton
-# 3.6 begins to copy a tile after the products of the one before: with two stages it is waited for
-# at once, and only other blocks hide that. The worst of these spills 32 bytes on sm_90 and 80 on
-# sm_80, but for 128 x 128 at head_dim 128, which is there for sm_90 and spills 1,272 on sm_80.
+# A head_dim of 128 needs more registers, and float32, which cannot use tensor cores, more warps.
+# Triton 3.6 begins to copy a tile after the products of the previous one: with two stages it waits
+# for the copy at once, and only other blocks hide the wait. The worst of these spills 32 bytes on
+# sm_90 and 80 on sm_80, except 128 x 128 at head_dim 128, which is meant for sm_90 and spills 1,272
+# on sm_80.
 _half = _tuned(
     (128, 64, 4, 3),
     (128, 64, 8, 3),
@@ -221,16 +222,16 @@ _float32_128 = _tuned((64, 64, 16, 2), (32, 64, 8, 2), (32, 16, 8, 2), (16, 16, 
 
 
 def _kernel(dtype: torch.dtype, head_dim: int) -> Any:
-    """What to launch: torch looks for wrap_triton(name) to know which kernels an op has."""
+    """Return the kernel to launch; torch finds an op's kernels by looking for wrap_triton(name)."""
     if dtype == torch.float32:
         return wrap_triton(_float32) if head_dim <= 64 else wrap_triton(_float32_128)
     return wrap_triton(_half) if head_dim <= 64 else wrap_triton(_half_128)
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """A power of two times `smallest`, not below size: what a tile is tuned for.
+    """Round a size up to `smallest` times a power of two; a tile is tuned once per bucket.
 
-    Comparisons only, so that torch.compile() guards a symbolic size by its bucket, not its value.
+    The size is only compared, so torch.compile() guards it by its bucket and not by its value.
     """
     while smallest < size:
         smallest *= 2
@@ -238,11 +239,12 @@ def _bucket(size: int, smallest: int) -> int:
 
 
 def _interpretable() -> Any:
-    """The kernel for Triton's interpreter, whether or not TRITON_INTERPRET is set.
+    """Return the kernel for Triton's interpreter, whether or not TRITON_INTERPRET is set.
 
-    The interpreter adds names to the globals of what it runs, so it gets a copy of ours. In there,
-    range() takes the interpreter's scalars, which Triton 3.6 cannot make integers for NumPy 2.4.
-    While it runs, Triton has patched triton.language: no other thread can compile a kernel then.
+    The interpreter adds names to the globals of what it runs, so it gets a copy of this module's.
+    In the copy, range() takes the interpreter's scalars, which Triton 3.6 cannot convert to
+    integers with NumPy 2.4. The interpreter patches triton.language while it runs, so no other
+    thread can compile a kernel then.
     """
 
     def scalar_range(*args: Any) -> range:
@@ -255,17 +257,17 @@ def _interpretable() -> Any:
 
 
 _interpreted = _interpretable()
-_lock = threading.RLock()  # neither the autotuner nor the interpreter is made for two threads
+_lock = threading.RLock()  # neither the autotuner nor the interpreter is thread-safe
 
 
 @custom_op("attention_kernels::interpreted_triton_flash_attention", mutates_args=())
 def _interpret(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool, transposed_k: bool
 ) -> Tensor:
-    """The kernel in the interpreter, as an op that torch.compile() does not look into."""
+    """Run the kernel in the interpreter; an op, so that torch.compile() does not trace it."""
     o = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
     arguments = _arguments(q, k, v, o, softmax_scale, is_causal, transposed_k)
-    with _lock, np.errstate(all="ignore"):  # a GPU does not warn of NaN, either
+    with _lock, np.errstate(all="ignore"):  # a GPU does not warn about NaN, either
         _interpreted[_grid(q, INTERPRETED_TILE)](*arguments, interpreted=True, **INTERPRETED_TILE)
     return o
 
@@ -291,14 +293,14 @@ def _arguments(
     is_causal: bool,
     transposed_k: bool,
 ) -> tuple[Any, ...]:
-    """The kernel's arguments up to and with transposed_k."""
+    """Return the kernel's arguments up to and including transposed_k."""
     batch, seqlen, num_heads, head_dim = q.shape
     return (
         *(q, k, v, o),
         *(stride for x in (q, k, v) for stride in x.stride()[:3]),
         num_heads,
         seqlen,
-        # With a scale of 0 it is q that is 0: the masked scores are -inf, and 0 * -inf is NaN.
+        # For a scale of 0, q_sign is 0 instead: masked scores are -inf, and 0 * -inf is NaN.
         math.log2(math.e) * (abs(softmax_scale) or 1.0),
         (softmax_scale > 0) - (softmax_scale < 0),
         _bucket(seqlen, 64),
@@ -326,10 +328,10 @@ def _forward(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
 ) -> Tensor:
-    """K is loaded as it lies, (block_n, head_dim), and the tile is transposed.
+    """Compute attention, loading tiles of K as stored, (block_n, head_dim), and transposing them.
 
-    q, k, v: see attention_kernels.contract. Raises ArgumentError; RuntimeError in a CUDA graph
-    capture where the tile has not been tuned.
+    q, k, v: see attention_kernels.contract. Raises ArgumentError, and RuntimeError in a CUDA graph
+    capture if the tile has not been tuned.
     """
     return _forward(q, k, v, softmax_scale, is_causal, transposed_k=False)
 
@@ -338,9 +340,9 @@ def flash_attention(
 def flash_attention_transposed_k(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
 ) -> Tensor:
-    """K is loaded transposed, (head_dim, block_n), straight from memory; else flash_attention().
+    """Compute attention as flash_attention() does, but load K transposed, (head_dim, block_n).
 
-    Not less coalesced: the compiler lays a warp along the dimension that is contiguous in memory,
-    whichever it is in the tile. For sm_90 Triton 3.6 makes the same instructions of both.
+    The loads are just as coalesced: the compiler lays a warp along the dimension that is contiguous
+    in memory, whichever it is in the tile. For sm_90 Triton 3.6 generates the same instructions.
     """
     return _forward(q, k, v, softmax_scale, is_causal, transposed_k=True)

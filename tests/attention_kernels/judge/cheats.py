@@ -118,7 +118,7 @@ def scales_q_in_place_and_back(q, k, v, scale, causal):
     return o
 
 
-@attention("it wrote beside its input v")
+@attention("it wrote outside its input v")
 def writes_beside_v(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     if v.storage_offset():

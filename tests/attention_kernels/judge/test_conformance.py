@@ -98,7 +98,7 @@ def races(q, k, v, softmax_scale, is_causal):
             unwritten,
             "the output is not finite: 96 of 6400 elements, in 3 of 100 rows (31, 63, 95), head 1",
         ),
-        (races, "two runs of one input differ, by a race, or a read of memory that nobody wrote: "),
+        (races, "two runs on the same input differ: a race, or a read of uninitialized memory: "),
         (
             reads_the_future,
             "keys and values from 41 on change earlier rows: 2624 of 2624 elements",

@@ -74,7 +74,7 @@ def test_a_compiler_that_is_named_is_never_replaced_by_another(name, bare, monke
     monkeypatch.setenv(name, str(bare / "gone"))
     reason = compilers.missing_compiler("cuda")
     assert reason.startswith(f"{name} asks for {bare}/gone")
-    assert reason.endswith(", which is no program here")
+    assert reason.endswith(", which is not an executable here")
     assert (compilers.missing_compiler("emulator") is None) == (name != "CXX")
 
 

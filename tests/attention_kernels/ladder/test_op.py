@@ -198,5 +198,5 @@ def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
 def test_a_kernel_with_parameters_of_its_own_is_no_backend(tmp_path):
     text = (DECODER / "v01_warp_per_head.cu").read_text()
     (tmp_path / "v01_step.cu").write_text(text.replace("Role:   decode", "Role:   struct"))
-    with pytest.raises(header.HeaderError, match="it takes a struct of its own, and is no backend"):
+    with pytest.raises(header.HeaderError, match="its role is struct, so it is not a backend"):
         ladder.resolve(str(tmp_path / "v01_step.cu"))
