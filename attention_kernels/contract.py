@@ -162,17 +162,17 @@ def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[
     ]
     if same_shape and not wrong and len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
         wrong.append(
-            f"{names} must have one shape, not "
+            f"{names} must have the same shape, not "
             f"{', '.join(str(tuple(t.shape)) for t in tensors.values())}"
         )
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         wrong.append(
-            f"{names} must have one dtype, not "
+            f"{names} must have the same dtype, not "
             f"{', '.join(dtype_name(t.dtype) for t in tensors.values())}"
         )
     if len({tensor.device for tensor in tensors.values()}) > 1:
         wrong.append(
-            f"{names} must be on one device, not "
+            f"{names} must be on the same device, not "
             f"{', '.join(str(t.device) for t in tensors.values())}"
         )
     wrong += [

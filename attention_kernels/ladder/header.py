@@ -154,23 +154,23 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     values = _fields(lines)
     takes = TAKES.fullmatch(values.pop("Takes", "float32"))
     if takes is None:
-        raise HeaderError("Takes is like `float16, head_dim 32 64`")
+        raise HeaderError("Takes must look like `float16, head_dim 32 64`")
     required = values.pop("Needs", None)
     needs = NEEDS.fullmatch(required) if required else None
     if required and needs is None:
-        raise HeaderError("Needs is like `sm_80`")
+        raise HeaderError("Needs must look like `sm_80`")
     precision = values.pop("Precision", None)
     if precision is not None and (precision not in PRECISIONS or takes[1] != "float32"):
         classes = ", ".join(PRECISIONS)
-        raise HeaderError(f"Precision is the class of a version of float32, one of {classes}")
+        raise HeaderError(f"Precision is for versions of float32 and must be one of {classes}")
     slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
     if slack is None:
         raise HeaderError(
-            f"Error is like `2x: every tile rounds O again`, at most {MOST_ERROR_SLACK:.0f}x"
+            f"Error must look like `2x: every tile rounds O again`, at most {MOST_ERROR_SLACK:.0f}x"
         )
     start = values.pop(FIRST, None)
     if start is not None and not START.fullmatch(start):
-        raise HeaderError(f"From is like `v12`, not {start!r}")
+        raise HeaderError(f"From must look like `v12`, not {start!r}")
     flags = values.pop("Flags")
     try:
         split = () if flags == "(none)" else tuple(shlex.split(flags))
@@ -211,13 +211,13 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
         raise HeaderError(f"the header lacks {', '.join(missing)}")
     ordered = (FIRST, *FIELDS[:5], *OPTIONAL, *FIELDS[5:])
     if list(values) != [name for name in ordered if name in values]:
-        raise HeaderError(f"the header's order is {', '.join(ordered)}")
+        raise HeaderError(f"the header must be in the order {', '.join(ordered)}")
     if values["Layout"] not in LAYOUTS:
-        raise HeaderError(f"Layout is {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
+        raise HeaderError(f"Layout must be {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
     if (role := values.get("Role", "attention")) not in ROLES:
-        raise HeaderError(f"Role is {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
+        raise HeaderError(f"Role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
     if role == "decode" and values["Layout"] != "strided":
-        raise HeaderError("a decode kernel reads the cache where it lies: Layout is strided")
+        raise HeaderError("a decode kernel reads the cache in place: Layout must be strided")
     return values
 
 

@@ -37,38 +37,50 @@ def test_a_header_is_read_field_by_field(csrc):
         ("because.", "", "the header lacks Why"),
         ("// Tile:", "// Why: again\n// Tile:", "the header has Why twice"),
         ("// Cost:   none.\n", "", "the header lacks Cost"),
-        ("Layout: contiguous", "Layout: any", "Layout is contiguous or strided, not 'any'"),
+        ("Layout: contiguous", "Layout: any", "Layout must be contiguous or strided, not 'any'"),
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
         ("// v01", "v01", "the first line must be"),
-        ("// Flags", "// Takes:  int8\n// Flags", "Takes is like `float16, head_dim 32 64`"),
-        ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes is like"),
-        ("// Flags", "// Takes:  float16, head_dim 0\n// Flags", "Takes is like"),
-        ("// Flags", "// Takes:  float16, head_dim 64 99999\n// Flags", "Takes is like"),
-        ("// Flags", "// Error:  2\n// Flags", "Error is like `2x: every tile rounds O again`"),
+        ("// Flags", "// Takes:  int8\n// Flags", "Takes must look like `float16, head_dim 32 64`"),
+        ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes must look like"),
+        ("// Flags", "// Takes:  float16, head_dim 0\n// Flags", "Takes must look like"),
+        ("// Flags", "// Takes:  float16, head_dim 64 99999\n// Flags", "Takes must look like"),
+        (
+            "// Flags",
+            "// Error:  2\n// Flags",
+            "Error must look like `2x: every tile rounds O again`",
+        ),
         ("// Flags", "// Error:  0x: none\n// Flags", "at most 4x"),
         ("// Flags", "// Error:  5x: much\n// Flags", "at most 4x"),
         ("// Flags", "// Error:  999999999x: why\n// Flags", "at most 4x"),
-        ("// Flags", "// Needs:  8.0\n// Flags", "Needs is like `sm_80`"),
-        ("// Flags", "// Needs:  sm_00\n// Flags", "Needs is like `sm_80`"),
-        ("// Flags", "// Needs:  sm_99999\n// Flags", "Needs is like `sm_80`"),
-        ("// Flags", "// Precision: best\n// Flags", "Precision is the class of a version of fl"),
+        ("// Flags", "// Needs:  8.0\n// Flags", "Needs must look like `sm_80`"),
+        ("// Flags", "// Needs:  sm_00\n// Flags", "Needs must look like `sm_80`"),
+        ("// Flags", "// Needs:  sm_99999\n// Flags", "Needs must look like `sm_80`"),
+        ("// Flags", "// Precision: best\n// Flags", "Precision is for versions of float32 and m"),
         (
             "// Flags",
             "// Takes:  float16\n// Precision: 3xtf32\n// Flags",
-            "Precision is the class of a version of float32, one of ieee-fp32, 3xtf32",
+            "Precision is for versions of float32 and must be one of ieee-fp32, 3xtf32",
         ),
         (
             "// Flags",
             "// Role:   train\n// Flags",
-            "Role is attention, decode or struct, not 'train'",
+            "Role must be attention, decode or struct, not 'train'",
         ),
         (
             "// Flags",
             "// Role:   decode\n// Flags",
-            "a decode kernel reads the cache where it lies",
+            "a decode kernel reads the cache in place",
         ),
-        ("// Expect", "// Takes:  float16\n// Expect", "the header's order is From, Change, Why"),
-        ("// Change", "// From:   version 1\n// Change", "From is like `v12`, not 'version 1'"),
+        (
+            "// Expect",
+            "// Takes:  float16\n// Expect",
+            "the header must be in the order From, Change, Why",
+        ),
+        (
+            "// Change",
+            "// From:   version 1\n// Change",
+            "From must look like `v12`, not 'version 1'",
+        ),
     ],
 )
 def test_a_broken_header_is_named(csrc, old, new, words):
@@ -150,7 +162,7 @@ def test_fields_out_of_order_are_named(csrc):
     file = csrc / "fp32" / "v01_first.cu"
     lines = file.read_text().replace("// Why:    because.\n", "")
     file.write_text(lines.replace("// Expect: less.\n", "// Expect: less.\n// Why: because.\n"))
-    with pytest.raises(HeaderError, match="the header's order is From, Change, Why"):
+    with pytest.raises(HeaderError, match="the header must be in the order From, Change, Why"):
         header.parse_header(file)
 
 
