@@ -1,10 +1,10 @@
-"""GPT-2 inference in which causal self-attention is a part that can be swapped by name.
+"""GPT-2 inference with a causal self-attention that can be swapped by name.
 
     from gpt2_infer import GPT2, generate
     model = GPT2.from_pretrained("demo", attention="NAIVE_PYTORCH")
     print(generate(model, "Once upon a time", max_new_tokens=64).texts[0])
 
-Importing the package imports neither torch nor transformers; using a name below does.
+Importing the package imports neither torch nor transformers; they load on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checkpoints: a hub id, a local folder or a seed, read onto a device.
+"""Loading of checkpoints: from the hub, a local folder or a seed, onto a device.
 
-Safetensors only, memory-mapped, each tensor straight to the device. The files' headers are compared
-with what the configuration needs before any tensor is read. Nothing here runs a checkpoint's code.
+Only safetensors files are read, memory-mapped, each tensor straight to the device. Headers are
+checked against the configuration before any tensor is read. A checkpoint's own code is never run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGE = Path(__file__).parent
 _SMALL_FILES = ["*.json", "merges.txt", "vocab.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _LEGACY_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-SHOWN = 5  # of the tensors that do not fit
+SHOWN = 5  # problems listed in an error message
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LAYER = re.compile(r"h\.(\d+)\.")
 M = TypeVar("M", bound=nn.Module)
@@ -38,12 +38,12 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model whose configuration and tokenizer are read and whose weights are not."""
+    """A model whose configuration and tokenizer have been read, but not its weights."""
 
     name: str
-    """What the user named."""
+    """The name that the user gave."""
     folder: Path
-    """Where the small files are."""
+    """The folder of the configuration and tokenizer files."""
     config: GPT2Config
     tokenizer: Tokenizer
     hub_id: str | None = None
@@ -51,10 +51,10 @@ class Checkpoint:
     random_weights: bool = False
 
     def load(self, make: Callable[[], M], device: torch.device, dtype: torch.dtype, seed: int) -> M:
-        """Call make() on the meta device and give the model its weights, random ones from `seed`.
+        """Call make() on the meta device, then load the weights, or draw random ones from `seed`.
 
-        Raises WeightsError if the files do not fit the configuration; that the number of layers
-        fits is known before make() is called.
+        Raises WeightsError if the files do not fit the configuration; the number of layers is
+        checked before make() is called.
         """
         if self.random_weights:
             with torch.device("meta"):
@@ -77,10 +77,10 @@ def open_checkpoint(
     random_weights: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> Checkpoint:
-    """Find "demo", a local folder or a hub id, whose small files are downloaded, and read it.
+    """Read the configuration and tokenizer of "demo", a local folder or a hub id.
 
-    With random_weights the name of a published size needs no download. Raises WeightsError, or
-    ConfigError for a configuration that cannot be honoured.
+    For a hub id these files are downloaded. With random_weights, the name of a published size needs
+    no download. Raises WeightsError, or ConfigError for an invalid or unsupported configuration.
     """
     if not isinstance(model, str | Path):
         raise RequestError(f"model must be a name or a folder, not {model!r}")
@@ -102,14 +102,14 @@ def open_checkpoint(
     tokenizer = tokenizer or Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise WeightsError(
-            f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of "
-            f"{config.vocab_size}: they do not belong together"
+            f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, but the model's "
+            f"vocabulary has {config.vocab_size}: they do not belong together"
         )
     return Checkpoint(model, folder, config, tokenizer, hub_id, revision, random_weights)
 
 
 def _local_folder(model: str) -> Path | None:
-    """Return the folder that `model` names, None if it can only be a hub id."""
+    """Return the folder that `model` names, or None if it can only be a hub id."""
     if model == DEMO_MODEL:
         return _PACKAGE / "demo_model"
     try:
@@ -126,7 +126,7 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _read_config(name: str, folder: Path) -> GPT2Config:
-    """Read config.json, and generation_config.json's end-of-text ids if there are any."""
+    """Read config.json, with generation_config.json's end-of-text ids if it has any."""
     raw = read_json_object(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -139,9 +139,9 @@ def _read_config(name: str, folder: Path) -> GPT2Config:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """Return the device named; without a name cuda where there is one, else cpu.
+    """Return the named device; for None, cuda if available, else cpu.
 
-    Raises UnavailableDeviceError for a CUDA device where there is none, RequestError for a wrong
+    Raises UnavailableDeviceError for a CUDA device if torch has none, RequestError for an invalid
     name.
     """
     if device is None:
@@ -158,7 +158,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return torch's dtype; raises RequestError for one that weights cannot have."""
+    """Return the torch dtype; raises RequestError unless it is a floating-point one."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         names = ", ".join(PLAIN_PRECISIONS)
@@ -167,7 +167,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 class _Stored(NamedTuple):
-    """Where a tensor is and what it is."""
+    """A tensor in a file, as its header describes it."""
 
     file: Path
     key: str
@@ -176,9 +176,9 @@ class _Stored(NamedTuple):
 
 
 def _stored_tensors(folder: Path, config: GPT2Config) -> dict[str, list[_Stored]]:
-    """Return what the folder's headers list, by the model's names; no data is read.
+    """Return the tensors listed in the folder's headers, by the model's names; reads no data.
 
-    Raises WeightsError if the number of layers is not the configuration's.
+    Raises WeightsError if the number of layers differs from the configuration's.
     """
     found: dict[str, list[_Stored]] = {}
     for stored in _headers(_weight_files(folder)):
@@ -188,7 +188,7 @@ def _stored_tensors(folder: Path, config: GPT2Config) -> dict[str, list[_Stored]
     layers = len({match[1] for name in found if (match := _LAYER.match(name))})
     if layers != config.n_layer:
         raise WeightsError(
-            f"{folder} does not fit its configuration: n_layer is {config.n_layer}, and its "
+            f"{folder} does not fit its configuration: n_layer is {config.n_layer}, but its "
             f"weights have {layers} layers"
         )
     return found
@@ -202,11 +202,11 @@ def _load(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give a model on the meta device the folder's weights."""
+    """Load the folder's weights into a model on the meta device."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    problems = [f"{name} is there twice" for name, places in stored.items() if len(places) > 1]
+    problems = [f"{name} is stored twice" for name, places in stored.items() if len(places) > 1]
     found = {name: places[0] for name, places in stored.items()}
-    # A tied checkpoint may hold the output projection a second time, or it alone.
+    # A tied checkpoint may store the output projection as well, or instead of wte.
     second_head = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     if second_head is not None and "wte.weight" not in found:
         found["wte.weight"], second_head = second_head, None
@@ -215,7 +215,7 @@ def _load(
             f"lm_head.weight is {second_head.shape} and should be {expected['wte.weight']}"
         )
     problems += [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
-    problems += [f"surplus {name}" for name in found if name not in expected]
+    problems += [f"unexpected {name}" for name in found if name not in expected]
     for name, tensor in found.items():
         if name in expected and tensor.shape != expected[name]:
             problems.append(f"{name} is {tensor.shape} and should be {expected[name]}")
@@ -243,7 +243,7 @@ def _load(
 
 
 def _converted(name: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as it lies in the file, or laid out for products if it is copied anyway."""
+    """Convert a stored tensor to a dtype; if that copies it, also lay it out for products."""
     if stored.dtype == dtype:
         return stored
     is_multiplied = stored.dim() == 2 and name != "wpe.weight"
@@ -252,12 +252,12 @@ def _converted(name: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 @torch.no_grad()
 def _fill(model: M, device: torch.device, dtype: torch.dtype, seed: int) -> M:
-    """Initialize as GPT-2 does; a seed gives the same weights on the same type of device."""
+    """Initialize as GPT-2 does; on one type of device, a seed always gives the same weights."""
     try:
         model = model.to_empty(device=device)
     except RuntimeError as error:
         count = sum(parameter.numel() for parameter in model.parameters())
-        raise WeightsError(f"{device} has no room for {count:,} float32 parameters") from error
+        raise WeightsError(f"{device} has no memory for {count:,} float32 parameters") from error
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -277,7 +277,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise WeightsError(f"{index} has no weight_map")
         names = sorted({str(value) for value in weight_map.values()})
         if outside := [name for name in names if Path(name).name != name]:
-            raise WeightsError(f"{index} names files of other folders: {', '.join(outside)}")
+            raise WeightsError(f"{index} names files in other folders: {', '.join(outside)}")
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     if single.is_file():
@@ -287,11 +287,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _headers(files: list[Path]) -> Iterator[_Stored]:
-    """Yield every tensor that the files list."""
+    """Yield every tensor listed in the files' headers."""
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise WeightsError(
-            f"{files[0].parent}: its index names files that are not there: {', '.join(missing)}"
+            f"{files[0].parent}: its index names missing files: {', '.join(missing)}"
         )
     for file in files:
         try:
@@ -306,10 +306,10 @@ def _headers(files: list[Path]) -> Iterator[_Stored]:
 
 
 def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    """Return the snapshot folder of a hub id with all files of `patterns`.
+    """Return the snapshot folder of a hub id, with all files that match `patterns`.
 
-    Offline, huggingface_hub returns what its cache has, which may be less. Then the hub is asked,
-    so that "not downloaded" is not reported as "does not exist".
+    Offline, huggingface_hub returns what is cached, which may be incomplete. In that case the hub
+    is asked, so that "not downloaded" is not reported as "does not exist".
     """
     from huggingface_hub import errors as hub
     from huggingface_hub import model_info, snapshot_download
@@ -327,7 +327,7 @@ def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         reason = f"{hub_id!r} is neither a local folder nor a model on the Hugging Face hub"
         raise WeightsError(f"{reason} (try --model demo)") from error
-    except Exception as error:  # whatever its HTTP client raises: the hub cannot be used
+    except Exception as error:  # whatever its HTTP client raises if the hub is unreachable
         raise WeightsError(
             f"{hub_id} could not be fetched from the Hugging Face hub ({type(error).__name__}); "
             "use --model demo, which is bundled, --model FOLDER for a local checkpoint, "

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives: the wrong type and the wrong value get one sentence."""
+"""Checks of a caller's arguments; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise RequestError unless `value` is a `kind`."""
+    """Raise RequestError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise RequestError(f"{name} must be a {kind.__name__}, not {value!r}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2_infer.errors import ConfigError
 
-# transformers reads these as names of the fields they stand for.
+# Aliases that transformers accepts.
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -18,8 +18,8 @@ _ALIASES = {
     "num_hidden_layers": "n_layer",
 }
 _ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
-# What GPT-2's configuration files hold that changes nothing here: dropout, which inference has
-# none of, initialization, other heads than the language model's, defaults of generation, notes.
+# Fields of GPT-2's configuration files that have no effect here: dropout, initialization, heads
+# other than the language model's, generation defaults, notes.
 _IGNORED = """
 _attn_implementation_autoset _name_or_path _num_labels architectures attn_implementation
 attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
@@ -34,15 +34,15 @@ summary_activation summary_first_dropout summary_proj_to_labels summary_type sum
 suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
 torch_dtype torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache
 """
-MAX_PARAMETERS = 2**40  # beyond it the sizes are a mistake, or meant to do harm
+MAX_PARAMETERS = 2**40  # larger sizes are a mistake or an attack
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """The fields that change the forward pass, with transformers' names and defaults.
 
-    Dropout is absent because inference has none. Raises ConfigError for values that no GPT-2 can
-    have.
+    Dropout is absent because inference has none. Raises ConfigError for values that are invalid for
+    a GPT-2.
     """
 
     vocab_size: int = 50257
@@ -102,24 +102,24 @@ class GPT2Config:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of one attention head."""
+        """The width of one attention head."""
         return self.n_embd // self.n_head
 
     @property
     def inner_dim(self) -> int:
-        """Return the width of the MLP."""
+        """The width of the MLP's hidden layer."""
         return self.n_inner if self.n_inner is not None else 4 * self.n_embd
 
     def softmax_scale(self, layer: int) -> float:
-        """Return the factor of q k^T in that layer, counted from 0."""
+        """Return the factor that multiplies q k^T in a layer, counted from 0."""
         scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Read a config.json. Every field is honoured, known to change nothing, or refused.
+        """Read a config.json; every field is used, known to have no effect, or refused.
 
-        Raises ConfigError, which names the fields that are refused.
+        Raises ConfigError, which names the refused fields.
         """
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(
@@ -149,7 +149,7 @@ class GPT2Config:
         return cls(**{name: value for name, value in values.items() if name in fields})
 
 
-# The sizes that --random-weights can build by name: layers, width, heads.
+# Sizes that --random-weights can build by name: layers, width, heads.
 _SIZES = {
     "distilgpt2": (6, 768, 12),
     "gpt2": (12, 768, 12),
@@ -160,7 +160,7 @@ _SIZES = {
 
 
 def named_config(model: str) -> GPT2Config | None:
-    """Return a published size's configuration, by hub id or bare name, or None."""
+    """Return the configuration of a published size, by hub id or bare name, or None."""
     name = model.removeprefix("openai-community/").removeprefix("distilbert/").lower()
     if name not in _SIZES:
         return None

@@ -1,4 +1,4 @@
-"""What takes how long on a GPU."""
+"""Timing on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def device_seconds(work: Callable[[], Any]) -> float:
-    """Time on the GPU what work() launches, between two events of its stream."""
+    """Return the GPU time of work() in seconds, between two events on its stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()
@@ -20,7 +20,7 @@ def device_seconds(work: Callable[[], Any]) -> float:
 
 
 def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
-    """Measure how many GB/s the GPU reads while it sums `size` bytes; the median of 20 sums."""
+    """Return the GPU's read bandwidth in GB/s: the median of 20 sums over `size` bytes."""
     data = torch.empty(size // 4, device=device).normal_()
-    data.sum()  # the first is slower
+    data.sum()  # warm-up
     return size / statistics.median(device_seconds(data.sum) for _ in range(20)) / 1e9

@@ -2,11 +2,11 @@
 
 
 class GPT2InferError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class ConfigError(GPT2InferError):
-    """A model configuration that cannot be honoured."""
+    """An invalid or unsupported model configuration."""
 
 
 class WeightsError(GPT2InferError):

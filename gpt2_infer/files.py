@@ -1,4 +1,4 @@
-"""Files that somebody else wrote."""
+"""Reading of files that may be missing, malformed or hostile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gpt2_infer.errors import WeightsError
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for what cannot be read to an end, such as a FIFO, and for a missing file."""
+    """Raise OSError for a missing file and for one that may never end, such as a FIFO."""
     mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder says what it is
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder raises a clear error
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
@@ -32,7 +32,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path.parent} has no {path.name}") from None
     except RecursionError:
         raise WeightsError(f"{path} cannot be read as JSON: it is nested too deeply") from None
-    except (OSError, ValueError) as error:  # of JSON, of UTF-8, of an integer of 5,000 digits
+    except (OSError, ValueError) as error:  # bad JSON, bad UTF-8, an integer of 5,000 digits
         raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} is not a JSON object")

@@ -1,8 +1,8 @@
-"""Text generation: recompute or KV cache, one prompt or several, eager or in CUDA graphs.
+"""Text generation: recompute or KV cache, one or more prompts, eager or in CUDA graphs.
 
-The loop lives on the device. Tokens, lengths and random numbers are device tensors, so a step
-neither reads from nor waits for the device. Where someone watches (streaming, end of text, stop
-strings) tokens are copied to pinned memory and read one step late, while the next step runs.
+Tokens, lengths and random numbers are device tensors, so a step neither reads from nor waits for
+the device. If the host needs the tokens during generation (streaming, end of text, stop strings),
+they are copied to pinned memory and read one step late, while the next step runs.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from gpt2_infer.stream import FinishReason, TextStream, Watcher
 
 @dataclass
 class Generation:
-    """What was generated, how, and how long it took."""
+    """The generated tokens, how they were generated, and timings."""
 
     prompts: list[list[int]]
-    """Token ids per row."""
+    """Prompt token ids per row."""
     tokens: list[list[int]]
-    """New token ids per row, without the end-of-text token that ended it."""
+    """New token ids per row, without a final end-of-text token."""
     finish_reasons: list[FinishReason]
     mode: Mode
     attention: str
     decode_attention: str | None
     engine: EngineName
     length_step: int
-    """Recompute ran at lengths rounded up to multiples of it."""
+    """The multiple that recompute's lengths were rounded up to; 1 with a KV cache."""
     warm_up_s: float
-    """Building kernels and capturing the first graphs, as far as no earlier call did."""
+    """Seconds for building kernels and capturing the first graphs, unless earlier calls did."""
     prefill_s: float
-    """From the start to the first new token."""
+    """Seconds from the end of the warm-up to the first new token."""
     generation_s: float
-    """From the start to the last new token, prefill included."""
+    """Seconds from the end of the warm-up to the last new token, prefill included."""
     intervals_s: list[float] = field(default_factory=list)
-    """Between a token and the next, on the device; empty if nobody watched for the text's end."""
+    """Seconds between tokens, on the device; empty if tokens were read only at the end."""
     texts: list[str] = field(default_factory=list)
     """The new text per row, cut before a stop string; empty without a tokenizer."""
 
@@ -61,12 +61,12 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """The number of new tokens of all rows."""
+        """The number of new tokens in all rows."""
         return sum(map(len, self.tokens))
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows over generation_s."""
+        """New tokens of all rows per second of generation_s."""
         return self.new_tokens / self.generation_s if self.generation_s > 0 else 0.0
 
 
@@ -87,12 +87,12 @@ def generate(
     """Continue each prompt by up to max_new_tokens tokens.
 
     prompts: a text, texts, or lists of token ids; an empty text stands for GPT-2's <|endoftext|>.
-    Rows of different lengths are right-padded and equal to running each alone; row i samples from
-    seed + i.
+    Rows of different lengths are right-padded, with the same results as running each alone; row i
+    samples from seed + i.
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
     text becomes certain. engine: "eager", "graph", "fused" or "auto", the fastest that supports the
-    case; what the last two prepare is kept for later calls, see GPT2.release(). check_finite: see
+    case; graph and fused cache their state for later calls, see GPT2.release(). check_finite: see
     Request. KeyboardInterrupt ends generation early.
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
@@ -121,9 +121,9 @@ def run(
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
 ) -> Generation:
-    """Generate what was requested of this model's configuration; see generate()."""
+    """Run a request made for this model's configuration; see generate()."""
     if request.config != model.config:
-        raise RequestError("the request was checked for a model of another configuration")
+        raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
     tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
     if wants_text and tokenizer is None:
@@ -145,14 +145,14 @@ def run(
     except torch.OutOfMemoryError:
         if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
             raise
-    torch.cuda.empty_cache()  # not above: the error has the memory of what failed
+    torch.cuda.empty_cache()  # not in the handler, where the error holds on to memory
     return _generate(model, request, watchers, watch=watch, progress=progress)
 
 
 def _generate(
     model: GPT2, request: Request, watchers: list[Watcher], *, watch: bool, progress: bool
 ) -> Generation:
-    """Generate; unless somebody watches, the watchers see the tokens at the end."""
+    """Generate; without `watch`, give the watchers all tokens at the end."""
     rows, mode, tokenizer = request.rows, request.mode, model.tokenizer
     started = time.perf_counter()
     engine, keep = lend_engine(model, request)
@@ -207,7 +207,7 @@ def _generate(
 
 
 def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, progress: bool) -> None:
-    """Run all steps, or until every watcher has finished; without watchers nothing is read."""
+    """Run all steps, or until every watcher has finished; without watchers, read no tokens."""
     reader = _Reader(engine, steps, marks) if watchers else None
     lag = 1 if engine.device.type == "cuda" else 0
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
@@ -226,7 +226,7 @@ def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, prog
 
 
 def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[int]) -> None:
-    """Show each unfinished watcher its row's token of that step; NotFiniteError for -1."""
+    """Give each unfinished watcher its row's token of a step; raises NotFiniteError for -1."""
     for watcher, token in zip(watchers, tokens, strict=True):
         if token < 0 and not watcher.finish:
             backend, dtype = engine.backend(step), dtype_name(engine.model.dtype)
@@ -240,10 +240,10 @@ def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[in
 
 
 class _Reader:
-    """Copy new tokens to the host: on CUDA through pinned memory, one step late."""
+    """Copies new tokens to the host: on CUDA through pinned memory, one step late."""
 
     def __init__(self, engine: Engine, steps: int, marks: Marks) -> None:
-        self._marks = marks  # one after each push
+        self._marks = marks  # one mark after each push
         self._newest = engine.newest[: engine.batch]
         is_cuda = engine.device.type == "cuda"
         shape = (steps, engine.batch)
@@ -259,7 +259,7 @@ class _Reader:
 
 
 class Marks:
-    """Points in time: CUDA events, which cost no synchronization, or the host's clock."""
+    """Timestamps: CUDA events, which need no synchronization, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -267,7 +267,7 @@ class Marks:
         self._times: list[float] = []
 
     def add(self) -> None:
-        """Mark the moment at which the device comes here."""
+        """Record the time at which the device reaches this point."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -276,17 +276,17 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def synchronize(self) -> None:
-        """Wait for the device, not for other threads' work on it."""
+        """Wait for the current stream, not for other threads' work on the device."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def wait(self, index: int) -> None:
-        """Wait until the device has come to a mark."""
+        """Wait until the device has reached a mark."""
         if self._device.type == "cuda":
             self._events[index].synchronize()
 
     def seconds(self) -> list[float]:
-        """Return the seconds from the first mark to each."""
+        """Return the seconds from the first mark to each mark."""
         if self._device.type == "cuda":
             return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
         return [moment - self._times[0] for moment in self._times]

@@ -1,13 +1,13 @@
-"""Matrix products: which library multiplies where, and why.
+"""Matrix products: which library is used where, and why.
 
-The choice depends on the device and the number of rows; the result depends on it only by rounding.
+The choice depends on the device, the dtype and the number of rows; it affects only rounding.
 
 cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
-cpu, one row: MKL. It puts one row on one core, so that row is multiplied by the two halves of a
-large weight. The logits go to oneDNN unless their weights are laid out for MKL; see lay_out().
-cuda: addmm, which is cuBLASLt with the bias in its epilogue. But in float32 with more than one row
-a plain product, then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
-to 2.5 times as long on an H200. In 16 bits the logits have a multiple of 8 columns; see
+cpu, one row: MKL. It multiplies one row on one core, so a large weight is split into two halves.
+The logits use oneDNN unless their weights are laid out for MKL; see lay_out().
+cuda: addmm, which is cuBLASLt with the bias in its epilogue. In float32 with more than one row, a
+plain product and then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
+to 2.5 times as long on an H200. In 16 bits the logits are padded to a multiple of 8 columns; see
 with_room().
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Of a weight whose halves two cores multiply sooner than one core multiplies it.
+# Elements from which on two cores, with half the weight each, are faster than one.
 MIN_SPLIT_NUMEL = 2**17
 
 
@@ -44,7 +44,7 @@ class Linear(nn.Module):
         return F.gelu(y, approximate="tanh") if gelu else y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add x W + b to residual, which may be overwritten, and return the sum."""
+        """Return residual + x W + b; residual may be overwritten."""
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
@@ -58,7 +58,7 @@ class Linear(nn.Module):
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply (rows, in_features) by the transpose of weight, (out_features, in_features).
 
-    The result's rows may lie apart.
+    The result's row stride may exceed out_features.
     """
     is_laid_out = weight.stride(0) == 1
     if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
@@ -73,9 +73,9 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def with_room(weight: Tensor) -> Tensor:
-    """Return the weight of the logits, in 16 bits on CUDA with room for a multiple of 8 of them.
+    """Return the logits' weight; in 16 bits on CUDA, with memory for a multiple of 8 rows.
 
-    For another number cuBLAS takes a kernel that is up to six times as slow. It costs a copy.
+    For other sizes cuBLAS picks a kernel that is up to six times as slow. The padding costs a copy.
     """
     outs, ins = weight.shape
     if not weight.is_cuda or not _has_16_bits(weight) or outs == _multiple_of_8(outs):
@@ -86,15 +86,15 @@ def with_room(weight: Tensor) -> Tensor:
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return both parameters; nn.Module's lookup of an attribute takes as long as making a view."""
+    """Return both parameters; nn.Module's attribute lookup takes as long as making a view."""
     parameters = cast("dict[str, Tensor]", module._parameters)
     return parameters["weight"], parameters["bias"]
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Return a weight with its longer side contiguous on the CPU in float32, else unchanged.
+    """Make a weight's longer side contiguous on the CPU in float32; else return it unchanged.
 
-    MKL multiplies one row by it up to twice as fast. It costs a copy.
+    MKL then multiplies one row by it up to twice as fast. The layout costs a copy.
     """
     ins, outs = weight.shape
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and ins > outs:
@@ -135,8 +135,8 @@ def _takes_onednn(rows: Tensor, *, min_rows: int) -> bool:
 
 
 def _linear_onednn() -> Any:
-    """Return torch.compile's own entry to oneDNN: a dense weight, transposed or not, an epilogue.
+    """Return torch.compile's oneDNN op: a dense weight, transposed or not, with an epilogue.
 
-    Looked up when needed: a torch without oneDNN has no such op.
+    It is looked up when needed, because a torch without oneDNN lacks it.
     """
     return torch.ops.mkldnn._linear_pointwise

@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al., 2019), with attention as a part that can be swapped.
+"""GPT-2 (Radford et al., 2019) with swappable attention.
 
-The parameters carry the names and the (in, out) layout of the published checkpoints, so weights are
-loaded without being renamed, transposed or copied. Attention is reached only through
+The parameters have the names and the (in, out) layout of the published checkpoints, so weights are
+loaded without being renamed, transposed or copied. Attention is called only through
 `attention_kernels`.
 """
 
@@ -41,25 +41,25 @@ from gpt2_infer.prepared import Prepared
 from gpt2_infer.tokenizer import Tokenizer
 
 AttentionChoice = str | BackendSpec | AttentionFunction
-"""What computes attention: a backend's name, the path of a version file, *.cu, a backend, or a
+"""The choice of attention: a backend's name, the path of a version file (*.cu), a backend, or a
 function like those that a backend's loader returns."""
 
 
 @dataclass
 class KVCache:
-    """Keys and values of every layer, and how many of them each row has."""
+    """Keys and values of every layer, and the number of cached positions per row."""
 
     kv: Tensor
-    """(n_layer, 2, batch, num_heads, max_seqlen, head_dim): one head's keys of one row are
-    contiguous, as a decode kernel reads them."""
+    """Keys and values, (n_layer, 2, batch, num_heads, max_seqlen, head_dim); the keys of one head
+    and row are contiguous, as a decode kernel reads them."""
     seqlens: Tensor
-    """int32 (batch,), on the device."""
+    """Cached positions per row, int32 (batch,), on the device."""
     rows: Tensor = field(init=False)
-    """0, 1, ... batch - 1, which indexes each row's newest position."""
+    """0, 1, ... batch - 1, for indexing each row's newest position."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
     """Views of each layer, made once because a view costs as much as a small kernel: keys and
-    values, each (batch, max_seqlen, num_heads, head_dim), and both by place, (batch, max_seqlen, 2,
-    num_heads, head_dim)."""
+    values, each (batch, max_seqlen, num_heads, head_dim), and both by position, (batch, max_seqlen,
+    2, num_heads, head_dim)."""
 
     def __post_init__(self) -> None:
         self.rows = torch.arange(len(self.seqlens), device=self.seqlens.device)
@@ -76,9 +76,9 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention; the backend is the model's.
+    """Multi-head causal self-attention; the model passes the backend.
 
-    Both methods return the heads' outputs before c_proj, (rows, n_embd).
+    All methods return the heads' outputs before c_proj, (rows, n_embd).
     """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -94,16 +94,16 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None
     ) -> Tensor:
-        """Attend within sequences, and fill a given cache.
+        """Attend within each sequence, and fill the cache if given.
 
-        x: (batch * seqlen, n_embd). shape: batch and seqlen.
+        x: (batch * seqlen, n_embd). shape: (batch, seqlen).
         """
         return self.attend(self.c_attn.forward(x), shape, backend, cache)
 
     def attend(
         self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
     ) -> Tensor:
-        """Do the same from c_attn's output, (batch * seqlen, 3 * n_embd)."""
+        """Attend as forward() does, from c_attn's output, (batch * seqlen, 3 * n_embd)."""
         rows, dtype = qkv.shape[0], qkv.dtype
         qkv = qkv.view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
@@ -114,9 +114,9 @@ class Attention(nn.Module):
         return o.view(rows, -1).to(dtype)
 
     def decode(self, x: Tensor, backend: BackendSpec, cache: KVCache, position: Tensor) -> Tensor:
-        """Attend from one token per row.
+        """Append one token per row to the cache and attend from it.
 
-        x: (batch, n_embd). position: (batch,), the token's place in its row.
+        x: (batch, n_embd). position: (batch,), the token's position in its row.
         """
         qkv = self.c_attn.forward(x).view(-1, 3, self.num_heads, self.head_dim)
         k_cache, v_cache, places = cache.layers[self.layer]
@@ -130,13 +130,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections around the activation."""
+    """Two projections with the activation between them."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Linear(config.n_embd, config.inner_dim)
         self.c_proj = Linear(config.inner_dim, config.n_embd)
-        # One fused kernel, or none, for the formula that transformers spells out.
+        # GELU's tanh form is one fused kernel, or part of the product.
         self.is_gelu_tanh = config.is_gelu_tanh
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
         _find_at_once(self)
@@ -150,8 +150,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block.
 
-    Its parts' forward() is called directly: on a CPU, nn.Module's call around it takes as long as a
-    small kernel.
+    The submodules' forward() is called directly: on a CPU, nn.Module's own call overhead is as long
+    as a small kernel.
     """
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -172,10 +172,10 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 for inference.
 
-    attention: see AttentionChoice; None is the device's documented default. A function decodes
-    nothing, and is not captured in CUDA graphs.
-    decode_attention: the backend that decodes with a KV cache; None is a given `attention` if it
-    has a decode kernel, else the device's documented default.
+    attention: see AttentionChoice; None selects the device's documented default. A function cannot
+    decode and is not captured in CUDA graphs.
+    decode_attention: the backend that decodes with a KV cache; None selects a given `attention` if
+    it has a decode kernel, else the device's documented default.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class GPT2(nn.Module):
         self.tokenizer: Tokenizer | None = None
         self._prepared = Prepared()
         self.wte, self.wpe = (
-            # To draw its own weights nn.Embedding would import torch's compiler: a second.
+            # Initializing its own weights, nn.Embedding would import torch's compiler: a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
             for rows in (config.vocab_size, config.n_positions)
         )
@@ -218,11 +218,11 @@ class GPT2(nn.Module):
         """Load weights and tokenizer.
 
         model: "demo", a local folder, or a hub id (revision: its branch, tag or commit).
-        device: None is cuda where there is one, else cpu. dtype: torch's, or its name.
+        device: None selects cuda if available, else cpu. dtype: a torch dtype or its name.
         attention, decode_attention: see GPT2. random_weights: build the size that `model` names
-        from `seed`, for timing. tokenizer: instead of the checkpoint's own.
+        from `seed`, for timing. tokenizer: replaces the checkpoint's own.
         Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
-        before any weight is read wherever that is possible.
+        before reading any weight where possible.
         """
         target, dtype = resolve_device(device), resolve_dtype(dtype)
         check_integer("the seed", seed, 0, 2**63 - 1)
@@ -270,12 +270,12 @@ class GPT2(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.wte.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The dtype of the weights."""
         return self.wte.weight.dtype
 
     @property
@@ -284,28 +284,28 @@ class GPT2(nn.Module):
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of weights that decoding a token reads: all but embeddings that no head is."""
+        """The bytes of weights read per decoded token: all but embeddings that are not the head."""
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
 
     @property
     def prepared(self) -> Prepared:
-        """What generation keeps for later calls; empty if the weights have changed since."""
+        """The cache of engines for later calls; empty if the weights have changed since."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(self)]
         self._prepared.check(weights)
         return self._prepared
 
     def release(self) -> None:
-        """Free what generate() keeps for later calls: caches, captured graphs, packed weights.
+        """Free the state cached for later calls: KV caches, captured graphs, packed weights.
 
-        Call it also after a change of weights that PyTorch does not count: one through `.data`.
+        Also call it after changing weights through `.data`, which PyTorch does not track.
         """
         if self._prepared.clear() and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def attention(self) -> BackendSpec:
-        """The backend that computes attention over whole sequences: for an alias, its choice."""
+        """The backend for attention over whole sequences; an alias is resolved to its choice."""
         spec = self._attention or default_backend(self.device.type)
         return spec.chosen(*self._attention_kind)
 
@@ -326,19 +326,19 @@ class GPT2(nn.Module):
 
     @property
     def decodes_with_named_backend(self) -> bool:
-        """Whether a backend that the user named is the one that decodes."""
+        """Whether the user named the backend that decodes."""
         return self.decode_attention in (self._decode_attention, self._attention)
 
     def with_attention(
         self, attention: AttentionChoice | None, decode_attention: str | BackendSpec | None = None
     ) -> GPT2:
-        """Return the same model, weights shared, with other backends."""
+        """Return a copy of the model with other backends and shared weights."""
         model = copy.copy(self)
         model._attention, model._decode_attention = _specs(attention, decode_attention)
         return model
 
     def up_to(self, seqlen: int) -> GPT2:
-        """Return the same model, with what an alias for attention stands for up to that length."""
+        """Return the model with an attention alias resolved for sequences up to `seqlen`."""
         if self._attention is None or self._attention.chooses is None:
             return self
         chosen = self._attention.chosen(*self._attention_kind, seqlen)
@@ -349,7 +349,7 @@ class GPT2(nn.Module):
         return cast("Iterable[Block]", self.h)
 
     def check_backends(self, *, decode: bool = False) -> None:
-        """Raise UnavailableBackendError or UnsupportedError now, not in the middle of the work."""
+        """Raise UnavailableBackendError or UnsupportedError now, not halfway through the work."""
         check_backend(self.attention, self.config, self.dtype, self.device)
         if decode:
             self.check_decode()
@@ -370,8 +370,8 @@ class GPT2(nn.Module):
     ) -> Tensor:
         """Return the logits of a batch of token ids.
 
-        tokens: int64 (batch, seqlen), right-padded with any id where seqlens, int (batch,), says
-        that rows are shorter.
+        tokens: int64 (batch, seqlen); if seqlens, int (batch,), gives shorter rows, they are
+        right-padded with any id.
         logits_to_keep: as in transformers: the last n positions, 0 for all, or a tensor of
         positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
         cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
@@ -385,8 +385,8 @@ class GPT2(nn.Module):
         batch, seqlen = tokens.shape
         if not 1 <= seqlen <= self.config.n_positions:
             raise RequestError(
-                f"a row of tokens must have from 1 to {self.config.n_positions} of them (the "
-                f"model's positions), not {seqlen}"
+                f"a row must have from 1 to {self.config.n_positions} tokens (the model's "
+                f"positions), not {seqlen}"
             )
         if seqlens is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 1):
             raise RequestError(
@@ -398,8 +398,7 @@ class GPT2(nn.Module):
         for block in self.blocks():
             heads = block.attn.forward(_layer_norm(block.ln_1, x), tokens.shape, backend, cache)
             if block is self.h[-1]:
-                # Nothing mixes positions from here on: the rest is computed only where logits are
-                # asked for.
+                # From here on positions are independent: keep only those whose logits are wanted.
                 x, heads = (
                     keep(rows.view(batch, seqlen, -1), seqlens, logits_to_keep)
                     for rows in (x, heads)
@@ -415,8 +414,8 @@ class GPT2(nn.Module):
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Append one token per row and return the logits after it.
 
-        tokens: int64 (batch,). The rows must have room: cache.seqlens < max_seqlen. Returns (batch,
-        vocab_size).
+        tokens: int64 (batch,). Every row must have room: cache.seqlens < max_seqlen.
+        Returns (batch, vocab_size).
         """
         backend = self.decode_attention
         position = cache.seqlens.long()
@@ -428,17 +427,17 @@ class GPT2(nn.Module):
         return self.head(self.ln_f(x))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return what the blocks begin with for tokens (batch, seqlen), as rows."""
+        """Return token plus position embeddings of tokens (batch, seqlen), as rows."""
         position = self.wpe.weight[: tokens.shape[1]]
         return (F.embedding(tokens, self.wte.weight) + position).flatten(0, 1)
 
     def head(self, x: Tensor) -> Tensor:
-        """Return the logits of rows that ln_f normalized."""
+        """Return the logits of rows normalized by ln_f."""
         return project(x, self._head_weight)
 
 
 def _find_at_once(module: nn.Module) -> None:
-    """Make a module's parts plain attributes as well: nn.Module's own lookup is slow."""
+    """Also store a module's submodules as plain attributes: nn.Module's own lookup is slow."""
     module.__dict__.update(module._modules)
 
 
@@ -454,12 +453,12 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Normalize rows in half the time that norm(x) takes for one row on a CPU."""
+    """Apply norm to rows, in half the time of norm(x) for one row on a CPU."""
     return torch.layer_norm(x, norm.normalized_shape, *weight_and_bias(norm), norm.eps)
 
 
 def _specs(attention: object, decode_attention: object) -> tuple[BackendSpec | None, ...]:
-    """Return the backends of both arguments; raises RequestError for a wrong type."""
+    """Return both arguments as backends; raises RequestError for a wrong type."""
     if callable(attention):
         attention = _function_backend(attention)
     return _spec("attention", attention), _spec("decode_attention", decode_attention)
@@ -473,14 +472,14 @@ def _spec(name: str, backend: object) -> BackendSpec | None:
 
 
 def _function_backend(function: AttentionFunction) -> BackendSpec:
-    """Return a backend that calls a function; its name is the function's own."""
+    """Return a backend that calls the function and has its name."""
     return BackendSpec(
         name=getattr(function, "__name__", type(function).__name__),
         family="function",
         summary="A Python function.",
         loader=lambda: Kernels(function),
         precisions=PLAIN_PRECISIONS,
-        cuda_graphs=False,  # it may wait for the device
+        cuda_graphs=False,  # a function may wait for the device
     )
 
 
@@ -496,7 +495,7 @@ def check_backend(
     *,
     decode: bool = False,
 ) -> None:
-    """Raise UnavailableBackendError or UnsupportedError where `spec` cannot serve this model."""
+    """Raise UnavailableBackendError or UnsupportedError if `spec` cannot serve this model."""
     reason = spec.unavailable_reason(device)
     if reason:
         raise UnavailableBackendError(spec.name, reason)
@@ -513,7 +512,7 @@ def check_backend(
 
 
 def keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor = 1) -> Tensor:
-    """Return the positions of (batch, seqlen, n_embd) whose logits are wanted, as rows."""
+    """Return the positions of x, (batch, seqlen, n_embd), whose logits are wanted, as rows."""
     if seqlens is not None:
         index = (seqlens.long() - 1)[:, None, None].expand(-1, 1, x.shape[2])
         return x.gather(1, index)[:, 0]
@@ -530,5 +529,5 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
         return ACT2FN[name]  # type: ignore[no-any-return]
     except KeyError:
         raise ConfigError(
-            f"activation_function {name!r} is not known: {', '.join(sorted(ACT2FN))}"
+            f"activation_function {name!r} is not known; known are {', '.join(sorted(ACT2FN))}"
         ) from None

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and what an attention backend's rounding does to that."""
+"""Perplexity of a text, and the effect of an attention backend's rounding on it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gpt2_infer.model import GPT2
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = Path(__file__).parent / "demo_model" / "held_out.txt.xz"
 BASELINE = "NAIVE_PYTORCH"
-ROWS = 256  # whose logits are widened to float64 at a time
+ROWS = 256  # rows of logits widened to float64 at a time
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text as the model reads it."""
+    """A tokenized text."""
 
     ids: list[int]
-    """Each document's tokens after an end-of-text token, which begins it."""
+    """The documents' tokens, with an end-of-text token before each document."""
     bytes: int
-    """In UTF-8, without the separators."""
+    """The text's size in UTF-8, without the separators."""
 
     def __post_init__(self) -> None:
         if len(self.ids) < 2 or not self.bytes:
-            raise RequestError("the text holds nothing to predict")
+            raise RequestError("the text has no token to predict")
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Score:
 
     backend: str
     tokens: int
-    """That were predicted."""
+    """The number of predicted tokens."""
     nats: float
-    """The sum of their negative log-likelihoods."""
+    """The sum of the predicted tokens' negative log-likelihoods."""
     bits_per_byte: float
     difference: float
-    """From NAIVE_PYTORCH in the same dtype, in nats per token."""
+    """The mean difference from NAIVE_PYTORCH in the same dtype, in nats per token."""
     standard_error: float
-    """Of the difference, over tokens."""
+    """The standard error of the difference, over tokens."""
 
     @property
     def perplexity(self) -> float:
@@ -57,15 +57,15 @@ class Score:
 
     @property
     def standard_errors(self) -> float:
-        """The difference in standard errors; 0 if there is none."""
+        """The difference in units of its standard error; 0 if that is 0."""
         return self.difference / self.standard_error if self.standard_error else 0.0
 
 
 def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text:
-    """Read UTF-8, .xz or plain, whose documents a line `<|endoftext|>` separates.
+    """Read UTF-8, .xz or plain, with documents separated by a line `<|endoftext|>`.
 
-    max_tokens: predict only so many, and count only their bytes.
-    Raises RequestError for what is no text, or a model that cannot begin a document.
+    max_tokens: number of tokens to predict at most; only their bytes are counted.
+    Raises RequestError for a file that is not text, or a model without an end-of-text token.
     """
     try:
         data = read_file(path)
@@ -104,9 +104,9 @@ def token_nats(
 ) -> torch.Tensor:
     """Return the negative log-likelihood of every token but the first, float64, on the CPU.
 
-    A window of `window` tokens moves on by `stride`: each token is predicted once, from at least
-    window - stride tokens before it, where there are so many. progress: is told how many more
-    tokens are done. Raises NotFiniteError.
+    A window of `window` tokens advances by `stride`: each token is predicted once, from at least
+    window - stride tokens before it, or from all of them near the start of the text. progress: is
+    called with the number of tokens just scored. Raises NotFiniteError.
     """
     if not 1 <= stride <= window <= model.config.n_positions:
         raise RequestError(
@@ -147,7 +147,7 @@ def compare(
     stride: int,
     progress: Callable[[int], object] | None = None,
 ) -> list[Score]:
-    """Score NAIVE_PYTORCH, and then each backend beside it; see token_nats()."""
+    """Score NAIVE_PYTORCH, then each backend against it; see token_nats()."""
     models = [model.with_attention(name) for name in (BASELINE, *backends)]
     for one in models:
         one.check_backends()  # before the first is scored

@@ -1,4 +1,4 @@
-"""What generation has prepared for a model, kept for the next call that needs the same."""
+"""Cache of a model's engines, for later calls that need the same."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MAX_ENGINES = 8
 
 
 class Engine(Protocol):
-    """Something that one call at a time uses."""
+    """An object that serves one call at a time."""
 
     @property
     def nbytes(self) -> int:
-        """The memory that it holds."""
+        """The memory that the engine holds, in bytes."""
 
 
 class Prepared:
-    """Engines that wait for a call, the least recently used first, and what they share.
+    """Idle engines, the least recently used first, and the data that they share.
 
-    All of it was made for one state of the model's weights. Threads may use it at once: an engine
-    that one has taken is not there for another. A copy, or a pickled one, begins empty.
+    All of it was made for one state of the model's weights. It is thread-safe: an engine that one
+    thread has taken is not available to others. A copied or unpickled cache starts empty.
     """
 
     def __init__(self) -> None:
@@ -40,21 +40,21 @@ class Prepared:
         return Prepared, ()
 
     def check(self, weights: object) -> None:
-        """Forget everything if it was made for other weights."""
+        """Discard everything if it was made for other weights."""
         with self._lock:
             if self._weights != weights:
                 self.clear()
                 self._weights = weights
 
     def clear(self) -> bool:
-        """Forget everything; return whether there was anything."""
+        """Discard everything; return whether there was anything."""
         with self._lock:
             had_any = bool(self._waiting or self._shared)
             self._waiting, self._shared, self.stamp = [], {}, object()
             return had_any
 
     def take(self, key: Hashable) -> Engine | None:
-        """Remove and return an engine that was put for that key."""
+        """Remove and return an idle engine with that key; None if there is none."""
         with self._lock:
             for index, (known, engine) in enumerate(self._waiting):
                 if known == key:
@@ -63,9 +63,9 @@ class Prepared:
             return None
 
     def put(self, key: Hashable, engine: Engine, stamp: object, room: int) -> None:
-        """Let an engine wait, unless everything was forgotten since `stamp`.
+        """Store an idle engine, unless it exceeds `room` bytes or clear() was called since `stamp`.
 
-        Older ones go if there are MAX_ENGINES, or if together they need more than room, in bytes.
+        The oldest are dropped while there are more than MAX_ENGINES, or all exceed `room` together.
         """
         with self._lock:
             if stamp is not self.stamp or engine.nbytes > room:
@@ -77,7 +77,7 @@ class Prepared:
                 del self._waiting[0]
 
     def share(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what make() made for that key the first time."""
+        """Return make()'s result for that key; make() is called only the first time."""
         with self._lock:
             if key not in self._shared:
                 self._shared[key] = make()
@@ -88,6 +88,6 @@ _all: weakref.WeakSet[Prepared] = weakref.WeakSet()
 
 
 def clear_all() -> bool:
-    """Forget what was prepared for any model; return whether there was anything."""
+    """Discard the engines of all models; return whether there was anything."""
     cleared = [prepared.clear() for prepared in list(_all)]
     return any(cleared)

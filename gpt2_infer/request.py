@@ -1,4 +1,4 @@
-"""What is asked for, checked once."""
+"""Generation requests, checked once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ENGINES = ("auto", *get_args(EngineName))
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate, checked against a model's configuration when it is made.
+    """A generation request, checked against a model's configuration when it is made.
 
-    Raises RequestError for what such a model cannot meet.
+    Raises RequestError if such a model cannot meet it.
     """
 
     config: GPT2Config
@@ -35,7 +35,7 @@ class Request:
     ignore_eos: bool = False
     engine: Literal["auto"] | EngineName = "auto"
     check_finite: bool = True
-    """Raise NotFiniteError where logits are; otherwise token 0 is taken."""
+    """Whether NaN or infinite logits raise NotFiniteError; if not, token 0 is chosen."""
     rows: list[list[int]] = field(init=False)
     """The prompts' token ids."""
     stops: tuple[str, ...] = field(init=False)
@@ -52,7 +52,7 @@ class Request:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stops = tuple(_listed(stop, "stop must be a text or a list of texts"))
         if not all(isinstance(text, str) and text for text in stops):
-            raise RequestError(f"stop strings must be texts that are not empty, not {stop!r}")
+            raise RequestError(f"stop strings must be non-empty texts, not {stop!r}")
         if stops and self.tokenizer is None:
             raise RequestError("stop strings need a model with a tokenizer")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
@@ -61,7 +61,7 @@ class Request:
         if longest + self.max_new_tokens > positions:
             raise RequestError(
                 f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
-                f"{longest + self.max_new_tokens}, and this model has {positions} positions: "
+                f"{longest + self.max_new_tokens}, but this model has {positions} positions: "
                 "shorten the prompt or lower --max-new-tokens"
             )
         vocab_size = self.config.vocab_size
@@ -79,7 +79,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt; an empty text becomes <|endoftext|>.
 
-    Raises RequestError where there is no prompt, no tokenizer for a text, or no id to begin with.
+    Raises RequestError for invalid prompts, for an empty list, for a text without a tokenizer, and
+    for an empty text if the tokenizer has no end-of-text token.
     """
     rows = []
     for prompt in _listed(prompts, "prompts must be a list of texts or of lists of token ids"):

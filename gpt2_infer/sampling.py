@@ -1,8 +1,8 @@
 """Choosing the next token on the device: greedy, or temperature, top-k and top-p.
 
-Randomness is one uniform number per token, drawn beforehand from a seed: a captured CUDA graph can
-replay the sampler, the CPU and the GPU draw alike, and what a prompt gets does not depend on which
-others share its batch.
+Each token uses one uniform random number, drawn in advance from a seed. So a captured CUDA graph
+can replay the sampler, the CPU and the GPU draw the same numbers, and a row's numbers do not depend
+on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ MIN_TEMPERATURE = 1e-6  # below it, logits over the temperature overflow
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token; raises RequestError for values that mean nothing."""
+    """How to choose the next token; raises RequestError for invalid values."""
 
     temperature: float = 0.0
-    """0 is greedy."""
+    """The divisor of the logits; 0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """The number of most likely tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that hold this probability; 1 keeps all."""
+    """The probability that the most likely tokens to keep must hold; 1 keeps all."""
     seed: int = 0
-    """Row i of a batch is drawn from seed + i."""
+    """The base seed; row i of a batch is drawn from seed + i."""
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
         if self.temperature != 0 and self.temperature < MIN_TEMPERATURE:
             raise RequestError(
-                f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, "
+                f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} or more, "
                 f"not {self.temperature}"
             )
         check_integer("top-k", self.top_k, 0)
@@ -45,25 +45,25 @@ class Sampling:
         check_integer("the seed", self.seed, 0, 2**63 - 1)
         if self.is_greedy and (self.top_k > 0 or self.top_p < 1):
             raise RequestError(
-                "top-k and top-p need a temperature above 0: at 0 the most likely token is taken"
+                "top-k and top-p need a temperature above 0: at 0 the most likely token is chosen"
             )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0
 
     def uniforms(self, rows: int, steps: int, device: torch.device) -> Tensor:
-        """Return float32 (rows, steps) in [0, 1); row i depends on seed + i alone."""
-        draws = torch.empty(rows, steps, device="cpu")  # whatever torch's default device is
+        """Return random float32 (rows, steps) in [0, 1); row i depends only on seed + i."""
+        draws = torch.empty(rows, steps, device="cpu")  # regardless of torch's default device
         for row, draw in enumerate(draws):
             draw.uniform_(generator=torch.Generator().manual_seed((self.seed + row) % 2**63))
         return draws.to(device)
 
     def log_weights(self, logits: Tensor) -> Tensor:
-        """Return scaled float32 logits, (..., vocab_size), with -inf for tokens not to be chosen.
+        """Return scaled float32 logits, (..., vocab_size), with -inf for excluded tokens.
 
-        The order of steps, and what happens at ties, is that of transformers'
+        The order of steps and the handling of ties are those of transformers'
         TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper.
         """
         scores = logits.float() / self.temperature
@@ -72,8 +72,7 @@ class Sampling:
             scores = scores.masked_fill(scores < kth, -torch.inf)
         if self.top_p < 1:
             ordered, order = torch.sort(scores, descending=False)
-            # The tail that holds 1 - top_p of the probability goes; the most likely token always
-            # stays.
+            # Drop the tail that holds 1 - top_p of the probability; keep the most likely token.
             drop = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
             drop[..., -1] = False
             scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
@@ -82,7 +81,7 @@ class Sampling:
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Return the next token of each row, int64 (batch,); -1 where logits are not finite.
 
-        -inf is finite here as long as another logit is. logits: (batch, vocab_size).
+        -inf is allowed as long as another logit is finite. logits: (batch, vocab_size).
         uniform: (batch,), in [0, 1).
         """
         if self.is_greedy:
@@ -98,9 +97,9 @@ class Sampling:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each row and where it is first; NaN is larger than all."""
+    """Return each row's maximum and its first index; NaN counts as the largest."""
     if logits.is_cpu and logits.dtype == torch.float32:
-        # torch's own search on the CPU is not vectorized: it takes several times as long.
+        # torch's own maximum on the CPU is not vectorized: it takes several times as long.
         token = torch.from_numpy(logits.numpy().argmax(-1))
         return logits.gather(-1, token[:, None])[:, 0], token
     largest, token = logits.max(-1)

@@ -1,4 +1,4 @@
-"""Text as it becomes certain, token by token, and where it ends."""
+"""Streaming of text token by token, and detection of its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
 
 
 class TextStream:
-    """Turn tokens into text as soon as it is certain; a character is never split.
+    """Turns tokens into text as soon as it is certain; a character is never split.
 
-    The pieces that feed() and finish() return, joined, are exactly decode(all ids).
+    The joined pieces from feed() and finish() are exactly decode(all ids).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -30,7 +30,7 @@ class TextStream:
         return "" if text.endswith("\ufffd") else self._flush(text)
 
     def finish(self) -> str:
-        """Return what is left, complete or not."""
+        """Return the remaining text, complete or not."""
         return self._flush(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
@@ -53,7 +53,7 @@ class Watcher:
     on_text: Callable[[int, str], None] | None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    sent: int = 0  # characters that on_text has
+    sent: int = 0  # characters passed to on_text
     finish: FinishReason | None = None
 
     def see(self, token: int) -> None:
@@ -68,7 +68,7 @@ class Watcher:
             self._add(self.stream.feed(token))
 
     def end(self, reason: FinishReason) -> None:
-        """Finish the row unless it is finished."""
+        """Finish the row, unless it has already finished."""
         if self.finish:
             return
         if self.stream:
@@ -85,7 +85,7 @@ class Watcher:
             self.finish = "stop"
             self._send(len(self.text))
         else:
-            # What may be the beginning of a stop string is held back.
+            # Hold back text that may begin a stop string.
             held = (
                 n for text in self.stop for n in range(1, len(text)) if self.text.endswith(text[:n])
             )

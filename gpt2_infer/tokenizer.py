@@ -1,6 +1,6 @@
-"""A checkpoint's own tokenizer, with text that can be streamed.
+"""A checkpoint's own tokenizer.
 
-GPT-2's needs the tokenizers library alone; others go through transformers, whose import takes
+GPT-2's needs only the tokenizers library; others go through transformers, whose import takes
 seconds.
 """
 
@@ -18,8 +18,7 @@ from gpt2_infer.files import read_json_object
 
 END_OF_TEXT = "<|endoftext|>"
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-# What tokenizer_config.json may say of GPT-2's tokenizer, and fields that change neither ids nor
-# text.
+# tokenizer_config.json's values for GPT-2's tokenizer, and fields that change neither ids nor text.
 _GPT2S = {
     "tokenizer_class": ("GPT2Tokenizer", "GPT2TokenizerFast"),
     "bos_token": (END_OF_TEXT,),
@@ -40,18 +39,18 @@ _WITHOUT_EFFECT = {
 
 
 class Tokenizer:
-    """Text to ids and back. Load it with Tokenizer.load(folder)."""
+    """Converts text to ids and back. Load it with Tokenizer.load(folder)."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read the tokenizer in `folder`; raises WeightsError where none can be read."""
+        """Read the tokenizer in `folder`; raises WeightsError if it cannot be read."""
         config, says = folder / "tokenizer_config.json", dict[str, Any]()
         if config.is_file() and (says := read_json_object(config)).get("auto_map"):
             raise WeightsError(f"{config}: auto_map is set: a checkpoint's own code is never run")
-        # Without these AutoTokenizer builds an empty tokenizer from config.json alone.
+        # Without these files AutoTokenizer builds an empty tokenizer from config.json alone.
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
@@ -61,27 +60,27 @@ class Tokenizer:
 
             wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
             return _TransformersTokenizer(wrapped)
-        # transformers and tokenizers raise many kinds, bare Exception among them.
+        # transformers and tokenizers raise many kinds of errors, even bare Exception.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise WeightsError(f"{folder} holds no tokenizer that can be read: {reason}") from error
+            raise WeightsError(f"{folder} holds no readable tokenizer: {reason}") from error
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, without those added to the vocabulary later."""
+        """The size of the vocabulary, without added tokens."""
         return int(self._wrapped.get_vocab_size(with_added_tokens=False))
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that an empty prompt stands for (GPT-2's convention), if the tokenizer has one."""
+        """The end-of-text id, or None; an empty prompt stands for it (GPT-2's convention)."""
         return int(self._wrapped.token_to_id(END_OF_TEXT))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, nothing added."""
+        """Return the ids of `text`, without adding special tokens."""
         return list(self._wrapped.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return str(self._wrapped.decode(list(ids), skip_special_tokens=False))
 
 
@@ -90,30 +89,30 @@ class _TransformersTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, without those added to the vocabulary later."""
+        """The size of the vocabulary, without added tokens."""
         return int(self._wrapped.vocab_size)
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that an empty prompt stands for (GPT-2's convention), if the tokenizer has one."""
+        """The end-of-text id, or None; an empty prompt stands for it (GPT-2's convention)."""
         for token in (self._wrapped.bos_token_id, self._wrapped.eos_token_id):
             if token is not None:
                 return int(token)
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, nothing added."""
+        """Return the ids of `text`, without adding special tokens."""
         return list(self._wrapped(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 def _load_gpt2s(folder: Path, says: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    """Return GPT-2's tokenizer with the folder's vocabulary, or None if another one may be meant.
+    """Return GPT-2's tokenizer with the folder's vocabulary, or None for any other.
 
-    says: tokenizer_config.json.
+    says: the content of tokenizer_config.json.
     """
     for key, value in says.items():
         if key not in _WITHOUT_EFFECT and value not in _GPT2S.get(key, ()):
@@ -140,7 +139,7 @@ def _load_gpt2s(folder: Path, says: dict[str, Any]) -> tokenizers.Tokenizer | No
 
 
 def _is_gpt2s(stored: tokenizers.Tokenizer) -> bool:
-    """Tell whether a tokenizer differs from GPT-2's in its vocabulary alone."""
+    """Return whether a tokenizer differs from GPT-2's only in its vocabulary."""
     model = stored.model
     if not isinstance(model, models.BPE) or not isinstance(stored.decoder, decoders.ByteLevel):
         return False

@@ -1,4 +1,4 @@
-"""How steps run: eagerly, in captured CUDA graphs, or fused in kernels of our own."""
+"""Engines: how steps run, eagerly, in captured CUDA graphs, or fused in our own kernels."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from gpt2_infer.request import EngineName, Request
 __all__ = ["DECODE_ATTENTION", "Engine", "lend_engine", "make_engine"]
 
 
-# Of a GPU's memory, what the engines that a model keeps may hold.
+# Share of a GPU's memory that a model's cached engines may hold.
 KEPT_SHARE = 1 / 8
 
 
 def make_engine(model: GPT2, request: Request) -> Engine:
-    """Return a new engine: the one that a request names; for auto the fastest that supports it.
+    """Return a new engine: the one that the request names; for auto, the fastest that supports it.
 
-    Raises RequestError with all reasons, and UnavailableBackendError or UnsupportedError of the
-    backend that decodes.
+    Raises RequestError with all reasons against a named engine, and UnavailableBackendError or
+    UnsupportedError if the backend cannot decode.
     """
     kind, name = _choose(model, request)
     if kind is Cached:
-        model.check_decode()  # the prefill may take long
+        model.check_decode()  # before the prefill, which may take long
     return kind(model, request, name)
 
 
 def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], None]]:
-    """Return such an engine, one that an earlier call kept if there is one, and how to keep it.
+    """Return an engine, cached by an earlier call if possible, and a function that caches it.
 
-    Until it is kept, nobody else is lent it. An eager engine has nothing to keep. Raises what
-    make_engine() does.
+    Until it is cached again, no other call gets it. Eager engines are not cached. Raises what
+    make_engine() raises.
     """
     kind, name = _choose(model, request)
     if name == "eager":
@@ -61,7 +61,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
 
 def _room(device: torch.device) -> int:
-    """Return how many bytes the engines that a model keeps may hold."""
+    """Return how many bytes a model's cached engines may hold."""
     return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
 
 
@@ -78,7 +78,7 @@ def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
 
 
 def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
-    """Return what speaks against each engine, the fastest first."""
+    """Return the reasons against each engine, the fastest first."""
     is_cached = request.mode == "kv-cache"
     captured = [
         f"{spec.name} cannot be captured in a CUDA graph"

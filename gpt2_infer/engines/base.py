@@ -1,4 +1,4 @@
-"""What every engine has: the state of a generation on the device, and how a token is accepted."""
+"""Base of all engines: the state of a generation on the device, and accepting a token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
 # Recompute runs at lengths rounded up to a multiple of these: under the causal mask, padding on the
-# right cannot change an earlier position. CUDA: a captured graph for each multiple. CPU: oneDNN
-# keeps about 2 MB of code and buffers for each length that it has multiplied.
+# right cannot change an earlier position. CUDA: one captured graph per multiple. CPU: oneDNN caches
+# about 2 MB of code and buffers per length.
 GRAPH_LENGTH_STEP = 32
 CPU_LENGTH_STEP = 16
 
@@ -24,9 +24,9 @@ CPU_LENGTH_STEP = 16
 class Engine:
     """Device-side state of a generation; step(i) appends token i to every row.
 
-    What is captured or compiled has the addresses of its tensors, so begin() fills these for the
-    next request. A token of -1 says that the logits were not finite. The model reads it as token 0,
-    and the host raises an error when it sees it.
+    Captured graphs and compiled kernels hold the addresses of its tensors, so begin() refills these
+    for the next request. A token of -1 means that the logits were not finite. The model reads it as
+    token 0, and the host raises an error when it sees it.
     """
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
@@ -45,7 +45,7 @@ class Engine:
 
     @classmethod
     def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
-        """Return what two requests have in common that one engine can serve, in turn."""
+        """Return a key; one engine can serve all requests of the same key in turn."""
         return (
             cls,
             name,
@@ -60,19 +60,19 @@ class Engine:
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
-        """Return how many tokens a row has room for."""
+        """Return the capacity of a row in tokens."""
         last = max(map(len, request.rows)) + request.max_new_tokens
         return min(round_up(last, length_step(name, model.device)), model.config.n_positions)
 
     def begin(self, model: GPT2, request: Request) -> None:
-        """Take a request of the engine's shape; the engine is new, or clear() was called."""
+        """Start a request of the engine's shape; the engine must be new or cleared."""
         prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
         lengths = [len(row) for row in prompts]
         self.model, self.sampling = model, request.sampling
         self.check_finite = request.check_finite
         self.batch = len(request.rows)
         self.longest, self.same_length = max(lengths), len({*lengths}) == 1
-        self.last_length = self.longest + new_tokens - 1  # the longest sequence that is ever run
+        self.last_length = self.longest + new_tokens - 1  # the longest sequence to run
         padded = [row + [0] * (self.longest - len(row)) for row in prompts]
         self.tokens[:, : self.longest] = torch.tensor(padded, device=self.device)
         self.prompt_lengths.copy_(torch.tensor(lengths, device=self.device))
@@ -82,17 +82,17 @@ class Engine:
             self.uniforms[:, :new_tokens] = uniforms
 
     def rest(self) -> None:
-        """Forget the model, which would live as long as the engine."""
+        """Drop the model, which the idle engine would keep alive."""
         del self.model
 
     def clear(self) -> None:
-        """Forget the last request: the tensors become as new, on the current stream."""
+        """Clear the last request from the tensors, on the current stream."""
         self.tokens.zero_()
         self.newest.zero_()
 
     @property
     def nbytes(self) -> int:
-        """The device memory that it holds, without weights."""
+        """The device memory that the engine holds in bytes, without weights."""
         if self._nbytes is None:
             self._nbytes = sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
             if self._newest_graph is not None:
@@ -100,37 +100,37 @@ class Engine:
         return self._nbytes
 
     def record(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture body() in a graph, which shares memory with the engine's others."""
+        """Capture body() in a graph that shares memory with the engine's other graphs."""
         self._newest_graph = capture(body, shared_with=self._newest_graph)
         self._nbytes = None
         return self._newest_graph
 
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:
-        """Return the prompts, and rows after them that nobody reads if the engine needs more."""
+        """Return the prompts, followed by unused rows if the engine needs more."""
         return request.rows
 
     def warm_up(self) -> None:
-        """Build kernels and capture graphs that are missing; then be as before the first step.
+        """Build missing kernels, capture missing graphs, and return to the state before step 0.
 
-        An eager engine runs no pass here: the first token would take two.
+        An eager engine runs no pass here, because the first token would then take two.
         """
         raise NotImplementedError
 
     def step(self, index: int) -> None:
-        """Enqueue a step; it waits for nothing."""
+        """Enqueue a step without waiting for the device."""
         raise NotImplementedError
 
     def backend(self, step: int) -> str:
-        """Return the name of what computes a step's attention."""
+        """Return the name of the attention that a step uses."""
         return self.model.attention.name
 
     def position(self, row: int, step: int) -> int:
-        """Return the position whose logits choose the row's token of that step."""
+        """Return the position whose logits give a row's token in a step."""
         return int(self.prompt_lengths[row]) + step - 1
 
     def steps_done(self) -> int:
-        """Return how many tokens every row has; waits for the device."""
+        """Return how many new tokens every row has; waits for the device."""
         return int((self.lengths - self.prompt_lengths).min())
 
     def new_tokens(self, count: int) -> list[list[int]]:
@@ -141,7 +141,7 @@ class Engine:
 
     def accept(self, logits: Tensor) -> None:
         """Choose a token per row from (batch, vocab_size) logits and append it."""
-        uniform = self.newest  # greedy: not looked at
+        uniform = self.newest  # a placeholder that greedy ignores
         if not self.sampling.is_greedy:
             uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
         token = self.sampling.choose(logits, uniform)
@@ -154,12 +154,12 @@ class Engine:
         return round_up(length, self.length_step)
 
     def reset(self) -> None:
-        """Forget all new tokens."""
+        """Discard all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
 
 
 def length_step(name: EngineName, device: torch.device) -> int:
-    """Return the multiples that recompute's lengths are rounded up to."""
+    """Return the number to whose multiples recompute's lengths are rounded up."""
     if name != "eager":
         return GRAPH_LENGTH_STEP
     return CPU_LENGTH_STEP if device.type == "cpu" else 1
@@ -171,7 +171,7 @@ def round_up(length: int, step: int) -> int:
 
 
 def device_reasons(device: torch.device) -> list[str]:
-    """Return what speaks against kernels of our own on a device."""
+    """Return the reasons why our own kernels cannot run on a device."""
     if device.type != "cuda":
         return ["it needs a CUDA device"]
     if torch.cuda.get_device_capability(device) < (9, 0):
@@ -183,15 +183,15 @@ def device_reasons(device: torch.device) -> list[str]:
 def capture(
     body: Callable[[], None], shared_with: torch.cuda.CUDAGraph | None = None
 ) -> torch.cuda.CUDAGraph:
-    """Capture body(), which has run before: nothing is loaded or compiled during capture.
+    """Capture body(), which must have run before: capture can neither load nor compile.
 
-    It does not wait for the device, as torch.cuda.graph() does, if memory is shared. Other threads
-    may use the device meanwhile.
+    Unlike torch.cuda.graph(), it does not wait for the device if memory is shared. Other threads
+    may use the device during capture.
     """
     graph = torch.cuda.CUDAGraph()
     with _capturing, torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
         if shared_with is None:
-            torch.cuda.empty_cache()  # the memory of graphs that are gone
+            torch.cuda.empty_cache()  # free the memory of deleted graphs
         pool = shared_with.pool() if shared_with else None
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
@@ -205,7 +205,7 @@ _capturing = threading.Lock()
 
 
 def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the memory that a graph holds, with those that it shares memory with."""
+    """Return the bytes that a graph and those that share its memory hold together."""
     pool = tuple(graph.pool())
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
@@ -213,5 +213,5 @@ def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures: graphs share memory only if theirs is the same."""
+    """Return the stream for all captures: graphs share memory only within one stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

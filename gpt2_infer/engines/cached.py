@@ -1,4 +1,4 @@
-"""The prompt runs once and fills a static cache of keys and values; then every token runs alone."""
+"""Decoding with a static KV cache: the prompt runs once, then each token runs alone."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from gpt2_infer.request import EngineName, Request
 
 
 class Cached(Engine):
-    """Runs eagerly, or replays two captured graphs: of the prompts, and of a step."""
+    """Runs eagerly, or replays two captured graphs: one of the prompts, one of a step."""
 
     def backend(self, step: int) -> str:
-        """Return the name of what computes a step's attention."""
+        """Return the name of the attention that a step uses."""
         return self.decode_attention if step else self.model.attention.name
 
     @property
     def decode_attention(self) -> str:
-        """The name of what computes attention when decoding."""
+        """The name of the attention used for decoding."""
         return self.model.decode_attention.name
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
         super().__init__(model, request, name)
         self.cache = KVCache.allocate(model, len(self.rows), self.capacity)
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
-        self.prompt_shape: tuple[int, bool] | None = None  # of that graph
+        self.prompt_shape: tuple[int, bool] | None = None  # longest and same_length of prompt_graph
         self.step_graph: torch.cuda.CUDAGraph | None = None
 
     def clear(self) -> None:
-        """Forget the last request: the tensors become as new, on the current stream."""
+        """Clear the last request from the tensors, on the current stream."""
         super().clear()
         self.cache.kv.zero_()  # the last request may have left NaN there
 
     @property
     def nbytes(self) -> int:
-        """The device memory that it holds, without weights."""
+        """The device memory that the engine holds in bytes, without weights."""
         return super().nbytes + self.cache.kv.nbytes
 
     def warm_up(self) -> None:
-        """Build the kernels, or capture the graphs that are missing."""
+        """Build the kernels, or capture the missing graphs."""
         if self.name == "eager":
             for spec in (self.model.attention, self.model.decode_attention):
                 spec.prepare(self.device.type)
             return
         prompt_shape = self.longest, self.same_length
-        # The fused engine takes a prompt's backend that cannot be captured.
+        # In the fused engine, the prompt's backend may be one that cannot be captured.
         lacks_prompt = self.model.attention.cuda_graphs and self.prompt_shape != prompt_shape
         lacks_step = self.step_graph is None and self.last_length > self.longest
         if not lacks_prompt and not lacks_step:

@@ -1,9 +1,9 @@
-"""Continuous batching: a row that has finished makes room for the next one.
+"""Continuous batching: a finished row makes room for the next one.
 
-Everything runs in shapes that follow from the settings and a row's own prompt, never from the other
-rows: a batch of a fixed number of rows, a cache as long as the row's bucket needs, prompts in
-groups of one size. A library picks its kernel by shape, and within a kernel a row's result depends
-on the row alone. So in float32 a row is the same, bit for bit, whoever shares its batch.
+All shapes follow from the settings and a row's own prompt, never from the other rows: the batch has
+a fixed number of rows, the cache is as long as the row's bucket needs, and prompts run in groups of
+one size. A library picks its kernel by shape, and within a kernel a row's result depends only on
+that row. So in float32 a row is the same, bit for bit, whichever rows share its batch.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, TextStream, Watcher
 
-MIN_PROMPT = 16  # prompts are padded to this, or to it times a power of two
+MIN_PROMPT = 16  # prompts are padded to this times a power of two
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
 GROUPS = 8  # prompts run in groups of an eighth of the batch
-# How much work a device is given before the host looks at the last: a row that has ended is then
-# decoded once more.
+# Pieces of work that are enqueued before the host reads the previous one. With 1, a row that has
+# ended is decoded once more.
 AHEAD = {"cuda": 1, "cpu": 0}
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written after one prompt."""
+    """The completion of one prompt."""
 
     tokens: list[int]
-    """Without the end-of-text token that ended it."""
+    """New token ids, without a final end-of-text token."""
     text: str
-    """Cut before a stop string."""
+    """The new text, cut before a stop string."""
     finish_reason: FinishReason
     logprob: float
-    """Of the tokens, by the model's own distribution: without temperature, top-k and top-p."""
+    """The tokens' log-probability, without temperature, top-k and top-p."""
     backend: str
-    """What computed attention over the prompt."""
+    """The backend that computed attention over the prompt."""
 
 
 @dataclass
 class _Row:
-    """A prompt that is being completed, as the host sees it."""
+    """A prompt in progress, as the host sees it."""
 
     key: int
     request: Request
@@ -66,7 +66,7 @@ class _Row:
             self.watcher.end("length")
 
     def completion(self) -> Completion:
-        """Return what a finished row has become."""
+        """Return a finished row's completion."""
         watcher, tokenizer = self.watcher, self.request.tokenizer
         text = watcher.text
         if tokenizer is not None and watcher.stream is None:
@@ -79,7 +79,7 @@ class Continuous:
     """Completes any number of prompts in batches of `batch`.
 
     engine: "eager", or "graph" to replay a captured step on CUDA; "auto" is the faster one that
-    supports the case. Raises RequestError for another.
+    supports the case. Raises RequestError for any other, or one that does not support it.
     """
 
     def __init__(self, model: GPT2, *, batch: int, engine: str = "auto") -> None:
@@ -101,9 +101,10 @@ class Continuous:
     def run(
         self, requests: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        """Yield each request's key and completion, in no order, or the reason why it has none.
+        """Yield each request's key with its completion, or the reason why it failed, in any order.
 
-        Each request has one prompt, and all have the same max_new_tokens and sampling but the seed.
+        Each request has one prompt; all have the same max_new_tokens, and the same sampling except
+        for the seed.
         """
         buckets = defaultdict(list)
         for key, request in requests:
@@ -114,7 +115,7 @@ class Continuous:
     def _run_apart(
         self, prompt_length: int, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        """Run rows of a bucket; where a backend raises, halves of what is left, down to the row."""
+        """Run a bucket's rows; if a backend raises, halve the remaining rows, down to one."""
         left = dict(members)
         try:
             for key, result in self._run_bucket(prompt_length, members):
@@ -122,9 +123,9 @@ class Continuous:
                 yield key, result
             return
         except (KernelError, OutputError, UnsupportedError) as error:
-            reason = str(error)  # the error itself would keep the bucket's cache
+            reason = str(error)  # the error itself would keep the bucket's cache alive
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize()  # raises if no kernel will run any more
+            torch.cuda.synchronize()  # raises if the device can run no more kernels
         rows, middle = [*left.items()], len(left) // 2
         if not middle:
             yield rows[0][0], reason
@@ -160,7 +161,7 @@ class Continuous:
             left = []
             for slot, row, token, logprob in work.popleft().results():
                 if running.get(slot) is not row:
-                    continue  # it had ended when this was enqueued
+                    continue  # the row has ended in the meantime
                 if token >= 0:
                     row.see(token, logprob)
                 if token < 0 or row.watcher.finish:
@@ -178,7 +179,7 @@ class Continuous:
 
 
 class _Work:
-    """What the device was given to do for some rows, by slot: a step, or their prompts."""
+    """Work enqueued for some rows, by slot: a decode step or their prompts."""
 
     def __init__(self, rows: dict[int, _Row], tokens: Tensor, logprobs: Tensor) -> None:
         self.rows = rows
@@ -190,7 +191,7 @@ class _Work:
             self.done.record()
 
     def results(self) -> Iterator[tuple[int, _Row, int, float]]:
-        """Wait, and yield slot, row, token and the token's log-probability."""
+        """Wait for the device; yield each slot, row, token and the token's log-probability."""
         if self.done is not None:
             self.done.synchronize()
         tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
@@ -199,10 +200,10 @@ class _Work:
 
 
 class _Slots:
-    """The device's side of a batch: a slot per row.
+    """The device's state of a batch: one slot per row.
 
-    On a CPU there is one more, as long as the cache, as no row ever is: there, too, each step
-    attends to the same number of positions under a mask.
+    On a CPU, one extra slot, filled to the cache's capacity, makes each step attend to the same
+    number of positions under a mask.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class _Slots:
         self.cache = KVCache.allocate(model, rows, capacity)
         self.prompt_cache = KVCache.allocate(model, self.group, prompt_length)
         device = model.device
-        # The newest, or -1 for logits that are not finite, after which the model is given 0.
+        # Each row's newest token; -1 if the logits were not finite, which the model reads as 0.
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -227,7 +228,7 @@ class _Slots:
         self.prompts = torch.zeros(self.group, prompt_length, dtype=torch.long, device=device)
         self.prompt_lengths = torch.ones(self.group, dtype=torch.long, device=device)
         self.prompt_uniforms = torch.zeros(self.group, self.uniforms.shape[1], device=device)
-        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # after prompts
+        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # first new token
         self.first_logprobs = torch.zeros(self.group, device=device)
         self.step_graph: torch.cuda.CUDAGraph | None = None
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
@@ -239,9 +240,9 @@ class _Slots:
                 self.prompt_graph = capture(self.prefill, shared_with=self.step_graph)
 
     def join(self, rows: dict[int, _Row]) -> _Work:
-        """Run prompts, at most a group, into their slots."""
+        """Run at most a group of prompts and fill their slots."""
         prompts = [row.request.rows[0] for row in rows.values()]
-        prompts += [[0]] * (self.group - len(rows))  # nobody reads these
+        prompts += [[0]] * (self.group - len(rows))  # unused rows
         padded = [prompt + [0] * (self.prompt_length - len(prompt)) for prompt in prompts]
         self.upload(padded, self.prompts)
         self.upload([len(prompt) for prompt in prompts], self.prompt_lengths)
@@ -257,7 +258,7 @@ class _Slots:
         kv, short = self.cache.kv, self.prompt_cache.kv[:, :, :count]
         kept = min(self.prompt_length, kv.shape[4])
         kv[:, :, slots, :, :kept] = short[:, :, :, :, :kept]
-        kv[:, :, slots, :, kept:] = 0  # the slot's last row may have left NaN there
+        kv[:, :, slots, :, kept:] = 0  # the slot's previous row may have left NaN there
         self.tokens[slots] = self.first[:count]
         self.logprobs[slots] = self.first_logprobs[:count]
         self.lengths[slots] = self.prompt_lengths[:count].int()
@@ -267,14 +268,14 @@ class _Slots:
         return _Work(rows, self.tokens, self.logprobs)
 
     def leave(self, left: list[int]) -> None:
-        """Free slots."""
+        """Free the given slots."""
         if left:
             slots = self.upload(left)
             for state in (self.active, self.lengths, self.steps):
                 state[slots] = 0
 
     def upload(self, values: Tensor | list[Any], to: Tensor | None = None) -> Tensor:
-        """Copy values to the device; for memory that is not pinned the host would wait."""
+        """Copy values to the device through pinned memory; otherwise the host would wait."""
         on_host = torch.as_tensor(values, device="cpu")
         to = on_host.new_empty(on_host.shape, device=self.model.device) if to is None else to
         return to.copy_(on_host.pin_memory() if to.is_cuda else on_host, non_blocking=True)
@@ -304,8 +305,8 @@ class _Slots:
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token per row, and its log-probability in the model's own distribution."""
-        # torch adds up a row from its first multiple of 16 bytes on: let all rows begin there, or
-        # the rounding depends on the slot.
+        # torch starts a row's sum at the first multiple of 16 bytes. All rows begin at one, so that
+        # the rounding does not depend on the slot.
         count, vocab_size = logits.shape
         rows = torch.empty(count, -(-vocab_size // 4) * 4, device=logits.device)
         rows[:, :vocab_size], rows[:, vocab_size:] = logits, -torch.inf

@@ -1,4 +1,4 @@
-"""The fused engine: a decode step is a chain of kernels of our own, csrc/v02_early_launches.cu.
+"""The fused engine: a decode step is a chain of our own kernels, csrc/v02_early_launches.cu.
 
 The kernels are compiled for a model's shape and a batch size, on first use. A block reads its part
 of a matrix in one piece, so the engine keeps a second, packed copy of the layers' weights.
@@ -29,16 +29,16 @@ DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
 DTYPES = ("float32", "float16", "bfloat16")  # as in the kernels' header
 MAX_BATCH = 8
-SPLIT = 128  # keys that are attended to at once
-# The most weights that a block asks for, if its columns can be chosen; tried on an H200.
+SPLIT = 128  # keys per split of attention
+# Most bytes of weights per block, where its columns can be chosen; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
 HEAD_STATIC_BYTES = 4096  # as in the kernels' Ring
-MAX_STATIC_BYTES = 48 * 1024  # that a kernel can have
+MAX_STATIC_BYTES = 48 * 1024  # most static shared memory of a kernel
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
-    """Return what speaks against decoding this model and request in the fused engine."""
+    """Return the reasons why the fused engine cannot decode this model and request."""
     config, reasons = model.config, device_reasons(model.device)
     dtype = dtype_name(model.dtype)
     if dtype not in DTYPES:
@@ -52,11 +52,11 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     if not request.check_finite:
-        reasons.append("logits that are not checked to be finite")
+        reasons.append("logits that are not checked for NaN and infinity")
     if model.decodes_with_named_backend:
-        reasons.append(f"the named backend {model.decode_attention.name} is to decode")
+        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
     if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
-        reasons.append("the shared memory of a block has no room for its weights")
+        reasons.append("a block's weights that do not fit in its shared memory")
     return reasons
 
 
@@ -72,23 +72,23 @@ def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """Return the least power of two that is n or more."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 class Fused(Cached):
-    """Decodes in kernels of our own; a graph has a step's, and the sampler if it is not greedy."""
+    """Decodes in our own kernels; a graph holds a step's kernels, and the sampler if not greedy."""
 
     fused_step: Step | None = None
 
     @property
     def decode_attention(self) -> str:
-        """The step's own attention, which is no backend."""
+        """The name of the step's own attention, which is not a backend."""
         return DECODE_ATTENTION
 
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:
-        """Return a power of two of rows: the first prompt again where there are fewer."""
+        """Return the prompts, padded with copies of the first one to a power of two."""
         rows = request.rows
         return rows + [rows[0]] * (power_of_two(len(rows)) - len(rows))
 
@@ -101,7 +101,7 @@ class Fused(Cached):
     def decode(self) -> None:
         """Run the newest token of each row and accept the next."""
         step = self.fused_step
-        assert step is not None, "prepare_decode() was first"
+        assert step is not None, "call prepare_decode() first"
         step()
         if not self.sampling.is_greedy:
             self.accept(step.logits)
@@ -112,7 +112,7 @@ class Fused(Cached):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix (rows, columns) that is spread over blocks by its columns."""
+    """A matrix (rows, columns) whose columns are divided among blocks."""
 
     rows: int
     columns: int
@@ -124,14 +124,14 @@ class Product:
         return self.rows * self.block_columns * dtype.itemsize
 
     def shared_bytes(self, dtype: torch.dtype, batch: int, *, has_norm: bool) -> int:
-        """Return the shared memory of a block; has_norm: a LayerNorm of x is ahead."""
+        """Return the shared memory of a block; has_norm: a LayerNorm of x comes first."""
         sums = 4 * self.warps * self.block_columns * batch
         moments = 8 * self.warps * 2 * batch
         norm = x_bytes(self.rows, dtype, batch) + moments if has_norm else 0
         return self.block_bytes(dtype) + norm + sums + 128  # the barrier, as nvcc aligns it
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return weight (rows, columns) in the order of the kernels' Product of its dtype."""
+        """Return weight (rows, columns) in the order of the kernels' Product for its dtype."""
         blocks = self.columns // self.block_columns
         if weight.dtype == torch.float32:
             return weight.reshape(self.rows, blocks, self.block_columns).transpose(0, 1).reshape(-1)
@@ -146,22 +146,23 @@ class Product:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernels are compiled for."""
+    """The shape that the kernels are compiled for."""
 
     config: GPT2Config
     dtype: torch.dtype
     batch: int
     head_blocks: int
-    """Blocks of the product with the embedding: the multiprocessors."""
+    """Blocks of the product with the embedding: one per multiprocessor."""
     shared_bytes: int
 
     @functools.cached_property
     def products(self) -> Mapping[str, Product]:
         """The four products of a layer."""
         width, inner = self.config.n_embd, self.config.inner_dim
-        # Narrower blocks of q, k and v than of the hidden units, unless enough of them remain.
+        # The blocks of q, k and v are narrower than those of the hidden units, unless blocks of 32
+        # columns are enough for all multiprocessors.
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
-        warps = 10 if width % 320 == 0 and width % 256 else 8  # that have as many rows each
+        warps = 10 if width % 320 == 0 and width % 256 else 8  # each has as many rows
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": Product(width, width, 8, warps),
@@ -170,9 +171,9 @@ class Shape:
         }
 
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> Product:
-        """Return a product behind a LayerNorm with as many columns per block as there is room for.
+        """Return a product after a LayerNorm, with as many columns per block as fit.
 
-        There is at any batch size if possible: the weights are packed once for all.
+        They fit at any batch size if possible, because the weights are packed once for all.
         """
         for block_columns in (32, 16):
             product = Product(rows, columns, block_columns, warps)
@@ -183,31 +184,32 @@ class Shape:
 
     @property
     def fits(self) -> bool:
-        """Whether each block has room in its shared memory."""
+        """Whether every block fits in its shared memory."""
         products = [
             one.shared_bytes(self.dtype, self.batch, has_norm=name in ("QKV", "FC"))
             for name, one in self.products.items()
         ]
-        # Of the embedding a lane has 16 bytes as often as its row is long, or 4 times in 16 bits.
+        # Pieces of 16 bytes that a lane has per stage of the embedding: its share of a row in
+        # float32, 4 in 16 bits.
         chunks = ceil_div(self.config.n_embd, 4 * 32) if self.dtype == torch.float32 else 4
         two_stages = 2 * chunks * 16 * 256
         head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
-        partials = 8 + self.max_splits  # of attention: of its warps, and of the keys' splits
+        partials = 8 + self.max_splits  # attention's: of its warps, and of the splits of the keys
         attention = 4 * (self.config.head_dim + 2) * partials
         return max(*products, head) <= self.shared_bytes and attention <= MAX_STATIC_BYTES
 
     @property
     def max_splits(self) -> int:
-        """Splits of the keys of the longest row."""
+        """The number of splits of the longest row's keys."""
         return ceil_div(self.config.n_positions, SPLIT)
 
     @property
     def scratch_floats(self) -> int:
-        """Return the floats of the kernels' Scratch."""
+        """The size of the kernels' Scratch, in floats."""
         return self.batch * (3 * self.config.n_embd + self.config.inner_dim + 2 * self.head_blocks)
 
     def version(self) -> header.VersionHeader:
-        """Return the kernels' header, with the shape as macros and an op of its own."""
+        """Return the kernels' header, with the shape as macros and its own op name."""
         config = self.config
         macros = {
             "EMBD": config.n_embd,
@@ -262,10 +264,10 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Packed:
-    """A model's weights as the kernels read them."""
+    """A model's weights in the kernels' layout."""
 
     weights: Tensor
-    """(layers, weights of a layer)."""
+    """The packed products, (layers, weights of a layer)."""
     vectors: Tensor
     """float32: LayerNorms and biases of each layer, in the order of the kernels' LayerVectors."""
     ln_f: Tensor
@@ -304,7 +306,7 @@ def _pack(model: GPT2, shape: Shape) -> Packed:
 
 
 def shape_on(model: GPT2, batch: int) -> Shape:
-    """Return what the kernels are compiled for on a model's GPU."""
+    """Return the shape that the kernels are compiled for on a model's GPU."""
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -312,12 +314,12 @@ def shape_on(model: GPT2, batch: int) -> Shape:
 
 
 class Step:
-    """A decode step of one model over one cache; called, it enqueues its kernels.
+    """A decode step of one model over one cache; calling it enqueues its kernels.
 
     newest, int64 (batch,): the tokens to read. If is_greedy, the step replaces them by the most
     likely next ones (-1 where logits are not finite), writes these to tokens (batch, capacity) at
     `lengths` (batch,) and adds 1 to lengths. It adds 1 to cache.seqlens. logits: float32 (batch,
-    vocab_size). shape: on a CPU, where the emulator runs the step.
+    vocab_size). shape: for a CPU, where the emulator runs the step.
     """
 
     def __init__(
@@ -337,10 +339,10 @@ class Step:
         self.packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
         scratch = torch.empty(shape.scratch_floats, dtype=torch.float32, device=device)
-        # Weights that were laid out on a CPU may have come here.
+        # Weights that were laid out on a CPU may have been moved here.
         wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
         head = wte if model.lm_head is None else model.lm_head.weight.contiguous()
-        # The kernels have pointers to these.
+        # Kept alive: the kernels hold pointers to these.
         self._kept = (cache, newest, tokens, lengths, scratch, wte, wpe, head)
         self._params = Params(
             *(

@@ -1,7 +1,7 @@
-"""Matrix products in float32 with what surrounds them, of our own: csrc/v01_matrix_product.cu.
+"""Our own matrix products in float32, fused with their neighbours: csrc/v01_matrix_product.cu.
 
 At a few hundred rows, the libraries' products leave much of a GPU idle, and each bias, GELU,
-residual and LayerNorm is a kernel of its own. Here they are part of the product.
+residual and LayerNorm is a separate kernel. Here they are part of the product.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from attention_kernels.ladder.op import load_struct_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
-PARTS = (1, 2, 3, 4, 6, 8)  # of a tile, where all have as many
+PARTS = (1, 2, 3, 4, 6, 8)  # parts per tile, if equal for all tiles
 MAX_PARTS = 12
-MAX_NORM = 4096  # columns that a LayerNorm may have
+MAX_NORM = 4096  # most columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the product, and of K, as the kernel is compiled for it."""
+    """A tile of the product, and of K, that the kernel is compiled for."""
 
     block_m: int
     block_n: int
@@ -38,7 +38,7 @@ class Tile:
     warps: int
 
     def count(self, m: int, n: int) -> int:
-        """Return the tiles of a product of m rows and n columns."""
+        """Return the number of tiles in a product of m rows and n columns."""
         return -(-m // self.block_m) * (n // self.block_n)
 
 
@@ -75,18 +75,19 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut."""
+    """How a product is divided among blocks."""
 
     tile: int
-    """Of TILES."""
+    """The index in TILES."""
     blocks: int
-    """They share all slabs of all tiles evenly."""
+    """The number of blocks, which share all slabs of all tiles evenly."""
 
 
 def plans(m: int, n: int, k: int, multiprocessors: int) -> list[Plan]:
-    """Return the ways to cut a product that are worth a thought.
+    """Return the plans that are worth considering for a product.
 
-    All tiles have as many parts, or all multiprocessors as many blocks.
+    Either all tiles have the same number of parts, or all multiprocessors the same number of
+    blocks.
     """
     found = []
     for index, tile in enumerate(TILES):
@@ -101,14 +102,14 @@ def plans(m: int, n: int, k: int, multiprocessors: int) -> list[Plan]:
 
 
 def cost(plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Return an estimate of a product's time, of which only the order means something.
+    """Estimate a product's time; only the order of the estimates is meaningful.
 
     Its two constants are fitted to 22 products of GPT-2 small on an H200, with 64 to 512 rows. The
-    plan of the least cost took 1.00 (median) to 1.12 times as long as the fastest one.
+    plan with the lowest cost took 1.00 (median) to 1.12 times as long as the fastest one.
     """
     tile = TILES[plan.tile]
     tiles, slabs = tile.count(m, n), k // tile.block_k
-    blocks = -(-plan.blocks // multiprocessors)  # of the busiest multiprocessor
+    blocks = -(-plan.blocks // multiprocessors)  # on the busiest multiprocessor
     waves = -(-blocks // tile.resident)
     warps = tile.warps * min(blocks, tile.resident)
     issued = warps / (warps + 4)  # the more warps, the fewer cycles in which none can issue
@@ -121,7 +122,7 @@ def cost(plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
 
 @functools.cache
 def choose(m: int, n: int, k: int, multiprocessors: int) -> Plan:
-    """Return the plan of the least cost; n is a multiple of 64, k of 32."""
+    """Return the plan with the lowest cost; n is a multiple of 64, k of 32."""
     return min(
         plans(m, n, k, multiprocessors), key=lambda plan: cost(plan, m, n, k, multiprocessors)
     )
@@ -134,10 +135,10 @@ def _op(device_type: str) -> Callable[..., None]:
 
 
 class Product:
-    """y = x W + b in float32, as Linear, with W (k, n); n is a multiple of 64, k of 32.
+    """y = x W + b in float32, like Linear, with W (k, n); n is a multiple of 64, k of 32.
 
-    The weights must not be written by work that is just ahead of a product on its stream: a GPU
-    reads them before that has ended. plan: instead of the chosen one. Raises BuildError.
+    The work just ahead of a product on its stream must not write the weights: a GPU reads them
+    before that work has ended. plan: replaces the chosen one. Raises BuildError.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, *, plan: Plan | None = None) -> None:
@@ -156,7 +157,7 @@ class Product:
         return y
 
     def add_to(self, residual: Tensor, x: Tensor, norm: nn.LayerNorm | None = None) -> Tensor:
-        """Add x W + b to residual, contiguous (m, n), in place; return it, or the norm of it."""
+        """Add x W + b to residual, contiguous (m, n), in place; return it, or its norm if given."""
         y = residual if norm is None else torch.empty_like(residual)
         self._launch(x, y, RESIDUAL, residual, norm)
         return y

@@ -1,4 +1,4 @@
-"""The case study's workload: every token runs the whole prefix again."""
+"""The case study's workload: the whole prefix runs again for every token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
 from gpt2_infer.request import EngineName, Request
 
-# Rows of a pass up to which our products were faster than the libraries' on an H200.
+# Most rows of a pass for which our products were faster than the libraries' on an H200.
 MAX_ROWS = 2048
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
-    """Return what speaks against this model and request in the fused engine."""
+    """Return the reasons why the fused engine cannot run this model and request."""
     config, reasons = model.config, device_reasons(model.device)
     if model.dtype != torch.float32:
         reasons.append(f"dtype {dtype_name(model.dtype)} (it takes float32)")
@@ -39,7 +39,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
 class Recompute(Engine):
     """Runs the prefix eagerly, or replays a captured graph of its rounded length.
 
-    The fused engine's graphs are of kernels of our own, with attention between them.
+    The fused engine's graphs hold our own kernels, with attention between them.
     """
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
@@ -49,16 +49,16 @@ class Recompute(Engine):
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
-        """Return how many tokens a row has room for: with graphs all, so that any length fits."""
+        """Return the capacity of a row in tokens; with graphs n_positions, so any length fits."""
         return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:
-        """Build the kernels, or capture the first length that will be run, and the last."""
+        """Build the kernels, or capture graphs of the first and the last length to run."""
         if self.name == "eager":
             self.model.attention.prepare(self.device.type)
             return
         first, last = self.padded(self.longest), self.padded(self.last_length)
-        # The last one first: the shorter ones then fit in the memory that it took.
+        # The longest first: the shorter ones then fit in its memory.
         for length in (last, first):
             if length not in self.graphs:
                 self.run(length)
@@ -66,7 +66,7 @@ class Recompute(Engine):
                 self.capture(length)
 
     def padded(self, length: int) -> int:
-        """Return the length that is run for a prefix."""
+        """Return the padded length at which a prefix runs."""
         return min(self.rounded(length), self.capacity)
 
     def run(self, length: int) -> None:
@@ -92,13 +92,13 @@ class Recompute(Engine):
     def capture(self, length: int) -> None:
         """Capture a graph of a length that has just run.
 
-        The device is busy with steps that came before; lengths that are not reached cost nothing.
+        The device is still busy with earlier steps; lengths that are never reached cost nothing.
         """
         self.graphs[length] = self.record(functools.partial(self.run, length))
 
 
 class Layer:
-    """A block whose products, and what surrounds them, are kernels of our own.
+    """A transformer block that runs in our own kernels, except attention.
 
     next_norm: the LayerNorm that follows the block.
     """
@@ -109,7 +109,7 @@ class Layer:
         self.qkv, self.proj, self.fc, self.fc2 = (Product(one.weight, one.bias) for one in linears)
 
     def attend(self, normed: Tensor, shape: torch.Size, backend: BackendSpec) -> Tensor:
-        """Return the heads' outputs for what ln_1 normalized, as rows."""
+        """Return the heads' outputs for the output of ln_1, as rows."""
         return self.block.attn.attend(self.qkv(normed), shape, backend).contiguous()
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Layer:
 
 
 class Forward:
-    """A model's forward pass in float32: four products of our own per layer, and attention."""
+    """A model's forward pass in float32: four of our own products per layer, and attention."""
 
     def __init__(self, model: GPT2) -> None:
         blocks = list(model.blocks())
@@ -130,15 +130,15 @@ class Forward:
     def __call__(self, model: GPT2, tokens: Tensor, seqlens: Tensor) -> Tensor:
         """Return the logits at each row's last position, (batch, vocab_size).
 
-        model: the same, with any attention. tokens: int64 (batch, seqlen), right-padded. seqlens:
-        int64 (batch,).
+        model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
+        right-padded. seqlens: int64 (batch,).
         """
         x = model.embed(tokens)
         normed = self.first_norm(x)
         for layer in self.layers:
             heads = layer.attend(normed, tokens.shape, model.attention)
             if layer is self.layers[-1]:
-                # Nothing mixes positions from here on, and only these have logits.
+                # From here on positions are independent, and only these need logits.
                 x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
             normed = layer.finish(x, heads)
         return model.head(normed)

@@ -38,7 +38,7 @@ def test_an_index_that_names_a_missing_file(save_checkpoint):
     folder, _ = save_checkpoint()
     index = {"weight_map": {"wte.weight": "model-1.safetensors", "wpe.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names files that are not there: model-1\.safetensors"):
+    with pytest.raises(WeightsError, match=r"names missing files: model-1\.safetensors"):
         load(folder)
 
 
@@ -76,7 +76,7 @@ def test_a_tied_checkpoint_may_hold_the_head_alone(save_checkpoint):
 def test_a_tensor_under_two_names_is_refused(save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda t: t | {"wte.weight": torch.zeros_like(t["transformer.wte.weight"])})
-    with pytest.raises(WeightsError, match=r"wte\.weight is there twice"):
+    with pytest.raises(WeightsError, match=r"wte\.weight is stored twice"):
         load(folder)
 
 
@@ -84,7 +84,7 @@ def test_shards_lie_in_the_folder(save_checkpoint):
     folder, _ = save_checkpoint()
     index = {"weight_map": {"wte.weight": "../other/model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names files of other folders: \.\./other"):
+    with pytest.raises(WeightsError, match=r"names files in other folders: \.\./other"):
         load(folder)
 
 
@@ -104,7 +104,7 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
     for words in (
         "missing h.0.ln_1.weight (32,)",
         "missing ln_f.bias (32,)",
-        "surplus score.weight",
+        "unexpected score.weight",
         "h.1.attn.c_attn.weight is (32, 95) and should be (32, 96)",
         "h.0.mlp.c_fc.bias is I8",
     ):
@@ -125,7 +125,7 @@ def test_the_number_of_layers_is_compared_before_a_model_is_made(save_checkpoint
     folder, _ = save_checkpoint(vocab_size=50)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layer": 10**6}))
-    with pytest.raises(WeightsError, match="n_layer is 1000000, and its weights have 2 layers"):
+    with pytest.raises(WeightsError, match="n_layer is 1000000, but its weights have 2 layers"):
         load(folder)
 
 
@@ -173,7 +173,7 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
         ("config.json", "[]", "is not a JSON object"),
         ("config.json", "[" * 200_000, "is nested too deeply"),
         ("config.json", '{"n_embd": ' + "9" * 5000 + "}", "cannot be read as JSON: Exceeds"),
-        ("vocab.json", "{", "holds no tokenizer that can be read"),
+        ("vocab.json", "{", "holds no readable tokenizer"),
         ("model.safetensors", None, "holds no weights"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_is_no_text_is_refused(demo, tmp_path: Path):
         with pytest.raises(RequestError, match=r"a\.txt\.xz cannot be read as UTF-8 text"):
             read_text(file, demo)
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(RequestError, match="nothing to predict"):
+    with pytest.raises(RequestError, match="no token to predict"):
         read_text(tmp_path / "empty.txt", demo)
     with pytest.raises(RequestError, match="stride 9 and window 8"):
         token_nats(demo, [1, 2], window=8, stride=9)

@@ -107,7 +107,7 @@ BAD = [
     (["--backend", "?"], ["unknown attention backend '?'; see `gpt2-infer backends`\n"]),
     (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
     (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
-    (["--temperature", "-1"], ["temperature must be 0 (greedy) or 1e-06 and more, not -1.0"]),
+    (["--temperature", "-1"], ["temperature must be 0 (greedy) or 1e-06 or more, not -1.0"]),
     (["--prompt-file", "/no/such/file"], ["/no/such/file cannot be read: No such file"]),
     (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
     (["--prompt-file", "{empty}"], ["holds no prompt"]),

@@ -110,7 +110,7 @@ def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
     capsys.readouterr()  # transformers' progress bar
     status, _, err = run(capsys, *DEMO, "--model", str(folder))
     assert status == 2
-    assert "surplus \\x1b[31mred\\x9b" in err
+    assert "unexpected \\x1b[31mred\\x9b" in err
     assert not {"\x1b", "\x9b"} & {*err}
 
 
