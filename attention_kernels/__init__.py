@@ -1,7 +1,7 @@
 """Causal self-attention kernels behind one contract and one registry.
 
 Importing the package compiles nothing and creates no CUDA context. See `contract` for shapes,
-`registry` for backends and `reference` for the float64 reference that every backend is judged by.
+`registry` for backends and `judge.reference` for the float64 reference that judges every backend.
 """
 
 from __future__ import annotations

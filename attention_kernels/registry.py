@@ -84,13 +84,13 @@ class BackendSpec:
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
-    """The multiple of its precision class's error budget that it is allowed; see reference."""
+    """The multiple of its precision class's error budget allowed; see judge.reference."""
     version: VersionHeader | None = field(default=None, repr=False)
     """The header of its version file, if it has one."""
     chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
         default=None, repr=False
     )
-    """For an alias: picks the backend for a dtype, a head_dim, a device and a seqlen."""
+    """For an alias: the function from dtype, head_dim, device and seqlen to the backend."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class BackendSpec:
         return explain(q, k, v, is_causal) if explain else []
 
     def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
-        """Return the unsupported_reasons() that can be told without tensors or loading."""
+        """Return the unsupported_reasons() that need neither tensors nor loading."""
         reasons = []
         name = contract.dtype_name(dtype)
         if name not in self.precisions:
@@ -456,7 +456,7 @@ def _discover() -> None:
     if _discovered:
         return
     with _lock:
-        if _discovered is not False:  # another thread was first, or a plug-in being loaded called
+        if _discovered is not False:  # another thread was first, or a loading plug-in calls this
             return
         _discovered = None
         try:

@@ -1,1 +1,1 @@
-"""Is a kernel right? The reference and its budgets, what is tried, the suite, its process."""
+"""Judge kernels: the test inputs, the reference and its budgets, the suite and its process."""

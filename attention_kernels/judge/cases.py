@@ -227,7 +227,7 @@ def cases(
                 continue
             for scale in SCALES:
                 yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # once as many as GPT-2
+            heads = 12 if seqlen == 33 else 3  # GPT-2's number, once
             yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
             yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
             yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
@@ -352,7 +352,7 @@ def random_cases(
     draw = random.Random(f"random cases {seed}")
     largest = LARGEST_EMULATED_WORK if is_emulated else LARGEST_WORK
     usual = USUAL_EMULATED_WORK if is_emulated else USUAL_WORK
-    # The upper ends of the bands of lengths.
+    # The upper ends of the bands of lengths; the lower ends follow from them.
     ends: tuple[int, ...] = (64, 128, 256, 512, 1024, 1280, LONGEST)
     if is_emulated:
         ends = (16, 64, 128, 256, LONGEST_EMULATED)

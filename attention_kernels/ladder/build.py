@@ -191,7 +191,7 @@ def _tell(line: str) -> None:
 
 @contextlib.contextmanager
 def _lock(file: Path, label: str) -> Iterator[bool]:
-    """Hold a lock; yield False if it cannot be taken in time, as it only saves work."""
+    """Hold a lock; yield False if it cannot be taken, because it only saves work."""
     lock, held = filelock.FileLock(file), True
     try:
         try:
