@@ -54,7 +54,7 @@ class Prepared:
             return had_any
 
     def take(self, key: Hashable) -> Engine | None:
-        """Remove and return an idle engine with that key; None if there is none."""
+        """Remove and return an idle engine with that key, or return None."""
         with self._lock:
             for index, (known, engine) in enumerate(self._waiting):
                 if known == key:

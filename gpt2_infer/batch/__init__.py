@@ -1,4 +1,4 @@
-"""Files of prompts, completed by any number of processes, with nothing lost and nothing twice."""
+"""Complete files of prompts with any number of processes; no row is lost or repeated."""
 
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.job import Entry, Job, Settings, entries

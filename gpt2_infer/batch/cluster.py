@@ -1,7 +1,7 @@
-"""A job on a Ray cluster: Ray deals the rows, keeps the checkpoint by id and writes the files.
+"""A job on a Ray cluster: Ray distributes the rows, keeps a checkpoint by id and writes the files.
 
 The actors complete rows exactly as the processes of workers.py do. Every node needs gpt2-infer, and
-sees the folders of the inputs and of the job.
+access to the folders of the inputs and of the job.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ def run_on_ray(
     resume: bool = False,
     strict: bool = False,
 ) -> tuple[int, int]:
-    """Complete the inputs' prompts into `out`; return how many rows there are, and errors.
+    """Complete the inputs' prompts into `out`; return the number of rows, and of errors.
 
-    address: of a cluster, or "local" for one of its own. devices: "cpu:N" for N actors; else one
-    for each GPU of the cluster. Raises RequestError for what plan() refuses or a cluster without
-    GPUs, and BatchError for a job that has stopped.
+    address: a cluster's, or "local" to start one. devices: "cpu:N" for N actors; None for one actor
+    per GPU of the cluster. Raises RequestError for what plan() refuses or a cluster without GPUs,
+    and BatchError if the job stops.
     """
     if devices is not None and not devices.startswith("cpu"):
         raise RequestError(f"with --ray, devices must be cpu or cpu:N, not {devices!r}")
     cpus = 0 if devices is None else len(find_devices(devices))
-    # Rows are read and written beside the actors.
+    # Besides the actors, reading and writing rows needs CPUs.
     local = {"num_cpus": cpus + 2, "include_dashboard": False} if address == "local" else {}
     ray.init(address=address, **local)
     try:
         actors = cpus or int(ray.cluster_resources().get("GPU", 0))
         device = torch.device("cpu" if cpus else "cuda")
         if not actors:
-            raise RequestError("the cluster has no GPU: --devices cpu:N asks for N processes")
+            raise RequestError("the cluster has no GPU: --devices cpu:N runs N processes on CPUs")
         if settings.batch_size is None and not cpus:
-            raise RequestError("on the GPUs of a cluster --batch-size must be given")
+            raise RequestError("--batch-size is required on the GPUs of a cluster")
         files, out = [Path(path).absolute() for path in inputs], Path(out).absolute()
         with locked(out):
             job = plan(
@@ -93,7 +93,7 @@ def run_on_ray(
 
 
 class _Rows(Datasource):  # type: ignore[misc]
-    """The rows of a job, a block per part."""
+    """A job's rows, in blocks of part_rows."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Rows(Datasource):  # type: ignore[misc]
         return sum(path.stat().st_size for path in self.job.inputs)
 
     def get_read_tasks(self, *_: Any, **__: Any) -> list[ReadTask]:
-        """Return one: a row's seed follows from how many rows are before it."""
+        """Return a single task, because a row's seed depends on the number of rows before it."""
         return [ReadTask(self._read, BlockMetadata(None, None, None, None))]
 
     def _read(self) -> Iterator[pa.Table]:
@@ -114,7 +114,7 @@ class _Rows(Datasource):  # type: ignore[misc]
 
 
 class _Actor:
-    """A model on a device, which lasts as long as the job."""
+    """A model on a device, loaded once per job."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.job = job
@@ -128,7 +128,7 @@ class _Actor:
 
 
 class _Lines(BlockBasedFileDatasink):  # type: ignore[misc]
-    """JSON Lines as they are: Ray's own sink goes through pandas, which rounds."""
+    """Writes JSON Lines unchanged: Ray's own sink goes through pandas, which rounds."""
 
     def write_block_to_file(self, block: BlockAccessor, file: NativeFile) -> None:
         """Write a block's lines."""

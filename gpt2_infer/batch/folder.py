@@ -1,4 +1,4 @@
-"""The folder of a job: locked, read, and written so that a kill leaves no half a file."""
+"""A job's folder: locking, reading, and writing, so that a kill leaves no half-written file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class BatchError(GPT2InferError):
-    """A job that has stopped; `resume` completes it."""
+    """A job has stopped; `resume` completes it."""
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Be the only one who works in the folder `out`.
+    """Hold the lock of the folder `out`.
 
-    Raises RequestError if somebody else does, or if there can be no such folder.
+    Raises RequestError if another process holds it, or if the folder cannot be written.
     """
     lock = FileLock(out / ".lock", blocking=False)
     try:
@@ -51,9 +51,9 @@ def read(file: Path, kind: type[T]) -> T:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, even if the power fails.
+    """Write a file completely or not at all, even if the power fails.
 
-    Raises BatchError where that cannot be done.
+    Raises BatchError if that is impossible.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
@@ -70,7 +70,9 @@ def write(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         reason = error.strerror or error
-        raise BatchError(f"{path} cannot be written: {reason}; --resume goes on") from error
+        raise BatchError(
+            f"{path} cannot be written: {reason}; --resume completes the job"
+        ) from error
 
 
 def digest(path: Path) -> str:

@@ -1,12 +1,12 @@
 """A job: its rows, its parts, its manifest, and how a process completes its share.
 
-A job's rows are dealt to parts by a hash of their ids. A part is one file: it is written beside its
-name, synced, renamed, and then entered in the manifest with its digest. A job that was killed goes
-on with the parts that the manifest lacks. The folder of a job:
+Rows are assigned to parts by a hash of their ids. A part is one file: it is written under a
+temporary name, synced, renamed, and then entered in the manifest with its digest. A killed job
+resumes with the parts missing from the manifest. A job's folder:
 
-    _job.json            what was asked: its settings, the digests of its inputs, its parts
-    part-00000.jsonl     the rows of a part, by their place in the input; or .parquet
-    _manifest/00000.json the part's digest, its rows, and how many of them are errors
+    _job.json            the request: settings, digests of the inputs, number of parts
+    part-00000.jsonl     a part's rows in input order; or .parquet
+    _manifest/00000.json the part's digest, number of rows, and number of error rows
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
 LARGEST_BATCH = 2**16
-BATCHES_AT_ONCE = 16  # or a part, if that is more
+BATCHES_AT_ONCE = 16  # at least one part
 # torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
 CPU_DECODE = "NAIVE_PYTORCH"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides a row's bytes; a job is resumed with the same."""
+    """What determines a row's bytes; a job must be resumed with the same."""
 
     model: str
     revision: str | None = None
@@ -62,12 +62,12 @@ class Settings:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    """Row i of the input samples from seed + i."""
+    """How to choose tokens; row i of the input samples from seed + i."""
     format: Format = "jsonl"
     part_rows: int = 1000
-    """Rows of a part, about."""
+    """The approximate number of rows per part."""
     batch_size: int | None = None
-    """None: 32 on a CPU, on a GPU what its memory holds, up to 512."""
+    """Rows per batch; None for 32 on a CPU, and on a GPU what its memory holds, up to 512."""
 
     def __post_init__(self) -> None:
         check_type("sampling", self.sampling, Sampling)
@@ -82,16 +82,16 @@ class Settings:
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job is asked to do, as _job.json holds it: a job is resumed with the same."""
+    """A job's request, as stored in _job.json; a job must be resumed with the same."""
 
     settings: Settings
-    """Without a batch_size, which has been chosen."""
+    """The settings, without batch_size, which is a separate field."""
     inputs: tuple[tuple[str, str], ...]
-    """Name and digest."""
+    """The name and digest of each input."""
     weights: tuple[str, ...]
-    """Digests, or the commit on the hub."""
+    """The digests of the weights, or their commit on the hub."""
     kernels: tuple[str, ...]
-    """Digests of version files."""
+    """The digests of the backends' version files."""
     rows: int
     parts: int
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_BATCH)]
@@ -100,14 +100,14 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
 
     def differences(self, other: Asked) -> list[str]:
-        """Return the names of what differs."""
+        """Return the names of the fields that differ."""
         a, b = map(msgspec.to_builtins, (self, other))
         a, b = ({**asked.pop("settings"), **asked} for asked in (a, b))
         return [name for name in a if a[name] != b[name]]
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part that is complete, as the manifest holds it."""
+    """A completed part, as stored in the manifest."""
 
     file: str
     sha256: str
@@ -125,7 +125,7 @@ class Job:
     parts: int
     batch: int
     missing: tuple[int, ...]
-    """The parts that the manifest lacks."""
+    """The parts missing from the manifest."""
     strict: bool = False
 
     def part_of(self, row_id: str) -> int:
@@ -144,18 +144,19 @@ def plan(
     strict: bool = False,
     on_ray: bool = False,
 ) -> Job:
-    """Read the inputs once, write or compare _job.json, and find the parts that are missing.
+    """Read the inputs once, write or check _job.json, and find the missing parts.
 
-    Raises RequestError for two rows of one id, for a folder that has files of no job, or rows of a
-    job unless `resume`, and then for a job that is damaged or another; UnknownBackendError.
+    Raises RequestError for two rows with the same id, for a folder with files that belong to no
+    job, for a job's rows without `resume`, and with it for a damaged or different job. Raises
+    UnknownBackendError.
     """
     if settings.format == "parquet":
         pyarrow_parquet()
-    _backends(settings)  # raises for a name that no backend has
+    _backends(settings)  # raises for an unknown name
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
-    _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # what no row could meet
+    _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # rejects bad settings
     seen: set[bytes] = set()
     rows = 0
     for row in read_rows(inputs):
@@ -165,7 +166,7 @@ def plan(
         seen.add(digest)
         rows += 1
     if not rows:
-        raise RequestError("there is no row to complete")
+        raise RequestError("the inputs have no rows")
     batch = settings.batch_size or _batch_size(checkpoint.config, device, rows)
     parts = -(-rows // settings.part_rows)
     asked = Asked(
@@ -189,16 +190,18 @@ def plan(
     if begun is None:
         folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
     elif not file.exists():
-        raise RequestError(f"{out} holds {begun.name}, which is of no job: name an empty folder")
+        raise RequestError(
+            f"{out} holds {begun.name}, which belongs to no job: name an empty folder"
+        )
     elif not resume:
-        raise RequestError(f"{out} has a job: --resume completes it")
+        raise RequestError(f"{out} already has a job: --resume completes it")
     else:
         known = folder.read(file, Asked)
         if settings.batch_size is None:
             batch = known.batch_size
             asked = msgspec.structs.replace(asked, batch_size=batch)
         if changed := asked.differences(known):
-            raise RequestError(f"the job in {out} is another, by its {', '.join(changed)}")
+            raise RequestError(f"the job in {out} differs in {', '.join(changed)}")
     for left in [*out.glob(".*.writing"), *(out / "_manifest").glob(".*.writing")]:
         left.unlink()
     (out / "_manifest").mkdir(exist_ok=True)
@@ -207,7 +210,7 @@ def plan(
 
 
 def _files(out: Path) -> Iterator[Path]:
-    """Yield the folder's files, but for those that a job without rows leaves."""
+    """Yield the folder's files, except those that a job leaves before it writes rows."""
     for path in out.rglob("*"):
         is_left = path.name in (".lock", "_job.json") or path.suffix == ".writing"
         if not (is_left or path.is_dir()):
@@ -215,7 +218,7 @@ def _files(out: Path) -> Iterator[Path]:
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what tells weights from others: digests, or the commit on the hub."""
+    """Return what identifies the weights: digests, or the commit on the hub."""
     if checkpoint.random_weights:
         return ()
     if checkpoint.hub_id is not None:
@@ -224,7 +227,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
-    """Return the batch for a device: the longest rows' caches and logits take half its memory."""
+    """Return a device's batch size: the longest rows' caches and logits take half its memory."""
     if device.type != "cuda":
         return min(CPU_BATCH, rows)
     numel = 2 * config.n_layer * config.n_embd * config.n_positions + 8 * config.vocab_size
@@ -233,7 +236,7 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
 
 
 def part_file(job: Job, part: int) -> Path:
-    """Return where a part's rows are."""
+    """Return the path of a part's file."""
     return job.out / f"part-{part:05d}.{job.settings.format}"
 
 
@@ -242,13 +245,13 @@ def _entry_file(job: Job, part: int) -> Path:
 
 
 def entries(job: Job) -> list[Entry]:
-    """Return the manifest's entries; raises RequestError for one that is damaged."""
+    """Return the manifest's entries; raises RequestError for a damaged one."""
     files = [_entry_file(job, part) for part in range(job.parts)]
     return [folder.read(file, Entry) for file in files if file.exists()]
 
 
 def _is_done(job: Job, part: int) -> bool:
-    """Return whether the part is in the manifest and its file is what the manifest says."""
+    """Return whether the part is in the manifest and its file has the digest given there."""
     file, entry = part_file(job, part), _entry_file(job, part)
     if not entry.exists():
         return False
@@ -265,7 +268,7 @@ def _backends(settings: Settings) -> list[BackendSpec | None]:
 
 
 def load(settings: Settings, device: torch.device) -> GPT2:
-    """Return the model with the backends that a job runs."""
+    """Return the model with the job's backends."""
     attention, decode_attention = _backends(settings)
     decodes = attention is not None and attention.has_decode(device.type)
     if device.type == "cpu" and decode_attention is None and not decodes:
@@ -290,10 +293,10 @@ def work(
     world: int = 1,
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Complete every missing part whose place among them is `rank` modulo `world`.
+    """Complete every world-th missing part, from the rank-th on.
 
-    on_rows: is told how many more rows are done. Raises BatchError at an error row if the job is
-    strict.
+    on_rows: called with the number of rows just completed. Raises BatchError at an error row if the
+    job is strict.
     """
     mine = set(job.missing[rank::world])
     if not mine:
@@ -315,7 +318,7 @@ def work(
 
 
 def _parts_at_once(job: Job) -> int:
-    """Return how many parts to complete together: batches run empty at the end."""
+    """Return how many parts to complete together; batches run empty only after the last one."""
     return max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
 
 
@@ -335,7 +338,7 @@ def complete(
     rows: Sequence[InputRow],
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return rows as they are written, in the order given."""
+    """Complete rows and return them as they are written, in the order given."""
     results: dict[int, Completion | str] = {}
     requests = []
     for row in rows:
@@ -352,7 +355,7 @@ def complete(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep to one thread: how many there are changes how a CPU rounds products of few rows."""
+    """Use one thread: the number of threads changes how a CPU rounds products of few rows."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -411,7 +414,7 @@ def _output(
 
 
 def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
-    """Return a pyarrow table: of the columns id and line, or those of a Parquet file."""
+    """Return a pyarrow table with the columns id and line, or those of a Parquet file."""
     import pyarrow as pa
 
     if kind == "jsonl":
@@ -435,12 +438,12 @@ def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _as_json(value: object) -> bytes:
-    """Return JSON: what it has no form for is a text, and NaN and infinity are null."""
+    """Return JSON; values without a JSON form become text, NaN and infinity null."""
     return msgspec.json.encode(value, enc_hook=str)
 
 
 def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Return a file whose column `input` is JSON: rows need not have the same fields."""
+    """Return a Parquet file; its column `input` is JSON, because rows may differ in fields."""
     file = io.BytesIO()
     pyarrow_parquet().write_table(as_table(rows, "parquet"), file)
     return file.getvalue()

@@ -19,7 +19,7 @@ BOM = codecs.BOM_UTF8
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of the input, or the reason why it cannot be one."""
+    """A row of the input, or the reason why it is invalid."""
 
     index: int
     id: str
@@ -28,10 +28,10 @@ class InputRow:
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
-    """Yield the rows of JSON Lines, Parquet and text files; empty lines are no rows.
+    """Yield the rows of JSON Lines, Parquet and text files; skip empty lines.
 
-    A row that cannot be read has its reason. Without an id its id is FILE:LINE, with FILE as it was
-    given where two files have one name. Raises RequestError for a file of another kind.
+    A row that cannot be read has the reason. A row without an id gets the id FILE:LINE, with FILE
+    as given if two files have the same name. Raises RequestError for any other kind of file.
     """
     index = 0
     names = Counter(path.name for path in paths)
@@ -47,7 +47,7 @@ def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRo
     if isinstance(value, str):
         return InputRow(index, default, None, value)
     for name in ("id", "prompt"):
-        if isinstance(value.get(name), bytes):  # Parquet's text, where it is not marked as such
+        if isinstance(value.get(name), bytes):  # Parquet's text, if not marked as text
             try:
                 value = value | {name: value[name].decode("utf-8")}
             except UnicodeDecodeError:
@@ -75,7 +75,7 @@ def _kind(path: Path) -> str:
     return path.suffix
 
 
-Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or why there are none
+Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or an error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -118,7 +118,7 @@ def _read_parquet(path: Path) -> Iterator[Line]:
         for batch in parquet.ParquetFile(path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except ValueError:  # of one of them
+            except ValueError:  # in one of the rows
                 rows = [_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
             for fields in rows:
                 number += 1

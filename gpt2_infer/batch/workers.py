@@ -1,4 +1,4 @@
-"""The processes of a job: one, one per device, or those of torchrun."""
+"""The processes of a job: a single one, one per device, or those of torchrun."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run(
     strict: bool = False,
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> Job:
-    """Complete the inputs' prompts into the folder `out`, or what is missing there with `resume`.
+    """Complete the inputs' prompts into the folder `out`; with `resume`, the missing ones.
 
-    devices: one process each. Under torchrun, or whatever sets RANK and WORLD_SIZE, this process is
-    one of those and has one device. strict: stop at the first error row.
-    on_rows: is told how many more rows of this machine are done.
-    Raises RequestError for what plan() refuses, or where another process is at work in `out`, and
-    BatchError for a job that has stopped.
+    devices: each gets one process. Under torchrun, or anything else that sets RANK and WORLD_SIZE,
+    this process is one of those and has one device. strict: stop at the first error row.
+    on_rows: called with the number of rows just completed on this machine.
+    Raises RequestError for what plan() refuses, or if another process is working in `out`, and
+    BatchError if the job stops.
     """
     if not devices:
         raise RequestError("there is no device to run on")
@@ -58,7 +58,7 @@ def run(
             return plan(files, out, settings, device=devices[0], resume=resume, strict=strict)
 
         if len(devices) > 1:
-            with _processes(devices) as workers:  # which end before the lock
+            with _processes(devices) as workers:  # they end before the lock
                 job = prepare()
                 _work_in_processes(job, workers, on_rows)
         else:
@@ -69,7 +69,7 @@ def run(
 
 @contextlib.contextmanager
 def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
-    """Have rank 0 plan the job for all ranks; at the end wait for all."""
+    """Have rank 0 plan the job for all ranks; at the end, wait for all of them."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
@@ -79,7 +79,7 @@ def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
             try:
                 box = [prepare()]
             except (GPT2InferError, AttentionError, OSError) as error:
-                box = [RequestError(str(error))]  # what errors of backends hold is not pickled
+                box = [RequestError(str(error))]  # a backend's error may not be picklable
         dist.broadcast_object_list(box)
         (job,) = box
         if isinstance(job, RequestError):
@@ -95,7 +95,7 @@ Workers = dict["Connection[Any, Any]", SpawnProcess]
 
 @contextlib.contextmanager
 def _processes(devices: Sequence[torch.device]) -> Iterator[Workers]:
-    """Start a process per device: they import what they need while the job is planned."""
+    """Start one process per device; they import modules while the job is planned."""
     context = multiprocessing.get_context("spawn")
     workers: Workers = {}
     try:
@@ -105,7 +105,7 @@ def _processes(devices: Sequence[torch.device]) -> Iterator[Workers]:
             process = context.Process(target=_worker, args=arguments, name=f"worker {rank + 1}")
             with _without_interrupts():
                 process.start()
-            theirs.close()  # the worker's end alone is open: its death ends the pipe
+            theirs.close()  # only the worker's end stays open: its death ends the pipe
             workers[ours] = process
         yield workers
     finally:
@@ -117,9 +117,9 @@ def _processes(devices: Sequence[torch.device]) -> Iterator[Workers]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Have processes that are started ignore Ctrl-C, which goes to all: the parent ends them."""
+    """Make new processes ignore Ctrl-C, which reaches all of them: the parent ends them."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # where Python sets no signals
+        yield  # Python sets signals only in the main thread
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -129,10 +129,10 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], object]) -> None:
-    """Have workers do the job; raise BatchError where one of them failed."""
+    """Have the workers do the job; raise BatchError if one of them fails."""
     dead = []
     for pipe in workers:
-        with contextlib.suppress(ConnectionError):  # it has died, as recv() will tell
+        with contextlib.suppress(ConnectionError):  # the worker has died; recv() reports it
             pipe.send(job)
     while workers:
         for ready in multiprocessing.connection.wait([*workers]):
@@ -153,7 +153,7 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
 
 
 def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, Any]) -> None:
-    """Be one of several processes: report rows, and an error that is to be expected."""
+    """Run a worker process: report completed rows, and expected errors."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         job = pipe.recv()
@@ -167,7 +167,7 @@ def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, A
 
 
 def _end_with_parent() -> None:
-    """Leave no process behind that writes to the folder of a job that may be resumed."""
+    """End with the parent: no worker may keep writing to a job that may be resumed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -177,8 +177,8 @@ def _end_with_parent() -> None:
 def find_devices(names: str | None) -> list[torch.device]:
     """Return the devices that "all", "0,1" (of CUDA), "cpu", "cpu:2" (processes) or None names.
 
-    None is one: CUDA's, LOCAL_RANK's under torchrun, or the CPU without one.
-    Raises RequestError for another name, UnavailableDeviceError for a device that is not there.
+    None is a single one: CUDA's, LOCAL_RANK's under torchrun, or the CPU without CUDA.
+    Raises RequestError for any other name, UnavailableDeviceError for a missing device.
     """
     if names is None:
         local = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
@@ -196,5 +196,5 @@ def find_devices(names: str | None) -> list[torch.device]:
     if absent := [index for index in indices if index >= torch.cuda.device_count()]:
         raise UnavailableDeviceError(f"this machine has no CUDA device {absent[0]}")
     if len({*indices}) < len(indices):
-        raise RequestError(f"devices {names} names one twice")
+        raise RequestError(f"devices {names} names a device twice")
     return [torch.device("cuda", index) for index in indices]

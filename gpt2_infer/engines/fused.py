@@ -162,7 +162,7 @@ class Shape:
         # The blocks of q, k and v are narrower than those of the hidden units, unless blocks of 32
         # columns are enough for all multiprocessors.
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
-        warps = 10 if width % 320 == 0 and width % 256 else 8  # each has as many rows
+        warps = 10 if width % 320 == 0 and width % 256 else 8  # of equal numbers of rows
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": Product(width, width, 8, warps),

@@ -162,7 +162,7 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
     with pytest.raises(RequestError, match="has a job: --resume completes it"):
         batch.run([file], out, settings, devices=CPU)
     other = dataclasses.replace(settings, max_new_tokens=6)
-    with pytest.raises(RequestError, match="is another, by its max_new_tokens"):
+    with pytest.raises(RequestError, match="differs in max_new_tokens"):
         batch.run([file], out, other, devices=CPU, resume=True)
     (out / ".part-00000.jsonl.1.writing").write_text("half")
     done = out / "part-00000.jsonl"
@@ -229,7 +229,7 @@ def test_files_of_no_job_are_neither_taken_for_a_jobs_nor_replaced(
     (out / left).write_text('{"prompt": "a"}')
     file = out / left if left.endswith(".jsonl") else write_input(tmp_path / "in.jsonl", 2)
     before = contents(out)
-    with pytest.raises(RequestError, match=f"holds {Path(left).name}, which is of no job"):
+    with pytest.raises(RequestError, match=f"holds {Path(left).name}, which belongs to no job"):
         batch.run([file], out, settings, devices=CPU, resume=resume)
     assert contents(out) == before
 
@@ -284,7 +284,7 @@ def test_other_weights_are_another_job(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 4)
     batch.run([file], tmp_path / "out", settings, devices=CPU)
     rewrite(Path(settings.model), lambda tensors: {k: 2 * v for k, v in tensors.items()})
-    with pytest.raises(RequestError, match="is another, by its weights"):
+    with pytest.raises(RequestError, match="differs in weights"):
         batch.run([file], tmp_path / "out", settings, devices=CPU, resume=True)
 
 
@@ -293,7 +293,7 @@ def test_other_weights_are_another_job(settings, tmp_path):
     [
         ("in.csv", "a", r"must end in \.jsonl, \.parquet, \.txt"),
         ("in.jsonl", '{"id": 5}\n{"id": "5"}', "two rows have the id '5'"),
-        ("in.txt", "\n", "there is no row to complete"),
+        ("in.txt", "\n", "the inputs have no rows"),
         ("missing.txt", None, "missing.txt cannot be read: No such file"),
     ],
 )
