@@ -1,21 +1,22 @@
-// The contract between a kernel's version file and the rest of the project. No torch header here.
+// The contract between a kernel's version file and the rest of the project, without torch headers.
 //
 // A version file defines exactly two functions in `namespace attention::ATTENTION_VERSION`:
 //
 //   int64_t scratch_floats(const Params& params);
 //   cudaError_t launch(const Params& params, cudaStream_t stream);
 //
-// If its header says `Role: decode`, they take DecodeParams instead; with `Role: struct`, for a
-// kernel that is more than attention, a StructParams that the file defines and its caller fills.
+// If its header says `Role: decode`, they take DecodeParams instead. With `Role: struct`, for a
+// kernel that does more than attention, they take a StructParams that the file defines and its
+// caller fills in.
 //
-// The first says how many floats of scratch launch() needs; launch() enqueues the work and does
-// nothing else: it never allocates, synchronizes, prints, exits or copies from the host. A head_dim
-// it has no kernel for, or more shared memory than the device has, is returned as the cudaError_t
-// it is; the caller turns it into an exception.
+// The first returns how many floats of scratch launch() needs; launch() enqueues the work and does
+// nothing else: it never allocates, synchronizes, prints, exits or copies from the host. For a
+// head_dim without a kernel, or more shared memory than the device has, it returns the cudaError_t;
+// the caller turns it into an exception.
 //
-// The file also runs on the CPU, in the emulator, which has most of CUDA but no inline PTX other
-// than ptx.cuh's functions, no clock64() and no cooperative groups: a kernel that uses one of these
-// does not compile there, and the error says so. See emulator/cuda_emulator.h for its other limits.
+// The file also runs on the CPU, in the emulator, which supports most of CUDA, but no inline PTX
+// other than ptx.cuh's functions, no clock64() and no cooperative groups: a kernel that uses one of
+// these does not compile there, and the error says so. emulator/cuda_emulator.h lists other limits.
 
 #pragma once
 
@@ -37,7 +38,7 @@ struct Params {
   const void* k;
   const void* v;
   void* o;
-  float* scratch;  // scratch_floats(params) floats, uninitialised; null where none are asked for
+  float* scratch;  // scratch_floats(params) floats, uninitialized; null if that is 0
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -46,21 +47,21 @@ struct Params {
   int seqlen;
   int num_heads;
   int head_dim;
-  double softmax_scale;  // a float32 kernel takes it as a float
+  double softmax_scale;  // a float32 kernel casts it to float
   bool is_causal;
 };
 
-// One new token per row against a cache. q and o are (batch, 1, num_heads, head_dim); k_cache and
-// v_cache are (batch, max_seqlen, num_heads, head_dim). A captured graph replays the launch with
-// other seqlens: neither the grid nor the scratch can depend on them, only on max_seqlen.
-// One launch gets 65,535 rows at most, as many as a grid has on y or z: a larger batch is several.
+// Attention of one new token per row over a cache. q and o are (batch, 1, num_heads, head_dim);
+// k_cache and v_cache are (batch, max_seqlen, num_heads, head_dim). A captured graph replays the
+// launch with other seqlens, so grid and scratch may depend on max_seqlen but not on seqlens. One
+// launch gets at most 65,535 rows, the limit of a grid on y or z: a larger batch takes several.
 struct DecodeParams {
   const void* q;
   const void* k_cache;
   const void* v_cache;
   void* o;
   float* scratch;      // as in Params
-  const int* seqlens;  // (batch), on the device: the keys that each row sees, 1 to max_seqlen
+  const int* seqlens;  // (batch), on the device: number of keys that each row sees, 1 to max_seqlen
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -72,7 +73,7 @@ struct DecodeParams {
   double softmax_scale;
 };
 
-// Of a file whose Role is struct.
+// Defined by a file whose Role is struct.
 struct StructParams;
 
 #if defined(ATTENTION_DECODE)
@@ -83,7 +84,7 @@ using VersionParams = StructParams;
 using VersionParams = Params;
 #endif
 
-// What binding.cpp knows of a version; common.cuh fills it in.
+// What binding.cpp knows about a version; filled in by common.cuh.
 struct Version {
   const char* op;
   const char* dtype;

@@ -1,14 +1,14 @@
 // The one file with torch headers: it registers a version's launch() as
 // attention_kernels::<version.op>, for CUDA or, with ATTENTION_EMULATOR, for the CPU. It does not
 // depend on the version, so it is compiled once and linked to each. The op's schema and its fake
-// kernel are in Python. With ATTENTION_POISON, output and scratch are NaN before the launch, so
-// that what nobody writes shows; the emulator always does that.
+// kernel are in Python. With ATTENTION_POISON, output and scratch are filled with NaN before the
+// launch, so that elements nobody writes show; the emulator always does that.
 //
-// It does all that a version's launch() does not: checks, allocation, the device guard, the current
-// stream, and exceptions for errors. An error that begins with "refuses: " concerns the call; it
-// lists every reason, separated by "; ", and nothing has run.
+// It does everything that a version's launch() does not: checks, allocation, the device guard, the
+// current stream, and exceptions for errors. An error that begins with "refuses: " is about the
+// call's arguments; it lists every reason, separated by "; ", and nothing has run.
 
-// The stable interface of torch 2.10: later ones keep it.
+// The stable interface of torch 2.10, which later releases keep.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 #ifndef ATTENTION_EMULATOR
 #define USE_CUDA  // declares aoti_torch_get_current_cuda_stream()
@@ -69,7 +69,7 @@ int32_t version_dtype() {
   return aoti_torch_dtype_float32();
 }
 
-// A cache has a seqlen of its own.
+// is_cache: the tensor may have another seqlen than q.
 void check_input(const char* name, const Tensor& tensor, const Tensor& q, bool is_cache = false) {
   const auto check = [&](bool holds, const std::string& complaint) {
     if (!holds) fail(std::string(name) + " must " + complaint);
@@ -102,7 +102,7 @@ struct Named {
   const Tensor& tensor;
 };
 
-// Refuses what no version can take; seqlen is the longest.
+// Refuses inputs that no version can take. seqlen is the longest.
 void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> others) {
   std::vector<std::string> reasons;
   const auto limit = [&](const char* what, int64_t size, int64_t most) {
@@ -110,8 +110,8 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
       reasons.push_back(std::string(what) + " may be at most " + std::to_string(most) + ", not " +
                         std::to_string(size));
   };
-  // Kernels that index a tile with int have tiles of up to 64 rows; all have a block per 16 rows or
-  // more, on grid.y.
+  // Kernels that index a tile with int have tiles of at most 64 rows; all kernels have at most one
+  // block per 16 rows, on grid.y.
   limit("seqlen", seqlen, 65535 * 16);
   limit("batch * num_heads", q.tensor.size(0) * q.tensor.size(2), INT_MAX);
   limit("num_heads * head_dim", q.tensor.size(2) * q.tensor.size(3), INT_MAX / 64);
@@ -125,7 +125,7 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
   if (!reasons.empty()) refuse(reasons);
 }
 
-// A launch that failed with one of these has run nothing and can never succeed on this device.
+// Returns whether the launch ran nothing and can never succeed on this device.
 bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
          error == cudaErrorLaunchOutOfResources || error == cudaErrorNoKernelImageForDevice
@@ -135,7 +135,7 @@ bool is_refusal(cudaError_t error) {
       ;
 }
 
-// subject: what a refusal is about
+// subject: names the refused argument
 void check_launch(cudaError_t error, [[maybe_unused]] const Tensor& q, const std::string& subject) {
   if (error == cudaSuccess) return;
   std::string complaint = std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error);
@@ -192,11 +192,11 @@ cudaStream_t current_stream([[maybe_unused]] const Tensor& of) {
 #endif
 }
 
-// How many rows one launch takes. A decode kernel may count them on grid.y or grid.z, which end there.
+// The most rows per launch. A decode kernel may map them to grid.y or grid.z, which are limited.
 constexpr int64_t rows_at_once(const Params&) { return INT_MAX; }
 constexpr int64_t rows_at_once(const DecodeParams&) { return 65535; }
 
-// Moves on to the rows after the first ones.
+// Advances params past the first rows.
 void skip_rows(Params&, int64_t, size_t) {}
 void skip_rows(DecodeParams& params, int64_t rows, size_t element_bytes) {
   const auto moved = [&](auto pointer, const Strides& strides) {
@@ -210,8 +210,8 @@ void skip_rows(DecodeParams& params, int64_t rows, size_t element_bytes) {
   params.seqlens += rows;
 }
 
-// Allocates o and scratch, and launches the version on the current stream of q's device, once for
-// each rows_at_once().
+// Allocates o and scratch, and launches the version on the current stream of q's device, once per
+// rows_at_once() rows.
 template <typename AnyParams>
 Tensor launch(AnyParams params, const Tensor& q) {
 #ifndef ATTENTION_EMULATOR
@@ -231,8 +231,8 @@ Tensor launch(AnyParams params, const Tensor& q) {
   params.head_dim = static_cast<int>(q.size(3));
   poison(o, stream);
 
-  // Freed on return, while the kernel may still run: the allocator gives it to later work on this
-  // stream only.
+  // Freed on return, when the kernel may still be running: the allocator reuses it only for later
+  // work on this stream.
   std::optional<Tensor> scratch;
   const int64_t floats = version.scratch_floats(&params);
   if (floats < 0) fail("scratch_floats() returned " + std::to_string(floats) + ", less than 0");
@@ -289,8 +289,8 @@ Tensor run_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, doub
   return launch(params, q);
 }
 
-// params: the bytes of a StructParams, on the CPU, with pointers to memory on the device of `on`,
-// which its caller keeps alive and has checked.
+// params: the bytes of a StructParams, on the CPU, with pointers to memory on the device of `on`.
+// The caller has checked that memory and keeps it alive.
 void run_struct(Tensor on, Tensor params) {
   if (!params.is_cpu() || !params.is_contiguous()) fail("params must be contiguous, on the CPU");
 #ifndef ATTENTION_EMULATOR

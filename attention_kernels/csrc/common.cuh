@@ -1,6 +1,6 @@
-// What every version shares and none of them teaches: the launch, and the two spellings that differ
-// between nvcc and the CPU emulator. Anything that could make one version faster than another
-// belongs in the version file.
+// Code that every version shares and none is about: the launch, and the names that differ between
+// nvcc and the CPU emulator. Anything that could make one version faster than another belongs in
+// the version file.
 
 #pragma once
 
@@ -19,18 +19,18 @@ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-// A block may use more than 48 KB, static shared memory included, only after the kernel's limit has
-// been raised; asking for more than the device has fails here.
+// Raises the kernel's limit, without which a block cannot use more than 48 KB of shared memory,
+// static included. Fails if the device has less than smem_bytes.
 inline cudaError_t allow_shared(const void* kernel, size_t smem_bytes) {
   if (smem_bytes <= 32 * 1024) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
   if (error != cudaSuccess)
-    (void)cudaGetLastError();  // reported here, it must not surface at a later, innocent call
+    (void)cudaGetLastError();  // clear it, so that it does not surface in a later, unrelated call
   return error;
 }
 
-// How many blocks of a kernel a multiprocessor of the current device runs at once.
+// Counts the blocks of a kernel that a multiprocessor of the current device runs at once.
 template <typename... Parameters>
 cudaError_t resident_blocks(void (*kernel)(Parameters...), int threads, size_t smem_bytes,
                             int* blocks) {
@@ -56,9 +56,9 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   return cudaGetLastError();
 }
 
-// The same, for a kernel that may start before the one ahead of it in the stream has ended: it calls
-// ptx::wait_for_previous(). Before compute capability 9.0 it starts as any other. `cluster` blocks
-// in a row form a cluster.
+// The same for a kernel that may start before the previous one in the stream has ended, and so
+// calls ptx::wait_for_previous(). Below compute capability 9.0 it starts like any other. Every
+// `cluster` consecutive blocks form a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                          size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
@@ -87,7 +87,7 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
   return error;
 }
 
-// The emulator puts launches off.
+// A twin of the emulator's complete(), which defers launches.
 template <typename Launches>
 cudaError_t complete(Launches launches) {
   return launches();

@@ -18,7 +18,7 @@ using float64 = double;
 
 using Element = dtypes::ATTENTION_DTYPE;
 
-// 16 bytes of T as floats
+// Converts 16 bytes of T to floats.
 template <typename T>
 __device__ void unpack(const uint4& chunk, float (&x)[16 / sizeof(T)]);
 

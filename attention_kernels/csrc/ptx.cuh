@@ -1,5 +1,5 @@
-// One small function per PTX instruction that the kernels use. The CPU emulator has a twin of each,
-// in emulator/ptx.h, which is told beside it what the instruction promises and no more.
+// One small function per PTX instruction that the kernels use. The CPU emulator has a twin of each
+// in emulator/ptx.h, which does what the instruction promises and no more.
 
 #pragma once
 
@@ -23,7 +23,7 @@ inline __device__ void barrier_init(Barrier* barrier, unsigned arrivals) {
                "r"(arrivals)
                : "memory");
 }
-// After the barriers' initialization, before any copy uses one.
+// Call it after initializing the barriers, before any copy uses one.
 inline __device__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -31,14 +31,14 @@ inline __device__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Arrives, and lets the phase wait for that many bytes of copies as well.
+// Arrives, and makes the phase also wait for that many bytes of copies.
 inline __device__ void barrier_expect(Barrier* barrier, unsigned bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
 }
-// Returns whether the phase of that parity is complete, after a while at the latest.
+// Returns whether the phase of that parity is complete, possibly after waiting for a short time.
 inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile(
@@ -53,8 +53,8 @@ inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
   return complete;
 }
 
-// Copies to shared memory; 16 bytes are the unit of addresses and size. The barrier's phase learns
-// of the bytes when they are there.
+// Copies to shared memory; addresses and size are multiples of 16 bytes. When the bytes have
+// arrived, they count towards the barrier's phase.
 inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -63,10 +63,10 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
-// sums += A B for a warp, of float16 or bfloat16: A is 16 x 16, B 16 x 8, sums 16 x 8 in float32. Lane
-// l has of A the rows l / 4 (a[0], a[2]) and l / 4 + 8 (a[1], a[3]), of B the column l / 4, each at k =
-// 2 (l % 4) and the next (a[0], a[1], b[0]), and 8 further on; and of the sums both rows' columns
-// 2 (l % 4) and the next.
+// sums += A B for a warp, in float16 or bfloat16: A is 16 x 16, B 16 x 8, sums 16 x 8 in float32.
+// Lane l holds rows l / 4 (a[0], a[2]) and l / 4 + 8 (a[1], a[3]) of A and column l / 4 of B, each
+// at k = 2 (l % 4) and the next (a[0], a[1], b[0]) and at 8 further on (a[2], a[3], b[1]); of the
+// sums it holds columns 2 (l % 4) and the next of both rows.
 template <bool kIsBfloat16>
 __device__ void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   if constexpr (kIsBfloat16) {
@@ -82,8 +82,8 @@ __device__ void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b
   }
 }
 
-// The same in TF32: A is 16 x 8, B 8 x 8. a[0], a[2] and b[0], b[1] are at k = l % 4 and 4 further on,
-// floats whose low 13 bits are ignored.
+// The same in TF32: A is 16 x 8, B 8 x 8. a[0], a[2] and b[0], b[1] are at k = l % 4 and 4 further
+// on. They are floats whose low 13 bits are ignored.
 inline __device__ void mma_tf32(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
@@ -91,9 +91,9 @@ inline __device__ void mma_tf32(float (&sums)[4], const unsigned (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Loads four matrices of 8 x 8 16-bit elements from shared memory. Lane 8 i + r has the address of
-// row r of matrix i, 16 bytes. Lane l gets of each the elements 2 (l % 4) and the next of row l / 4;
-// transposed, of column l / 4.
+// Loads four matrices of 8 x 8 16-bit elements from shared memory. Lane 8 i + r passes the address
+// of row r of matrix i, 16 bytes. Of each matrix, lane l gets elements 2 (l % 4) and the next of
+// row l / 4 or, transposed, of column l / 4.
 inline __device__ void load_matrices(unsigned (&x)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -107,25 +107,25 @@ inline __device__ void load_matrices_transposed(unsigned (&x)[4], const void* ro
                : "memory");
 }
 
-// A barrier of all threads of a cluster. What a thread has written before it arrives is visible to
-// threads that have waited.
+// A barrier of all threads of a cluster. What a thread writes before it arrives is visible to
+// threads after they have waited.
 inline __device__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 inline __device__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Stores to where another block of the cluster has what is here at `here`, in shared memory. That
-// block has begun, and has not ended.
+// Stores to the address in another block of the cluster that corresponds to `here`, in shared
+// memory. That block must have begun and must not have ended.
 inline __device__ void store_to_block(float* here, unsigned block, float value) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(block));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
-// Of kernels that launch_early() launched. The next one in the stream may start once all blocks of
-// this one have called allow_next(). wait_for_previous() returns when the kernels ahead have ended
-// and what they wrote can be read.
+// For kernels launched by launch_early(). The next kernel in the stream may start once all blocks
+// of this one have called allow_next(). wait_for_previous() returns when the previous kernels have
+// ended and what they wrote can be read.
 inline __device__ void allow_next() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -175,7 +175,7 @@ def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
         (JUST_PAST, "illegal access to byte 256 of 256 bytes of dynamic shared memory, at {}"),
         (NULL, "illegal memory access (address 0x18), at {}"),
         (PAST_AN_ARRAY, "access out of bounds of an array at {}: index 64 of a 'float [64]'"),
-        (PAST_A_POINTER, "access out of bounds of an array at {}: there is no room for a 'float'"),
+        (PAST_A_POINTER, "access out of bounds of an array at {}: no room for a 'float'"),
         (FLOAT2, "misaligned access at {}: a 'struct float2' that is not at a multiple of 8 bytes"),
         (FLOAT4, "misaligned access at {}: a 'struct float4' that is not at a multiple of 16 b"),
         (ASSERT, "device-side assert triggered: assert() at {}: threadIdx.x < 32"),

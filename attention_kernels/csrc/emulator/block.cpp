@@ -1,4 +1,4 @@
-// How a block runs: see block.h.
+// Runs a block: see block.h.
 
 #include "block.h"
 
@@ -83,8 +83,9 @@ bool Block::next_warp() {
   return true;
 }
 
-// The next fiber that can run, or null. A warp that has come to rest stays so until the next
-// barrier: no other warp can wake it. Only fibers that yielded are in warps already passed.
+// Returns the next fiber that can run, or null. A warp with no fiber to run stays so until the next
+// barrier, because no other warp can wake it. Only fibers that yielded can be in warps already
+// passed.
 Fiber* Block::next_ready() {
   while (warp->ready == 0) {
     if (next_warp()) continue;
@@ -113,7 +114,7 @@ Fiber* Block::yield() {
   for (unsigned i = 1; i <= threads; ++i) {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
-    if (i == threads) std::this_thread::yield();  // it is other blocks' turn
+    if (i == threads) std::this_thread::yield();  // let other blocks run
     warp = &warps[thread / kWarpSize];
     lane = thread % kWarpSize;
     return warp->fibers[lane];
@@ -138,7 +139,7 @@ Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* fi
   return next_or_abandon();
 }
 
-// Lets the threads go on that wait at a barrier, once all that have not returned are there.
+// Releases the threads that wait at a barrier, once all that have not returned are there.
 void Block::pass_barrier() {
   if (arrived == 0 || arrived + finished < threads) return;
   arrived = 0;
@@ -195,7 +196,7 @@ void Block::record_divergence(const Site& here, const Site& there, const Fiber& 
                                      ", thread " + thread.c_str() + " in " + there.text());
 }
 
-// No fiber can run and not all have returned: some wait for lanes of their warp.
+// Called when no fiber can run although some have not returned: those wait for lanes of their warp.
 void Block::record_stuck() {
   const auto state_of = [&](const Warp& w, unsigned bit) {
     const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
@@ -217,8 +218,8 @@ void Block::record_stuck() {
 
 // ---- One block --------------------------------------------------------------------------------
 
-// Makes a fiber start from the beginning, in a function that never returns. `bottom` is the lowest
-// address of its stack.
+// Resets a fiber so that it starts in a function that never returns. `bottom` is the lowest address
+// of its stack.
 inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
   if (fiber.pending != nullptr) fiber.pending->clear();
   fiber.cluster_arrivals = fiber.cluster_waits = 0;
@@ -238,7 +239,7 @@ inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
   fiber.stack_pointer = context;
 #else
   (void)bottom;
-  // As switch_stack() leaves a stack. The function starts as if it were called, by nobody.
+  // Laid out as switch_stack() leaves a stack. The function starts as if called, without a caller.
   auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
   std::fill(entry, top, nullptr);
   entry[0] = reinterpret_cast<void*>(function);
@@ -255,7 +256,7 @@ void Block::fiber_main() {
   try {
     block.launch->body(block.launch->arguments);
     returned = true;
-  } catch (...) {  // left before it is reported, for the exception to be destroyed
+  } catch (...) {  // reported only after this block, so that the exception is destroyed
   }
   if (returned) block.finish();
   block.record(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
@@ -327,7 +328,7 @@ bool Block::run(uint64_t number_in_grid) {
   if (launch->cluster > 0)
     __atomic_store_n(&cluster->blocks[number % launch->cluster], nullptr, __ATOMIC_RELEASE);
   if (error == cudaSuccess) check_shared();
-  if (signals.stopped) drop_stacks();  // and with them what a fiber was changing
+  if (signals.stopped) drop_stacks();  // and whatever a fiber was changing there
 #ifdef ATTENTION_EMULATOR_ASAN
   if (error != cudaSuccess)
     __asan_unpoison_memory_region(reinterpret_cast<void*>(stacks), threads * kStackBytes);
@@ -353,8 +354,8 @@ void Block::check_shared() {
   }
 }
 
-// After a launch. A fiber that outgrows its stack runs into its neighbour's; what lies between
-// must be untouched.
+// Checked after a launch. A fiber that outgrows its stack runs into its neighbour's; the words
+// between them must be untouched.
 bool Block::stacks_overflowed() {
   bool overflowed = false;
   for (unsigned i = 0; i < threads; ++i) {
@@ -369,7 +370,7 @@ void Block::drop_stacks() {
   madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
 }
 
-// All blocks of this library, and what went wrong in each host thread's last launch.
+// All blocks of this library, and the error of each host thread's last launch.
 struct Blocks {
   std::mutex mutex;
   std::atomic<Block*> first{nullptr};  // only ever grows: the signal handlers walk it
@@ -397,7 +398,7 @@ struct Blocks {
     block->in_use = false;
   }
 
-  // The block whose fiber has this stack pointer, or null.
+  // Returns the block whose fiber has this stack pointer, or null.
   Block* of(uintptr_t stack_pointer) const {
     Block* block = first;
     while (block != nullptr && !block->owns(stack_pointer)) block = block->next_of_all;
@@ -415,7 +416,7 @@ struct Blocks {
   }
 };
 
-// What went wrong in the calling thread's last launch; empty if nothing did.
+// Returns the error of the calling thread's last launch, or an empty string.
 inline std::string last_error() {
   Blocks& blocks = Blocks::instance();
   const std::lock_guard<std::mutex> lock(blocks.mutex);
@@ -423,7 +424,7 @@ inline std::string last_error() {
   return found == blocks.errors.end() ? "" : found->second;
 }
 
-// The block that the caller is a thread of, or null: host code.
+// Returns the block that the calling CUDA thread belongs to, or null in host code.
 inline Block* this_block() {
   return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
 }

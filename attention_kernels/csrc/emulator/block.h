@@ -1,11 +1,11 @@
-// A launch and a block, as kernels see them. block.cpp runs a block's threads one after the other on
-// one OS thread.
+// A launch and a block, as kernels see them. block.cpp runs a block's threads one after the other
+// on one OS thread.
 //
 // Every CUDA thread runs until it must wait for others, at __syncthreads() or at a warp-level
 // operation, and then switches straight to the next that can run. So between two barriers the
-// threads of a block run one after the other, which turns a missing barrier into a wrong result
-// instead of a rare race: a thread sees nothing that a later one writes, and everything that an
-// earlier one does. Threads run in ascending order between some barriers and in descending order
+// threads of a block run one after the other, which turns a missing barrier from a rare race into a
+// wrong result: a thread sees everything that earlier ones write and nothing that later ones do.
+// Threads run in ascending order between some barriers and in descending order
 // between others, in a pattern that does not repeat (Thue-Morse), so that each barrier of a loop
 // sees both. ATTENTION_EMULATOR_ORDER chooses other orders; a correct kernel gives the same bits in
 // all.
@@ -24,22 +24,23 @@
 
 namespace attention::emulator {
 
-// What the environment names, or sm_90 with 8 multiprocessors. Read at each launch.
+// The device that the environment specifies, by default sm_90 with 8 multiprocessors. Read at each
+// launch.
 struct Device {
   int arch;
-  size_t shared_limit;  // that a block may ask for; 0 for an unknown device
-  int multiprocessors;  // 0 for a number that there is not
+  size_t shared_limit;  // most that a block may request; 0 for an unknown device
+  int multiprocessors;  // 0 if the setting is invalid
 
   static Device emulated();
 };
 
 constexpr unsigned kMaxCluster = 8;
 
-// Blocks that have a barrier and can write to each other's shared memory.
+// Blocks that share a barrier and can write to each other's shared memory.
 struct Cluster {
-  uint64_t arrived = 0;          // threads, since the beginning
-  Block* blocks[kMaxCluster]{};  // that have begun and not ended
-  bool failed = false;           // one of the blocks
+  uint64_t arrived = 0;          // threads, since the launch began
+  Block* blocks[kMaxCluster]{};  // those that are running
+  bool failed = false;           // whether one of the blocks failed
 };
 
 struct PreviousLaunch;
@@ -53,19 +54,19 @@ struct Launch {
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
-  unsigned tick_limit = 0;  // of one block; 0: none
-  unsigned interrupts = 0;  // counted before it began
+  unsigned tick_limit = 0;  // per block; 0: no limit
+  unsigned interrupts = 0;  // counted before the launch began
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
-  bool flushes = false;                // subnormal floats to 0
-  bool is_early = false;               // it may start before the launch ahead of it has ended
-  PreviousLaunch* previous = nullptr;  // that may have yet to run
+  bool flushes = false;                // whether subnormal floats become 0
+  bool is_early = false;               // it may start before the previous launch has ended
+  PreviousLaunch* previous = nullptr;  // which may not have run yet
   bool* waited = nullptr;              // set once a thread has waited for it
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
 };
 
-// A copy to shared memory that has not arrived; see ptx.h.
+// A copy to shared memory that is in flight; see ptx.h.
 struct BulkCopy {
   void* to;
   const void* from;
@@ -73,7 +74,7 @@ struct BulkCopy {
   const void* barrier;
 };
 
-// What the signal handlers have seen of a block; see faults.h.
+// What the signal handlers recorded about a block; see faults.cpp.
 struct Signals {
   unsigned ticks = 0;  // since the block began
   bool stopped = false;
@@ -82,8 +83,8 @@ struct Signals {
   uintptr_t code = 0;  // where the thread was
 };
 
-// Stacks and shared memory for one block at a time. Kept for ever and used again, by one OS thread
-// at a time.
+// Stacks and shared memory for one block at a time. Never freed, and reused by one OS thread at a
+// time.
 struct Block {
   Block* next_of_all = nullptr;
   bool in_use = false;
@@ -94,7 +95,7 @@ struct Block {
   unsigned warp_count = 0;
   unsigned warp_slots = 1;  // a power of two
 
-  // The block, and what went wrong in it.
+  // The running block, and its error.
   uint64_t number = 0;
   uint3 index{};
   unsigned finished = 0;  // threads that have returned
@@ -103,7 +104,7 @@ struct Block {
   Signals signals;
   char signal_stack[64 * 1024];
 
-  // The barrier that threads are arriving at, and the number of those passed.
+  // The barrier that threads are arriving at, and the number of barriers passed.
   Site barrier{};
   unsigned barrier_thread = 0;  // the first to arrive
   unsigned arrived = 0;
@@ -123,32 +124,33 @@ struct Block {
 #endif
   uintptr_t stacks = 0;
   SharedMemory shared;
-  std::vector<BulkCopy> copies;  // on their way
+  std::vector<BulkCopy> copies;  // in flight
   Cluster* cluster = nullptr;
-  Races* races = nullptr;  // where the version file is compiled to look for them
+  Races* races = nullptr;  // if the version file is compiled to detect them
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
     return address - stacks + kStackBytes < (kMaxThreads + 1) * kStackBytes;
   }
 
-  // Waiting: the calling fiber has arrived at a barrier, or at a warp-level operation of the lanes in
-  // `mask`. Returns the fiber to switch to, which may be the same. When the caller is back, the
-  // barrier's votes or its lane's `result` are there.
+  // Waiting: the calling fiber has arrived at a barrier, or at a warp-level operation of the lanes
+  // in `mask`. Returns the fiber to switch to, which may be the same. When the caller resumes, the
+  // barrier's votes or its lane's `result` are set.
   Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line);
   Fiber* arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                         const Site* site);
-  // The calling fiber waits for memory to change. Returns the next that can run, itself at last.
+  // The calling fiber waits for memory to change. Returns the next fiber that can run, which is the
+  // caller if no other can.
   Fiber* yield();
 
-  // Failing: a failing fiber calls record() and then, when no object is left to destroy, abandon():
-  // that ends the block, and the frames of all its fibers with it.
+  // Failing: a failing fiber calls record() and then, when it has no object left to destroy,
+  // abandon(), which ends the block and discards the frames of all its fibers.
   void record(cudaError_t code, const char* what, const Fiber& culprit = this_fiber());
   void record_divergence(const Site& here, const Site& there, const Fiber& other);
   [[noreturn]] void abandon();
 
-  // One block of the grid, after prepare() has made room for the launch. False: it failed, see
-  // `error` and `message`.
+  // prepare() makes room for the launch; run() runs one block of the grid. It returns false if the
+  // block failed: see `error` and `message`.
   void prepare(const Launch& next);
   bool run(uint64_t number_in_grid);
   bool stacks_overflowed();
@@ -166,26 +168,26 @@ struct Block {
   void drop_stacks();
 };
 
-// Checks a launch as the CUDA runtime does, and runs it: at once, or after begin_launches() in
-// finish_launches(). release(arguments) is called when they have been used.
+// Checks a launch as the CUDA runtime does, and runs it: at once or, after begin_launches(), in
+// finish_launches(). Calls release(arguments) when they are no longer needed.
 cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments));
 
-// What the calling thread launches from here on, finish_launches() runs. Of early launches in a row
-// the last starts first, and the one ahead of each runs when a thread waits for it, or else last:
-// CUDA promises neither that they overlap nor that they do not.
+// From here on, the calling thread's launches are queued for finish_launches(). Of consecutive
+// early launches the last starts first, and the launch before each one runs when a thread waits for
+// it, otherwise at the end: CUDA promises neither that they overlap nor that they do not.
 void begin_launches();
 
-// Returns the first error, or `error`, with which nothing runs.
+// Runs the queued launches and returns the first error. If `error` is one, only returns it.
 cudaError_t finish_launches(cudaError_t error);
 
-// In a kernel: runs the launch ahead of it.
+// Called in a kernel: runs the launch before it.
 void wait_for_previous();
 
-// A line of standard error, after the block, the thread and the source line that print it.
+// Prints a line to standard error, prefixed with the block, the thread and the source line.
 int print(const char* file, int line, const char* format, ...);
 
-// Ends the calling thread's launch, and with it the thread's frames: what they have allocated is
-// lost memory. In host code it is an exception.
+// Ends the calling thread's launch and discards the thread's frames: memory that they allocated
+// leaks. In host code, throws an exception.
 [[noreturn]] void fail(cudaError_t code, const char* what);
 
 }  // namespace attention::emulator

@@ -1,31 +1,31 @@
 // CUDA for g++, as far as the attention kernels use it: with -x c++ -std=c++17
-// -DATTENTION_EMULATOR, g++ builds the very files that nvcc builds. It is there to find wrong
-// kernels and to count, not to be fast.
+// -DATTENTION_EMULATOR, g++ builds the same files as nvcc. It is meant to find wrong kernels and to
+// count, not to be fast.
 //
-// This file spells CUDA. What lies below it: block.h has a launch and a block, warp.h what lanes do
-// together, fiber.h a thread, shared_memory.h the memory of a block and types.h CUDA's types. Half
+// This file declares CUDA's names. Below it, block.h has a launch and a block, warp.h a warp's
+// operations, fiber.h a thread, shared_memory.h a block's memory and types.h CUDA's types. Half
 // precision is in cuda_fp16.h and cuda_bf16.h, fragments (nvcuda::wmma) are in mma.h and
 // asynchronous copies in cuda_pipeline.h: with -I for this folder, a kernel's own
 // `#include <mma.h>` finds them.
 //
-// All that no kernel changes is in runtime.cpp, which is compiled once, with binding.cpp, and linked
-// to each: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports what goes wrong.
+// The part that does not depend on the kernel is in runtime.cpp, compiled once, with binding.cpp,
+// and linked to every kernel: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports
+// faults.
 //
 // Environment, read at each launch:
-//   ATTENTION_EMULATOR_ARCH     compute capability whose shared memory limit holds: 90, 75, 80, ...
-//   ATTENTION_EMULATOR_MULTIPROCESSORS  how many the device says it has: 8 unless it is set
+//   ATTENTION_EMULATOR_ARCH     compute capability, which limits shared memory: 90 by default
+//   ATTENTION_EMULATOR_MULTIPROCESSORS  number that the device reports: 8 by default
 //   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
 //   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order of blocks and of their threads
-//   ATTENTION_EMULATOR_POISON   hexadecimal word that shared memory holds at first
-//   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 unless it is set; 0: no limit
+//   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory at first
+//   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 by default; 0: no limit
 //
-// Limits. There is no inline PTX, no clock64() and no cooperative groups: the compiler says so.
-// Threads that wait at different __syncthreads() are an error, as CUDA's documentation has it,
-// though hardware forgives it. A shuffle orders memory accesses here, which CUDA does not promise:
-// compiled with -fsanitize=thread, a kernel that relies on it is reported (races.h).
-// A thread that spins until another writes spins until the block's time is up. A library of
-// emulated kernels must have no thread_local of its own, not from a static C++ library either (see
-// Library).
+// Limits: inline PTX, clock64() and cooperative groups are compile errors. Threads that wait at
+// different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
+// A shuffle orders memory accesses here, which CUDA does not promise: compiled with
+// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
+// another one writes spins until the block's time is up. A library of emulated kernels must not
+// define a thread_local of its own, nor link one from a static C++ library (see Library).
 
 #pragma once
 
@@ -86,7 +86,7 @@ ATTENTION_EMULATOR_INLINE uint64_t wait_for_warp(WarpOp op, unsigned mask, uint6
   return self.block->warp->result[self.thread % kWarpSize];
 }
 
-// source(lane, first lane of its segment of `width` lanes) is the lane to read from.
+// source(lane, first lane of its segment of `width` lanes) returns the lane to read from.
 template <typename T, typename Source>
 ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Site& site,
                                     Source source) {
@@ -172,7 +172,7 @@ ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mas
       });
 }
 
-// Time means nothing where threads run one after the other.
+// Time is meaningless when threads run one after the other.
 #define ATTENTION_EMULATOR_NO_CLOCK \
   __attribute__((error("the CPU emulator has no clock: its threads run one after the other")))
 ATTENTION_EMULATOR_NO_CLOCK long long clock64();
@@ -187,7 +187,7 @@ inline void __threadfence_block() { __threadfence(); }
 
 // ---- Memory -------------------------------------------------------------------------------------
 
-// Loads and stores that only differ in what they leave in which cache.
+// Loads and stores that differ only in what they cache and where.
 #define ATTENTION_EMULATOR_ACCESS(load, store)          \
   template <typename T>                                 \
   T load(const T* address) {                            \
@@ -204,7 +204,7 @@ ATTENTION_EMULATOR_ACCESS(__ldcs, __stcs)
 
 namespace attention::emulator {
 
-// Blocks run on several OS threads, so an atomic is one. Returns the value before.
+// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value.
 template <typename T, typename Function>
 ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
@@ -276,8 +276,8 @@ inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / std::sqrt(x); }
 
-// The fast approximations are their accurate selves. Macros, because <math.h> declares some of
-// these names.
+// The fast approximations call the accurate functions. They are macros because <math.h> declares
+// some of these names.
 #define __expf expf
 #define __exp2f exp2f
 #define __exp10f exp10f
@@ -352,7 +352,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
-// Every call returns its own error; none is left for later.
+// Every call returns its own error; none is stored for later.
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 
@@ -399,8 +399,8 @@ cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute attribute, int val
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// By shared memory, of which each block takes 1 KB more, and the threads that every multiprocessor
-// has: the emulator knows no registers.
+// Limited by shared memory, of which each block takes an extra 1 KB, and by the 1024 threads that
+// every multiprocessor can hold: the emulator does not know about registers.
 template <typename Function>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*, int threads,
                                                           size_t smem_bytes) {
@@ -411,12 +411,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*
 
 namespace attention {
 
-// Found before libm's by the kernels, which live in this namespace: g++ calls those instead of
-// compiling them inline.
+// Kernels are in this namespace, so they find these functions before libm's, which g++ would call
+// instead of inlining.
 inline float fmaxf(float x, float y) { return x < y || x != x ? y : x; }
 inline float fminf(float x, float y) { return y < x || x != x ? y : x; }
 
-// And before C's printf().
+// Likewise found before C's printf().
 struct Format {
   const char* text;
   const char* file;
@@ -469,7 +469,7 @@ cudaError_t launch_early(Kernel* kernel, dim3 grid, int cluster, dim3 block, siz
   return launch_any(true, kernel, grid, cluster, block, smem_bytes, arguments...);
 }
 
-// Calls launches(), and runs what it launches.
+// Calls launches() and runs the kernels that it launches.
 template <typename Launches>
 cudaError_t complete(Launches launches) {
   cudaError_t error;
@@ -487,7 +487,7 @@ cudaError_t complete(Launches launches) {
 
 #pragma GCC visibility pop
 
-// For kernels, and whatever is included from here on.
+// Applies to kernels and everything included after this file.
 #define asm                                                                     \
   static_assert(false,                                                          \
                 "the CPU emulator has no inline PTX: put the instruction in a " \

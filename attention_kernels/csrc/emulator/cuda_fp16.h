@@ -1,13 +1,13 @@
 // __half, __nv_bfloat16 and their pairs, as far as attention kernels use them. Every operation is
-// done in float and rounded once, to the nearest even: for + - * / that is exactly what the 16-bit
-// operation gives.
+// done in float and rounded once, to nearest even: for + - * / that is exactly the result of the
+// 16-bit operation.
 
 #pragma once
 
 #include "cuda_emulator.h"
 
-// Nothing here has a state, and nothing is hidden: a kernel would be, too, that has a hidden type
-// in its parameters, and recorders/launches.cpp could not tell its name.
+// Nothing here has state, and nothing has hidden visibility: a hidden type in a kernel's parameters
+// would hide the kernel, too, and recorders/launches.cpp could not find its name.
 
 namespace attention::emulator {
 
@@ -18,9 +18,9 @@ struct HalfFormat {
   using Native = __fp16;  // aarch64 before g++ 13
 #endif
   static uint16_t encode(float value) { return bit_cast<uint16_t>(static_cast<Native>(value)); }
-  // Without a call, so that it vectorises, and without a subnormal float, which may count as 0.
+  // Makes no call, so that it vectorises, and no subnormal float, which may count as 0.
   static float decode(uint16_t bits) {
-    const uint32_t moved = uint32_t{bits & 0x7fffu} << 13;  // to where a float has them
+    const uint32_t moved = uint32_t{bits & 0x7fffu} << 13;  // to their place in a float
     const float subnormal = bit_cast<float>(moved + (113u << 23)) - 0x1p-14f;
     const uint32_t magnitude =
         (bits & 0x7c00) == 0 ? bit_cast<uint32_t>(subnormal) : moved + (112u << 23);
@@ -48,7 +48,7 @@ struct Float16 {
   Float16(T value) : bits(Format::encode(static_cast<float>(value))) {}
   operator float() const { return Format::decode(bits); }
 
-  // Templates' friends, so that a mixture of this and float is not ambiguous: it is float.
+  // Friends of the template, so that mixing this with float is not ambiguous: the result is float.
 #define ATTENTION_EMULATOR_OPERATOR(op)                                             \
   friend Float16 operator op(Float16 a, Float16 b) { return float(a) op float(b); } \
   template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>       \

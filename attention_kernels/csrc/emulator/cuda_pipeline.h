@@ -1,8 +1,8 @@
-// Asynchronous copies to shared memory on the CPU, as <cuda_pipeline.h> declares their primitives.
+// Asynchronous copies to shared memory on the CPU: the primitives that <cuda_pipeline.h> declares.
 //
-// What is copied arrives when the copying thread waits for it, and not before: until then the
-// destination holds poison. Reported, with the caller's line: a size that is not 4, 8 or 16 bytes,
-// an address that is not a multiple of it, and a destination that is not in shared memory.
+// A copy arrives when the copying thread waits for it, and not before: until then the destination
+// holds poison. Errors, reported with the caller's line: a size other than 4, 8 or 16 bytes, an
+// address that is not a multiple of the size, and a destination outside shared memory.
 
 #pragma once
 
@@ -12,13 +12,13 @@
 
 namespace attention::emulator {
 
-// Whatever type the kernel has there.
+// May alias the kernel's own type.
 template <size_t kBytes>
 struct [[gnu::may_alias]] alignas(kBytes) Chunk {
   uint32_t words[kBytes / 4];
 };
 
-// One load and one store of a chunk, so that accesses are counted as the hardware has them.
+// Loads and stores a whole chunk at once, so that accesses are counted as in hardware.
 template <size_t kBytes>
 ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, const void* from, size_t zeros,
                                           uint32_t poison) {
@@ -33,7 +33,7 @@ ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, const void* from, s
   *static_cast<Chunk<kBytes>*>(copy.to) = chunk;
 }
 
-// Checks a copy and adds it to those that the calling thread waits for.
+// Checks a copy and adds it to the calling thread's pending ones.
 __attribute__((noinline)) inline PendingCopy& pending_copy(void* to, const void* from, size_t size,
                                                            size_t zeros, const Site& site) {
   Fiber& self = this_fiber();
@@ -71,7 +71,7 @@ inline void __pipeline_commit() {
   self.pending->push_back({nullptr, 0, {}});
 }
 
-// Waits for all groups but the `prior` last ones.
+// Waits for all groups except the last `prior`.
 __attribute__((noinline)) inline void __pipeline_wait_prior(size_t prior) {
   const attention::emulator::Fiber& self = attention::emulator::this_fiber();
   auto* const pending = self.pending;

@@ -1,13 +1,13 @@
-// What goes wrong in a kernel ends its launch with an error that names block, thread and line, and
-// not the process: wild and misaligned accesses, indices out of bounds, failed assertions, exit(),
-// blocks that do not end, and Ctrl-C.
+// A fault in a kernel ends its launch, not the process, with an error that names block, thread and
+// line: wild and misaligned accesses, indices out of bounds, failed assertions, exit(), blocks that
+// do not end, and Ctrl-C.
 //
-// Three ways lead here. The compiler puts checks of indices, bounds of known arrays and alignment
-// into the kernel (-fsanitize=bounds,object-size,alignment), which call the handlers below instead
-// of the sanitizer's library. The linker gives us the kernel's calls of exit(), abort() and what a
-// failed assert() calls (--wrap). And there are signals: those of faults, and ticks. A loop without
-// a barrier never yields, so each OS thread that runs blocks gets a signal every 50 ms, and its
-// handler ends a block that has had its time, or that Ctrl-C is to end.
+// Faults arrive in three ways. The compiler inserts checks of indices, bounds of known arrays and
+// alignment into the kernel (-fsanitize=bounds,object-size,alignment), which call the handlers
+// below instead of the sanitizer's library. The linker redirects the kernel's calls of exit(),
+// abort() and assert()'s failure function (--wrap). The rest are signals: faults and ticks. A loop
+// without a barrier never yields, so each OS thread that runs blocks gets a signal every 50 ms,
+// whose handler ends the block if its time is up or Ctrl-C was pressed.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -42,7 +42,7 @@ inline std::string place(uintptr_t code) {
 
 // ---- The compiler's checks ----------------------------------------------------------------------
 
-// As GCC and Clang pass them to UndefinedBehaviorSanitizer.
+// Structs that GCC and Clang pass to UndefinedBehaviorSanitizer.
 struct CheckedLine {
   const char* file;
   uint32_t line, column;
@@ -80,7 +80,7 @@ extern "C" {
     fail(cudaErrorMisalignedAddress, what.c_str());
   }
   const std::string what = "access out of bounds of an array at " + check->at.text() +
-                           ": there is no room for a " + check->type->name;
+                           ": no room for a " + check->type->name;
   fail(cudaErrorIllegalAddress, what.c_str());
 }
 
@@ -91,7 +91,7 @@ extern "C" {
   fail(cudaErrorIllegalAddress, what.c_str());
 }
 
-// ---- The linker's -------------------------------------------------------------------------------
+// ---- Functions that the linker redirects --------------------------------------------------------
 
 [[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
   const std::string what = "the version file calls exit(" + std::to_string(status) + ")";
@@ -118,11 +118,11 @@ extern "C" {
 
 // ---- Signals ------------------------------------------------------------------------------------
 
-// Keyboard interrupts. The one thing that all libraries share, because a process has one handler of
-// SIGINT: GCC makes an inline variable of default visibility unique in the process.
+// Keyboard interrupts. This is the only state that all libraries share, because a process has one
+// SIGINT handler: GCC makes an inline variable of default visibility unique in the process.
 struct Interrupts {
   std::mutex mutex;
-  unsigned launches = 0;  // that run
+  unsigned launches = 0;  // those running
   std::atomic<unsigned> count{0};
   struct sigaction ours{}, previous{};
 };
@@ -134,13 +134,13 @@ inline auto& stack_pointer_of(mcontext_t& machine) { return machine.gregs[REG_RS
 #elif defined(__aarch64__)
 inline auto& code_of(mcontext_t& machine) { return machine.pc; }
 inline auto& stack_pointer_of(mcontext_t& machine) { return machine.sp; }
-#else  // unknown, so that no fiber is ever found at fault
+#else  // unknown machine: no fiber is ever found at fault
 inline uintptr_t no_register = 0;
 inline auto& code_of(mcontext_t&) { return no_register; }
 inline auto& stack_pointer_of(mcontext_t&) { return no_register; }
 #endif
 
-// Makes a fiber go on at `function`, with an empty stack, when the signal handler returns.
+// Makes a fiber continue in `function`, with an empty stack, when the signal handler returns.
 inline void redirect(mcontext_t& machine, Fiber& fiber, void (*function)()) {
 #ifdef ATTENTION_EMULATOR_ASAN
   __asan_unpoison_memory_region(fiber.bottom, fiber.size);
@@ -160,7 +160,7 @@ inline bool is_function(const struct sigaction& action) {
          (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
 }
 
-// Calls the handler that was there before; false where there was none.
+// Calls the previous handler; returns false if there was none.
 inline bool pass_on(const struct sigaction& to, int signal, siginfo_t* info, void* context) {
   if (!is_function(to)) return false;
   if ((to.sa_flags & SA_SIGINFO) != 0) {
@@ -203,16 +203,16 @@ inline void record_fault(Block& block) {
   }
 }
 
-// Where a fiber continues after a fault, on its own stack again.
+// A fiber continues here after a fault, on its own stack again.
 [[noreturn]] inline void after_fault() {
   Block& block = *this_fiber().block;
   record_fault(block);
   block.abandon();
 }
 
-// A wild address in a kernel is an error of the launch, as on a GPU, and not the end of the
-// process. Faults elsewhere go to the handler that was there before. AddressSanitizer keeps its own
-// handlers, and names the thread at fault.
+// A wild address in a kernel is an error of the launch, as on a GPU, and does not end the process.
+// Faults elsewhere go to the previous handler. AddressSanitizer keeps its own handlers; its report
+// gets the CUDA thread at fault.
 #ifdef ATTENTION_EMULATOR_ASAN
 inline void catch_faults() {
   __asan_set_error_report_callback([](const char*) {
@@ -247,8 +247,9 @@ inline bool is_late(const Block& block) {
   return limit != 0 && block.signals.ticks > limit;
 }
 
-// At each tick: whether the fiber that runs this code must end now. In other libraries' code it may
-// hold a lock (malloc's, say) and gets until the next tick; one that already fails ends by itself.
+// Called at each tick: returns whether the fiber that runs this code must end now. In other
+// libraries' code it may hold a lock (malloc's, say) and gets until the next tick; a fiber that is
+// already failing ends by itself.
 inline bool must_stop(Block& block, uintptr_t code) {
   Signals& signals = block.signals;
   ++signals.ticks;
@@ -261,7 +262,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   return signals.stopped = true;
 }
 
-// Where a fiber continues that is to end, on its own stack.
+// A fiber that must end continues here, on its own stack.
 [[noreturn]] inline void after_stop() {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
@@ -278,7 +279,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   block.abandon();
 }
 
-// The signal of ticks, which nothing else is likely to use. Each library handles its own fibers'.
+// The tick signal, which nothing else is likely to use. Each library handles those of its fibers.
 inline int tick_signal() { return SIGRTMAX - 5; }
 
 inline void on_tick(int signal, siginfo_t* info, void* context) {
@@ -292,8 +293,8 @@ inline void on_tick(int signal, siginfo_t* info, void* context) {
   }
 }
 
-// While this lives the calling OS thread gets a tick now and then. By system calls: older C
-// libraries have the functions in a library of their own, and no name for a thread's timers.
+// While this exists, the calling OS thread gets ticks. Uses system calls, because older C libraries
+// have these functions in a separate library and no name for a per-thread timer.
 struct Ticker {
   int timer = 0;
 
@@ -316,8 +317,8 @@ inline void on_interrupt(int signal, siginfo_t* info, void* context) {
   pass_on(interrupts.previous, signal, info, context);
 }
 
-// While one lives, of any library, interrupts are counted, and handled as before. Where nothing
-// handles them they end the process or are ignored: so they do still.
+// While one exists, in any library, interrupts are counted and passed on to their handler. Without
+// a handler they are not counted: they end the process or are ignored, as before.
 struct InterruptCounter {
   InterruptCounter() {
     const std::lock_guard<std::mutex> lock(interrupts.mutex);
@@ -346,7 +347,7 @@ struct InterruptCounter {
   }
 };
 
-// The stack that signal handlers get while this lives: a fiber's own may be what overflowed.
+// While this exists, signal handlers run on their own stack: a fiber's may have overflowed.
 struct SignalStack {
   stack_t previous{};
 

@@ -1,4 +1,4 @@
-// A CUDA thread is a fiber: a stack of its own, and a switch from one stack to another.
+// A CUDA thread is a fiber: it has its own stack, and switching threads means switching stacks.
 //
 // A fiber finds its own state by rounding its stack pointer down to the alignment of stacks. That
 // is cheaper than thread_local in a shared library, and it leaves the library's thread-local
@@ -38,18 +38,18 @@ constexpr unsigned kMaxThreads = 1024;
 #if defined(__x86_64__) && !defined(ATTENTION_EMULATOR_ASAN)
 constexpr uintptr_t kStackBytes = 64 * 1024;
 #else
-constexpr uintptr_t kStackBytes = 256 * 1024;  // larger pages, larger frames
+constexpr uintptr_t kStackBytes = 256 * 1024;  // pages or frames are larger
 #endif
+// How far below a multiple of 16 the stack pointer is when a function starts.
 #ifdef __x86_64__
-constexpr uintptr_t kEntryOffset =
-    24;  // of the stack pointer, when a function starts, below a multiple of 16
+constexpr uintptr_t kEntryOffset = 24;
 #else
 constexpr uintptr_t kEntryOffset = 16;
 #endif
 
 struct Block;
 
-// While it lives, subnormal floats count as 0 on this OS thread and come out as 0, or they do not.
+// While this exists, subnormal floats on this OS thread are treated and returned as 0, or are kept.
 class Subnormals {
  public:
   explicit Subnormals(bool flushed) : before(get()) {
@@ -82,7 +82,7 @@ class Subnormals {
   const Register before;
 };
 
-// A place to come back to: a fiber, or where the OS thread came from.
+// A place to switch back to: a fiber, or the OS thread's own stack.
 struct Context {
   void* stack_pointer = nullptr;  // ucontext_t* without a hand-written switch
 #ifdef ATTENTION_EMULATOR_ASAN
@@ -92,8 +92,8 @@ struct Context {
 #endif
 };
 
-// 4, 8 or 16 bytes on their way to shared memory, or with size 0 the end of a group of them; see
-// cuda_pipeline.h.
+// A copy of 4, 8 or 16 bytes in flight to shared memory, or with size 0 the end of a group of
+// copies; see cuda_pipeline.h.
 struct PendingCopy {
   void* to;
   size_t size;
@@ -105,12 +105,12 @@ struct Fiber : Context {
   Block* block;
   uint3 thread_idx;
   unsigned thread;                           // linear index in the block
-  std::vector<PendingCopy>* pending;         // null, as all of a new stack, until there are any
+  std::vector<PendingCopy>* pending;         // null, like all of a new stack, until the first copy
   unsigned cluster_arrivals, cluster_waits;  // at the cluster's barrier
 };
 
-// Fibers lie at different offsets within a page: at equal ones they would compete for the same few
-// cache sets.
+// Fibers lie at different offsets within a page: at the same offset they would compete for the same
+// few cache sets.
 constexpr uintptr_t kFiberSlot = 192;
 static_assert(sizeof(Fiber) <= kFiberSlot);
 
@@ -134,10 +134,10 @@ inline Fiber& this_fiber() {
   return fiber_on(stack_pointer & ~(kStackBytes - 1));
 }
 
-// Saves the caller's place in *from and continues at `to`: a stack that has a code address and a
-// frame pointer on top. All other registers are clobbered, so that the compiler saves those that it
-// needs. Inlined, because the jump at one barrier of a kernel then leads to the same place each
-// time and is predicted; a shared return instruction is not.
+// Saves the caller's place in *from and continues at `to`, a stack with a code address and a frame
+// pointer on top. All other registers are declared clobbered, so that the compiler saves those it
+// needs. Inlined so that each barrier of a kernel has its own jump, which always leads to the same
+// place and is predicted; a shared return instruction would not be.
 __attribute__((always_inline)) inline void switch_stack(void** from, void* to) {
 #if defined(ATTENTION_EMULATOR_UCONTEXT)
   swapcontext(static_cast<ucontext_t*>(*from), static_cast<ucontext_t*>(to));

@@ -13,7 +13,7 @@
 
 namespace attention::emulator {
 
-constexpr double kTimeout = 60;  // seconds that a block may take, unless it is set
+constexpr double kTimeout = 60;  // default, in seconds per block
 
 // ---- Settings -----------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ Device Device::emulated() {
   return {arch, 0, multiprocessors};
 }
 
-// Reads the environment into the launch. Returns what is wrong with it, or "".
+// Reads the environment into the launch. Returns a complaint about it, or "".
 inline std::string read_settings(Launch& launch, uint64_t& workers) {
   const auto wrong = [](const char* name, const char* value, const char* expected) {
     return std::string(name) + " is `" + value + "`: it takes " + expected;
@@ -93,8 +93,8 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
 
 // ---- Blocks -------------------------------------------------------------------------------------
 
-// The order in which blocks start: CUDA promises none, so a kernel whose blocks depend on each
-// other is wrong in one of these. Ascending, unless ATTENTION_EMULATOR_ORDER says otherwise.
+// The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
+// other is wrong in one of these. Ascending unless ATTENTION_EMULATOR_ORDER says otherwise.
 struct BlockOrder {
   uint64_t blocks, step = 1, offset = 0;
 
@@ -114,18 +114,18 @@ struct BlockOrder {
   }
 };
 
-// The blocks of a launch, run by any number of OS threads, but as many as a cluster has blocks: the
-// first of them that have not ended are then those of one cluster. Each is run to its end, so the
-// first one in their order that fails is always the same.
+// The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
+// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once. A block
+// that has started runs to its end, so the first failing block in the order is always the same.
 struct GridRun {
   Launch launch;
   const uint64_t blocks;
   const uint64_t cluster;
-  const BlockOrder order, within;  // of clusters, and of the blocks in one
+  const BlockOrder order, within;  // of clusters, and of blocks within one
   std::vector<Cluster> clusters;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
-  uint64_t failed;  // the place in the order
+  uint64_t failed;  // its place in the order
   cudaError_t error = cudaSuccess;
   std::string message;
 
@@ -147,7 +147,7 @@ struct GridRun {
   void fail(uint64_t place, cudaError_t code, const std::string& what) {
     const std::lock_guard<std::mutex> lock(mutex);
     next = blocks;
-    // Its cluster's blocks, and those behind, may wait for one that does not begin any more.
+    // Blocks of this cluster and of later ones may wait for a block that will never start.
     for (uint64_t i = place == blocks ? 0 : place / cluster; i < clusters.size(); ++i)
       __atomic_store_n(&clusters[order[i]].failed, true, __ATOMIC_RELEASE);
     if (error != cudaSuccess && place >= failed) return;
@@ -177,8 +177,8 @@ struct GridRun {
     if (block != nullptr) Blocks::instance().release(block);
   }
 
-  // For std::thread, whose template instances are visible to other libraries whatever their
-  // arguments: none of ours.
+  // For std::thread. Its template instances are visible to other libraries, so their arguments must
+  // not be our types.
   static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
 };
 
@@ -187,7 +187,7 @@ struct Outcome {
   std::string message;
 };
 
-// What is wrong with a launch, before it runs. Reads the settings.
+// Reads the settings and checks the launch before it runs.
 inline Outcome check(Launch& launch, uint64_t& workers) {
   const dim3 grid = launch.grid, block = launch.block;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
@@ -198,7 +198,7 @@ inline Outcome check(Launch& launch, uint64_t& workers) {
             "a block of " + text(block) + " threads: 1 to 1024 are possible"};
   }
   if (grid.x - 1 >= 0x7fffffff || grid.y - 1 >= 65535 ||
-      grid.z - 1 >= 65535) {  // 0 - 1 is the largest of all
+      grid.z - 1 >= 65535) {  // 0 - 1 wraps to the largest value
     return {cudaErrorInvalidConfiguration, "a grid of " + text(grid) + " blocks is not possible"};
   }
   if (launch.cluster > 1 && launch.arch < 90)
@@ -235,7 +235,7 @@ inline Outcome run_grid(Launch launch) {
     while (others.size() + 1 < std::min(workers, run.blocks)) {
       others.emplace_back(&GridRun::thread_main, static_cast<void*>(&run));
     }
-  } catch (const std::system_error&) {  // as many threads as there can be
+  } catch (const std::system_error&) {  // use the threads that could be started
   }
   if (launch.cluster > 1 && others.size() + 1 < launch.cluster) {
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
@@ -247,7 +247,7 @@ inline Outcome run_grid(Launch launch) {
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-// A launch that others may overlap.
+// A launch that later ones may overlap.
 struct PreviousLaunch {
   Launch launch;
   void (*release)(const void* arguments);
@@ -262,8 +262,8 @@ struct PreviousLaunch {
   ~PreviousLaunch() { release(launch.arguments); }
   PreviousLaunch(const PreviousLaunch&) = delete;
 
-  // The first time: on an OS thread of its own where the caller's has the static shared arrays of
-  // the next launch.
+  // Runs the launch on the first call. It gets its own OS thread if the caller's holds the static
+  // shared arrays of the next launch.
   const Outcome& run(bool on_own_thread) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (std::exchange(has_run, true)) return outcome;
@@ -281,13 +281,13 @@ struct PreviousLaunch {
     if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
       it.outcome = {cudaErrorLaunchFailure,
                     "a kernel that is launched early ended, and none of its threads called "
-                    "wait_for_previous(): what comes after it may start before what is ahead of it "
-                    "has ended"};
+                    "wait_for_previous(): the next kernel may start before the previous one has "
+                    "ended"};
     }
   }
 };
 
-// By host thread, between begin_launches() and finish_launches().
+// Queued launches by host thread, between begin_launches() and finish_launches().
 struct PutOff {
   using Launches = std::vector<std::unique_ptr<PreviousLaunch>>;
 
@@ -299,7 +299,7 @@ struct PutOff {
     return *all;
   }
 
-  // The calling thread's, or null.
+  // Returns the calling thread's queue, or null.
   Launches* find() {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = launches.find(std::this_thread::get_id());
@@ -307,7 +307,7 @@ struct PutOff {
   }
 };
 
-// How many launches overlap at most.
+// The most launches that may overlap.
 inline size_t most_overlapping = 4;
 
 void begin_launches() {
@@ -316,7 +316,7 @@ void begin_launches() {
   all.launches[std::this_thread::get_id()].clear();
 }
 
-// Runs `count` launches of which each but the first is early: the last one first.
+// Runs `count` launches, all early except the first, starting with the last.
 inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* launches,
                                       size_t count) {
   for (size_t i = 1; i < count; ++i) launches[i]->launch.previous = launches[i - 1].get();
@@ -367,7 +367,7 @@ void wait_for_previous() {
     __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
   PreviousLaunch* const previous = block.launch->previous;
   if (previous == nullptr) return;
-  const unsigned ticks = block.signals.ticks;  // those of the other launch are not this block's
+  const unsigned ticks = block.signals.ticks;  // without those of the other launch
   const Outcome& outcome = previous->run(/*on_own_thread=*/true);
   block.signals.ticks = ticks;
   if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());

@@ -1,19 +1,19 @@
 // nvcuda::wmma on the CPU: warp-level products of half matrices, as <mma.h> declares them.
 //
 // A fragment is one lane's part of a matrix. Which elements a lane holds is opaque in CUDA and
-// differs between architectures, so here, too: what ATTENTION_EMULATOR_ARCH >= 80 gives is like
-// sm_80's mma.m16n8k16, where an accumulator lies as matrix_a does; below 80 each has a layout of
-// its own. As in CUDA, matrix_a and matrix_b have 16 elements, some of them in duplicate.
+// differs between architectures, and here, too: with ATTENTION_EMULATOR_ARCH >= 80 the layout is
+// that of sm_80's mma.m16n8k16, where an accumulator is laid out like matrix_a; below 80 the two
+// differ. As in CUDA, matrix_a and matrix_b have 16 elements per lane, including duplicates.
 //
-// load_matrix_sync(), store_matrix_sync() and mma_sync() wait for the warp. Reported, with the
-// caller's line: lanes that call different ones or with different arguments, a warp that is not
-// whole, a pointer that is not aligned to 32 bytes, a leading dimension that is not a multiple of
-// 16 bytes, duplicates that differ, and a matrix that is written while it is loaded: these
-// functions order no memory accesses, __syncwarp() does. What is stored is there when the call
-// returns, and not before; elements that nobody has loaded are NaN.
+// load_matrix_sync(), store_matrix_sync() and mma_sync() wait for the warp. Errors, reported with
+// the caller's line: lanes that call different functions or pass different arguments, an incomplete
+// warp, a pointer that is not aligned to 32 bytes, a leading dimension that is not a multiple of
+// 16 bytes, duplicates that differ, and a matrix that is written while it is loaded (only
+// __syncwarp() orders memory accesses, these functions do not). A store is visible when the call
+// returns, and not before. Elements that were never set are NaN.
 //
-// Products of halfs are exact in float. They are summed in float in ascending order, which is not
-// the hardware's.
+// Products of halfs are exact in float. They are summed in float in ascending order; hardware uses
+// another order.
 
 #pragma once
 
@@ -28,7 +28,7 @@ struct Position {
   unsigned row, column;
 };
 
-// Where element i of a lane lies in a matrix of kRows x kColumns.
+// Returns the position of a lane's element i in a matrix of kRows x kColumns.
 template <unsigned kRows, unsigned kColumns, bool kTransposed>
 ATTENTION_EMULATOR_INLINE Position position(unsigned lane, unsigned i, bool ampere) {
   if constexpr (kTransposed) {
@@ -40,13 +40,13 @@ ATTENTION_EMULATOR_INLINE Position position(unsigned lane, unsigned i, bool ampe
       const unsigned at = i * kWarpSize + lane;
       return {at / kColumns, at % kColumns};
     }
-    // Blocks of 8 x 8, in each of which a lane has two neighbours.
+    // In each block of 8 x 8, a lane has two neighbouring elements.
     const unsigned block = i / 2;
     return {lane / 4 + 8 * (block % (kRows / 8)), lane % 4 * 2 + i % 2 + 8 * (block / (kRows / 8))};
   }
 }
 
-// What a lane brings to an operation of its warp. All but `fragments` must be the same in all.
+// A lane's arguments to an operation of its warp. All lanes must agree on all but `fragments`.
 struct MatrixCall {
   const void* memory;
   unsigned leading_dimension;
@@ -58,10 +58,10 @@ struct MatrixCall {
   fail(code, site.text() + ": " + what);
 }
 
-// The calls of all lanes of a warp, the caller's among them.
+// The calls of all lanes of a warp, including the caller's.
 using MatrixCalls = const MatrixCall* [kWarpSize];
 
-// Whether the caller is the last lane of its warp to arrive; `calls` are complete then.
+// Returns whether the caller is the last lane of its warp to arrive; `calls` is complete then.
 __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site& site,
                                               MatrixCalls& calls) {
   const Fiber& self = this_fiber();
@@ -69,7 +69,7 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   const Warp& warp = *block.warp;
   const unsigned lane = self.thread % kWarpSize;
   if (warp.exists != ~0u) {
-    matrix_failure(cudaErrorLaunchFailure, site, "the warp has less than 32 threads");
+    matrix_failure(cudaErrorLaunchFailure, site, "the warp has fewer than 32 threads");
   }
   if (warp.waiting != ~(1u << lane)) return false;
   for (unsigned other = 0; other < kWarpSize; ++other) {
@@ -93,8 +93,8 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   return true;
 }
 
-// Waits for the warp. The last lane to arrive does the work of all. Not inlined in every kernel,
-// but for the wait itself: that takes the compiler too long.
+// Waits for the warp. The last lane to arrive does the work for all. Only the wait itself is
+// inlined in kernels: inlining more takes the compiler too long.
 ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site,
                                     void (*work)(const MatrixCalls&, const Site&) = nullptr) {
   MatrixCalls calls;
@@ -137,14 +137,14 @@ class fragment {
     for (T& element : x) element = T(std::numeric_limits<float>::quiet_NaN());
   }
 
-  // The emulator's own.
+  // Not in CUDA.
   static constexpr unsigned kRows = kIsB ? k : m;
   static constexpr unsigned kColumns = kIsA ? k : n;
   static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
   static attention::emulator::Position position(unsigned lane, unsigned i) {
     const bool ampere = attention::emulator::this_fiber().block->launch->arch >= 80;
-    // Below sm_80 a lane's elements of matrix_a are not those that it has of an accumulator.
+    // Below sm_80 a lane holds different elements of matrix_a than of an accumulator.
     return attention::emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere),
                                                                 ampere);
   }
@@ -166,7 +166,7 @@ void check_matrix(const T* memory, unsigned leading_dimension, const Site& site)
   }
 }
 
-// Offset of each of the caller's elements.
+// Computes the offset of each of the caller's elements.
 template <typename Fragment>
 void element_offsets(size_t (&offsets)[Fragment::num_elements], size_t leading_dimension,
                      nvcuda::wmma::layout_t layout) {
@@ -193,11 +193,11 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
   }
   if (!same) {
     matrix_failure(cudaErrorLaunchFailure, site,
-                   "another thread writes to the matrix meanwhile: a barrier is missing");
+                   "another thread writes to the matrix at the same time: a barrier is missing");
   }
 }
 
-// One element of a fragment, or why there is none.
+// Gathers a matrix from the lanes' fragments. Returns a complaint, or null.
 template <typename Fragment>
 const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
                    int which) {
@@ -215,10 +215,10 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const M
   return nullptr;
 }
 
-// The product of a whole warp, whose calls hold the addresses of d, a, b and c.
+// Multiplies for a whole warp, whose calls hold the addresses of d, a, b and c.
 template <typename D, typename A, typename B, typename C>
 void multiply(const MatrixCalls& calls, const Site& site) {
-  const Subnormals kept(false);  // tensor cores flush none
+  const Subnormals kept(false);  // tensor cores do not flush subnormals
   constexpr unsigned m = D::kRows, n = D::kColumns, k = A::kColumns;
   float rA[m][k], rB[k][n], rC[m][n];
   const char* wrong = gather<A>(rA, calls, 1);

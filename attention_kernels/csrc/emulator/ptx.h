@@ -1,7 +1,7 @@
-// The twins of ptx.cuh's functions.
+// The emulator's versions of ptx.cuh's functions.
 //
-// What is copied arrives when a thread asks the copy's barrier for it, and not before: until then
-// the destination holds poison.
+// A copy arrives when a thread tests the copy's barrier, and not before: until then the destination
+// holds poison.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace attention::ptx {
 
-// 64 bits, as in shared memory.
+// 64 bits, like an mbarrier in shared memory.
 struct Barrier {
   unsigned short expected, left;  // arrivals of a phase
-  int bytes : 31;                 // of copies that the phase still waits for
+  int bytes : 31;                 // in flight that the phase waits for
   unsigned phase : 1;
 };
 static_assert(sizeof(Barrier) == 8);
@@ -28,7 +28,7 @@ ATTENTION_EMULATOR_INLINE void yield() {
   if (to != &self) switch_context(self, *to);
 }
 
-// How barriers count is no access of the kernel's to shared memory.
+// A barrier's bookkeeping is not an access of the kernel's to shared memory.
 #define ATTENTION_EMULATOR_UNSEEN __attribute__((no_sanitize("thread"))) inline
 
 ATTENTION_EMULATOR_UNSEEN void complete_if_due(Barrier* barrier) {
@@ -80,17 +80,17 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0) {
     emulator::fail(cudaErrorMisalignedAddress,
                    emulator::Site{"copy_bulk", file, line}.text() +
-                       ": addresses and size are multiples of 16 bytes");
+                       ": addresses and size must be multiples of 16 bytes");
   }
   if (block.races != nullptr) {
     block.races->access(to, bytes, emulator::AccessKind::kWrite, __builtin_return_address(0));
-    block.races->release(barrier);  // as the copy's last act
+    block.races->release(barrier);  // the copy's last action
   }
   block.shared.fill(static_cast<unsigned char*>(to), bytes, block.launch->poison);
   block.copies.push_back({to, from, bytes, barrier});
 }
 
-// These work for a whole warp, in tensor_core.cpp.
+// These multiply for a whole warp; defined in tensor_core.cpp.
 void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site& site);
@@ -115,7 +115,7 @@ struct MatrixLoad {
   bool is_transposed;
 };
 
-// Each lane reads its row. The last one to arrive hands the elements out.
+// Each lane reads its row. The last one to arrive distributes the elements.
 ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_transposed,
                                     const emulator::Site& site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
@@ -150,7 +150,7 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-// Arrivals and waits take turns.
+// Each thread must alternate between arriving and waiting.
 inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
   emulator::Fiber& self = emulator::this_fiber();
   if (self.cluster_arrivals++ != self.cluster_waits)

@@ -1,4 +1,4 @@
-// How races in shared memory are found: see races.h.
+// Finds races in shared memory: see races.h.
 
 #include "races.h"
 
@@ -33,7 +33,7 @@ void Races::begin_block() {
 }
 
 void Races::synchronize(unsigned first_thread, uint32_t lanes) {
-  // Other warps' pasts are news only where barriers of ptx.h hand them on.
+  // Other warps' histories can only be news if barriers of ptx.h pass them on.
   const unsigned first = released.empty() ? first_thread : 0;
   const unsigned end = released.empty() ? first_thread + kWarpSize : block.threads;
   uint32_t all[kMaxThreads] = {};
@@ -120,7 +120,7 @@ void Races::report(const Access& before, const Access& next, uintptr_t address) 
     return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
            std::to_string(access.thread / kWarpSize);
   };
-  // A return address is behind the access.
+  // The return address comes just after the access.
   const auto at = [](const Access& access) {
     return place(Library::instance().code + access.code - 1);
   };

@@ -1,11 +1,11 @@
-// Races in shared memory: two threads of a block access the same bytes, at least one of them writes,
-// and nothing orders the accesses. A shuffle, a vote and a product of matrices order none.
+// Races in shared memory: two threads of a block access the same bytes, at least one of them
+// writes, and nothing orders the accesses. Shuffles, votes and matrix products do not order them.
 //
 // A version file that is compiled with -fsanitize=thread calls races.cpp before every load and
-// store. Each access is compared with the last ones to the same bytes: it must come after them by
-// __syncthreads(), by a __syncwarp() of both threads or by a barrier of ptx.h. Each thread has a
-// clock, which a synchronization moves on, and knows how much of the other threads' pasts lies
-// behind it (a vector clock).
+// store. Each access is compared with the last ones to the same bytes: it must be ordered after
+// them by __syncthreads(), by a __syncwarp() of both threads or by a barrier of ptx.h. Each thread
+// has a clock, which a synchronization advances, and knows up to which time each other thread's
+// accesses come before its own (a vector clock).
 
 #pragma once
 
@@ -27,31 +27,32 @@ class Races {
  public:
   explicit Races(Block& of);
 
-  // The block begins, or all of its threads pass a barrier.
+  // begin_interval(): all threads of the block pass a barrier. begin_block(): the block begins.
   void begin_interval() { ordered = time++; }
   void begin_block();
 
-  // Lanes of a warp pass a __syncwarp().
+  // Some lanes of a warp pass a __syncwarp().
   void synchronize(unsigned first_thread, uint32_t lanes);
 
-  // What the calling thread has done is seen by those that acquire the barrier afterwards.
+  // What the calling thread did before release() comes before a later acquire() of the barrier.
   void release(const void* barrier);
   void acquire(const void* barrier);
 
-  // The calling thread's access, from the code that `code` returns to. Ends the block at a race.
+  // Checks and records an access by the calling thread; `code` is the return address of the call.
+  // A race ends the block.
   void access(const void* memory, size_t bytes, AccessKind kind, const void* code);
 
  private:
   struct Access {
-    uint32_t clock;  // 0: none
-    uint32_t code;   // from where the library's code begins
+    uint32_t clock;  // 0: no access
+    uint32_t code;   // offset in the library's code
     uint16_t thread;
-    uint8_t bytes;  // of the cell, a mask
+    uint8_t bytes;  // mask of the cell's bytes
     AccessKind kind;
   };
 
-  // The last write to two bytes, and reads since then: the last; the last before it of another lane
-  // of that warp; and one of another warp.
+  // The last write to two bytes, and reads since then: the last one, the last one before it by
+  // another lane of its warp, and one by another warp.
   struct Cell {
     Access write, reads[3];
   };
@@ -70,7 +71,7 @@ class Races {
   Cell* cells;
   uint32_t* clocks;
   uint32_t own[kMaxThreads]{};  // each thread's clock, unless it is behind `ordered`
-  uint32_t ordered = 0;         // what has happened up to then is behind everyone
+  uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
   std::unordered_map<const void*, std::vector<uint32_t>> released;  // by barrier
 };

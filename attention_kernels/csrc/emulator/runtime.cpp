@@ -1,5 +1,5 @@
-// The part of the emulator that no kernel changes. Each library or program of emulated kernels
-// includes it once: kernels compile in half the time without it.
+// The part of the emulator that does not depend on the kernel. Each library or program of emulated
+// kernels includes it once; kernels that do not include it compile in half the time.
 
 #include "block.cpp"
 #include "faults.cpp"

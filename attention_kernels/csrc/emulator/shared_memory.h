@@ -27,21 +27,21 @@ constexpr size_t kRedzone = 0;  // the sanitizer's own is better
 constexpr size_t kRedzone = 1024;
 #endif
 
-// Kernels miscount dynamic shared memory by whole tiles: what lies within this many bytes of it is
-// inaccessible. Whole pages of any size, as is the most that a block gets.
+// A kernel that miscounts dynamic shared memory is off by whole tiles, so this many bytes around it
+// are inaccessible. Like kSharedBytes, the most that a block gets, a multiple of any page size.
 constexpr size_t kGuardBytes = 1024 * 1024;
 constexpr size_t kSharedBytes = 256 * 1024;
 
 constexpr size_t kSharedAlignment = 128;  // of dynamic shared memory
 
-// What shared memory holds before anyone writes to it: a NaN as float, double, __half and bfloat16.
-// A finite word in ATTENTION_EMULATOR_POISON replaces it: results that differ between two poisons
-// have read what nobody wrote, also where fmaxf() or a comparison swallows a NaN.
+// The initial content of shared memory: a NaN as float, double, __half and bfloat16.
+// ATTENTION_EMULATOR_POISON replaces it by a finite word: if results differ between two such words,
+// the kernel read memory that nobody wrote, even if fmaxf() or a comparison swallows a NaN.
 constexpr uint32_t kPoison = 0x7ff47ff4;
 
-// Where this library's code and thread-local storage are. `__shared__` arrays are static
-// thread_local, and nothing else in a version's library is: they are that storage. A program's own
-// (a test's, say) holds others', so it is left alone.
+// The location of this library's code and thread-local storage. `__shared__` arrays are static
+// thread_local, and nothing else in a version's library is, so they make up that storage. The
+// storage of a program (a test's, say) also holds other variables, so it is left alone.
 struct Library {
   size_t tls_module = 0;
   size_t tls_bytes = 0;
@@ -80,7 +80,7 @@ struct Library {
     return found;
   }
 
-  // The calling OS thread's copy of the arrays.
+  // Returns the calling OS thread's copy of the arrays.
   unsigned char* static_shared() const {
     size_t index[] = {tls_module, 0};  // the ABI's tls_index
     return tls_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
@@ -89,11 +89,11 @@ struct Library {
 
 // The shared memory of one block at a time.
 //
-// Dynamic shared memory ends where a page ends, but for what its alignment takes: an access past
-// its end faults there and then. What lies before it, and in that remainder, holds poison, which is
-// looked at when the block has ended.
+// Dynamic shared memory ends at the end of a page, up to its alignment, so an access past its end
+// faults immediately. The bytes before it, and those left over by the alignment, hold poison, which
+// is checked when the block has ended.
 struct SharedMemory {
-  unsigned char* memory = nullptr;  // the pages that are open: before, dynamic, remainder
+  unsigned char* memory = nullptr;  // accessible pages: before, dynamic, remainder
   size_t open_bytes = 0;
   size_t dynamic_bytes = 0;
   unsigned char* dynamic = nullptr;
@@ -120,7 +120,7 @@ struct SharedMemory {
     }
     dynamic = memory + needed - aligned;
     dynamic_bytes = bytes;
-#ifdef ATTENTION_EMULATOR_ASAN  // its report comes before the fault
+#ifdef ATTENTION_EMULATOR_ASAN  // reports before the access faults
     __asan_poison_memory_region(memory - kGuardBytes, kSharedBytes + 2 * kGuardBytes);
     __asan_unpoison_memory_region(dynamic, bytes);
 #endif
@@ -128,7 +128,7 @@ struct SharedMemory {
     counted = false;
   }
 
-  // What a block finds.
+  // Fills shared memory, before a block runs.
   void poison(uint32_t word) {
 #ifdef ATTENTION_EMULATOR_ASAN
     fill(dynamic, dynamic_bytes, word);
@@ -151,7 +151,7 @@ struct SharedMemory {
     return within(dynamic, dynamic_bytes) || within(fixed, Library::instance().tls_bytes);
   }
 
-  // What another block has where this one has `here`.
+  // Returns the address in another block's shared memory that corresponds to `here`.
   template <typename T>
   T* in_other(T* here, const SharedMemory& other) const {
     auto* const byte = reinterpret_cast<unsigned char*>(here);
@@ -160,18 +160,18 @@ struct SharedMemory {
                                            : other.fixed + (byte - fixed));
   }
 
-  // Whether an address is in or near dynamic shared memory.
+  // Returns whether an address is in or near dynamic shared memory.
   bool is_near(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <
            kSharedBytes + 2 * kGuardBytes;
   }
 
-  // The first byte around dynamic shared memory that is not poison any more, or null.
+  // Returns the first byte around dynamic shared memory that is no longer poison, or null.
   const unsigned char* overwritten([[maybe_unused]] uint32_t word) const {
 #ifndef ATTENTION_EMULATOR_ASAN
     const auto* const expected = reinterpret_cast<const unsigned char*>(&word);
     const auto first_other = [&](const unsigned char* from, const unsigned char* end) {
-      // All of it is poison where the first word is and each byte is like the one 4 before.
+      // All of it is poison if the first word is and each byte equals the one 4 before it.
       if (end - from > 4 && std::memcmp(from, expected, 4) == 0 &&
           std::memcmp(from, from + 4, end - from - 4) == 0) {
         return end;
@@ -188,8 +188,8 @@ struct SharedMemory {
     return nullptr;
   }
 
-  // The bytes of static arrays that the first block has written to. The arrays of all kernels of
-  // the library lie together: a kernel's own are those.
+  // Counts the bytes of static arrays that the first block has written. The arrays of all the
+  // library's kernels lie together; those written belong to this kernel.
   size_t count_fixed(uint32_t word) const {
     size_t used = 0;
     for (size_t at = 0; fixed != nullptr && at + 4 <= Library::instance().tls_bytes; at += 4)

@@ -1,7 +1,7 @@
-// How ptx.h's mma and mma_tf32 multiply: as Hopper's tensor cores do, bit for bit. Each product is
-// exact. Products and the old sum are cut off, towards zero, two bits below the last place of the
-// largest of them, then added, and the total is cut off to a float. The exponent of a product is the
-// sum of its factors'.
+// The arithmetic of ptx.h's mma and mma_tf32, equal to that of Hopper's tensor cores bit for bit.
+// Each product is exact. Products and the old sum are truncated two bits below the last place of
+// the largest of them, then added, and the total is truncated to a float. The exponent of a product
+// is the sum of its factors' exponents.
 
 #include "ptx.h"
 
@@ -15,7 +15,7 @@ ATTENTION_EMULATOR_INLINE double power_of_two(int exponent) {
   return emulator::bit_cast<double>(uint64_t(exponent + 1023) << 52);
 }
 
-// A float's exponent; that of 0 is less than any other.
+// Returns a float's exponent; 0 has a smaller one than any other float.
 ATTENTION_EMULATOR_INLINE int exponent_of(float x, int least) {
   const int biased = emulator::bit_cast<uint32_t>(x) >> 23 & 0xff;
   return x == 0.0f ? -400 : std::max(biased - 127, least);
@@ -27,7 +27,7 @@ ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
 }
 
-ATTENTION_EMULATOR_INLINE double trunc(double x) {  // of less than 2^31; std::trunc() is a call
+ATTENTION_EMULATOR_INLINE double trunc(double x) {  // for less than 2^31; std::trunc() is a call
   return std::copysign(static_cast<double>(static_cast<int>(x)), x);
 }
 
@@ -56,7 +56,7 @@ float tensor_core_sum(float sum, const Operands<kDepth>& a, const Operands<kDept
   return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
 }
 
-// Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values()
+// Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values():
 // unpacks a register.
 template <int kDepth, typename Values>
 void multiply(const emulator::MatrixCalls& calls, int least, Values values) {

@@ -1,5 +1,5 @@
-// Looks for races in a version file that is compiled with -fsanitize=thread; nothing here is called
-// by any other. See races.h.
+// Looks for races in a version file that is compiled with -fsanitize=thread; other files do not
+// call this. See races.h.
 
 #include "block.h"
 
@@ -11,7 +11,7 @@
 
 namespace attention::emulator {
 
-// A thread's access, or the host's.
+// Called at each access, also the host's, which are ignored.
 inline void check_race(const void* address, size_t bytes, AccessKind kind, const void* code) {
   Block* const block = this_block();
   if (block == nullptr) return;

@@ -1,5 +1,5 @@
-// What a file that is compiled with -fsanitize=thread calls at each load and store, in place of
-// ThreadSanitizer's library. Whoever includes this defines ON_ACCESS(address, bytes, kind).
+// The functions that a file compiled with -fsanitize=thread calls at each load and store, in place
+// of ThreadSanitizer's library. The including file defines ON_ACCESS(address, bytes, kind).
 
 #pragma once
 
@@ -12,7 +12,7 @@
   void __tsan_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }         \
   void __tsan_unaligned_read##bytes(void* p) { ON_ACCESS(p, bytes, kRead); } \
   void __tsan_unaligned_write##bytes(void* p) { ON_ACCESS(p, bytes, kWrite); }
-// Of the kernels' atomics all do this one last; the others are the emulator's own.
+// All of a kernel's atomics use only the last of these; the emulator itself uses the others.
 #define ATOMIC(bits)                                                                               \
   uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                        \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \

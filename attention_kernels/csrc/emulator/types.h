@@ -1,4 +1,4 @@
-// The types of CUDA that a launch and its errors are made of, and vectors.
+// CUDA's types for launches and errors, and its vector types.
 
 #pragma once
 
@@ -83,13 +83,13 @@ constexpr const T& made(const T& x) {
   return x;
 }
 
-// g++'s thread sanitizer, which the recorder of accesses goes by, overlooks a struct that a function
-// returns straight into memory. From a reference it is copied.
+// g++'s thread sanitizer, on which the access recorder relies, misses a struct that a function
+// returns directly into memory. Returning it through a reference makes it a copy, which it sees.
 #define make_float2(...) attention::emulator::made(make_float2(__VA_ARGS__))
 #define make_float4(...) attention::emulator::made(make_float4(__VA_ARGS__))
 #define make_uint4(...) attention::emulator::made(make_uint4(__VA_ARGS__))
 
-// Words of a message. Not a std::string: to read <string> takes g++ as long as most kernels do.
+// The text of a message. Not a std::string: parsing <string> takes g++ as long as most kernels.
 struct Words {
   char text[256];
 
@@ -97,7 +97,7 @@ struct Words {
   operator const char*() const { return text; }
 };
 
-// A line of a kernel's source, where a thread waits or fails.
+// A line of a kernel's source at which a thread waits or fails.
 struct Site {
   const char* name;
   const char* file;
@@ -106,7 +106,7 @@ struct Site {
   Words text() const;  // "__syncthreads() at v07.cu:31"
 };
 
-// The source line of the caller, as default arguments of the function that is called.
+// The caller's source line, as default arguments of the called function.
 #define ATTENTION_EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 #define ATTENTION_EMULATOR_INLINE __attribute__((always_inline)) inline

@@ -1,4 +1,4 @@
-// A warp: which of its lanes can run, and what they do together (__syncwarp(), shuffles, votes).
+// A warp: which of its lanes can run, and its joint operations (__syncwarp(), shuffles, votes).
 
 #pragma once
 
@@ -12,18 +12,18 @@ namespace attention::emulator {
 
 enum class WarpOp { kSync, kShuffle, kVote, kMatrix };
 
-// What a lane waits for.
+// The operation that a lane waits in.
 struct WarpWait {
   WarpOp op;
-  uint32_t mask;    // of the lanes that take part
+  uint32_t mask;    // participating lanes
   unsigned source;  // lane whose value a shuffle returns
   uint64_t value;
   const Site* site;
 };
 
-// Sets of lanes are masks of bits.
+// Sets of lanes are bit masks.
 struct Warp {
-  uint32_t exists;   // lanes that the block has
+  uint32_t exists;   // lanes that have a thread
   uint32_t ready;    // lanes that can run
   uint32_t waiting;  // lanes in a warp-level operation, each described by its `wait`
   uint32_t done;     // lanes that have returned
@@ -31,9 +31,9 @@ struct Warp {
   uint64_t result[kWarpSize];  // of the lane's last operation
   Fiber* fibers[kWarpSize];
 
-  // A lane arrives at an operation. When the last lane of the mask has arrived, each gets as its
-  // result the value of its source lane, or of a vote the set of lanes whose value is not 0.
-  // Returns a lane that waits for something else, or -1.
+  // A lane arrives at an operation. When the last lane of the mask has arrived, each lane's result
+  // is set to the value of its source lane or, in a vote, to the set of lanes whose value is not 0.
+  // Returns a lane that waits in a different operation, or -1.
   int arrive(unsigned lane, const WarpWait& arriving, uint32_t poison) {
     const uint32_t mask = arriving.mask;
     wait[lane] = arriving;
@@ -49,7 +49,7 @@ struct Warp {
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
       const int other = __builtin_ctz(rest);
       const unsigned from = wait[other].source;
-      // The value of a lane that takes no part is anyone's guess.
+      // The value of a lane that does not participate is undefined.
       const uint64_t shuffled =
           mask >> from & 1 ? wait[from].value : poison * uint64_t{0x100000001};
       result[other] = arriving.op == WarpOp::kVote ? ballot : shuffled;

@@ -1,23 +1,23 @@
-// Counts what one launch() of a version asks of shared and global memory: requests, bank conflicts,
-// sectors. It runs in the emulator, so it needs no GPU.
+// Counts a launch()'s accesses to shared and global memory: requests, bank conflicts, sectors. It
+// runs in the emulator, so it needs no GPU.
 //
 // The version file is compiled with -fsanitize=thread and -fsanitize-coverage=trace-pc, which put a
-// call before every load and store and into every basic block; the functions called are here, in
-// place of the sanitizers'. This file itself is compiled without. The threads of a warp run one
-// after the other; what they did between two barriers is then replayed side by side. The lanes that
-// are at the lowest address go on first, so that those which leave a loop wait for the others
-// behind it, as on hardware. What several lanes do at once at one place is one request.
+// call before every load and store and into every basic block; this file defines the functions
+// called, in place of the sanitizers' own, and is itself compiled without them. The threads of a
+// warp run one after the other; their steps between two barriers are then replayed in parallel. The
+// lanes at the lowest address proceed first, so that those that leave a loop wait behind it for the
+// others, as in hardware. Accesses of several lanes at once at one place are one request.
 //
-// Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask. A line
-// for each place, separated by tabs: "shared" or "global", "load", "store" or "atomic", bytes per lane,
-// requests, wavefronts, bank conflicts, the most lanes of a wavefront in one bank, sectors, the
-// fewest sectors that hold the same bytes; of the costliest request the block, the warp, its
-// wavefronts or sectors, the array and each lane's offset there in bytes, "-" for a lane that takes
-// no part; and the return addresses that lead to the place, outermost first. Then, of the block that
-// accesses the most, a line for each turn of a warp, in the order in which the emulator runs them:
-// "turn", the block, the barriers before it, the warp, and the accesses of its lanes. It ends with
-// the process that started it, and by itself where a block takes longer than
-// ATTENTION_EMULATOR_TIMEOUT seconds.
+// Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask, and the
+// layout, "contiguous" or another. Prints a line for each place, separated by tabs: "shared" or
+// "global", "load", "store" or "atomic", bytes per lane, requests, wavefronts, bank conflicts, the
+// most words that a wavefront wants from one bank, sectors, the fewest sectors that hold the same
+// bytes; the costliest request's block, warp, wavefronts or sectors, array, and each lane's offset
+// in it in bytes, "-" for an inactive lane; and the return addresses that lead to the place,
+// outermost first. Then, for the block with the most accesses, a line for each turn of a warp, in
+// the order in which the emulator runs them: "turn", the block, the barriers before it, the warp,
+// and the accesses of its lanes. The program ends with the process that started it, or if a block
+// takes longer than ATTENTION_EMULATOR_TIMEOUT seconds.
 
 #include <sys/prctl.h>
 
@@ -43,7 +43,7 @@ using namespace emulator;
 
 constexpr unsigned kBanks = 32;  // of 4 bytes
 constexpr uintptr_t kSectorBytes = 32;
-constexpr unsigned kWavefrontBytes = 128;      // that shared memory delivers at once
+constexpr unsigned kWavefrontBytes = 128;      // delivered at once by shared memory
 constexpr size_t kMaxSteps = size_t{1} << 26;  // between two barriers: 1 GB
 
 struct Range {
@@ -53,7 +53,7 @@ struct Range {
   bool has(uintptr_t address) const { return address - begin < size; }
 };
 
-// What the lanes of a warp access at once.
+// The addresses that the lanes of a warp access at once.
 struct Request {
   uint64_t block = 0, cost = 0;
   unsigned warp = 0;
@@ -61,13 +61,13 @@ struct Request {
   uintptr_t address[kWarpSize] = {};
 };
 
-// Where a thread has been, reached by one chain of calls: an access, or with size 0 a basic block.
+// A place in the code, reached by one chain of calls: an access, or with size 0 a basic block.
 struct Place {
   std::vector<uintptr_t> chain;
   unsigned size = 0;
   bool is_shared = false;
   AccessKind kind = AccessKind::kRead;
-  Range array{};  // that was accessed first
+  Range array{};  // the one accessed first
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
   Request costliest;
 
@@ -78,10 +78,10 @@ struct Place {
     if (request.cost > costliest.cost) costliest = request;
   }
 
-  // The accesses of some lanes at once. Shared memory delivers 4 bytes per lane to a warp in one
-  // wavefront, 8 bytes to half a warp and 16 to a quarter. Two such groups share their wavefronts
-  // where lanes i and i ^ 1 of both, or i and i ^ 2, want the same. Lanes of a group that want
-  // different words of one bank conflict: each such word takes a wavefront more.
+  // Counts the accesses of some lanes at once. In one wavefront, shared memory delivers 4 bytes per
+  // lane to a warp, 8 bytes to half a warp or 16 to a quarter. Two such groups share their
+  // wavefronts if lanes i and i ^ 1 of both, or i and i ^ 2, want the same address. Lanes of a
+  // group that want different words of one bank conflict: each such word takes another wavefront.
   void count(const uintptr_t (&address)[kWarpSize], uint32_t lanes) {
     ++requests;
     if (!is_shared) {
@@ -111,7 +111,7 @@ struct Place {
     return count >= kWarpSize ? ~0u : ((1u << count) - 1) << first;
   }
 
-  // Whether lanes i and i ^ distance, where both take part, want the same.
+  // Returns whether lanes i and i ^ distance, if both are active, want the same address.
   static bool pairs_agree(const uintptr_t (&address)[kWarpSize], uint32_t lanes,
                           unsigned distance) {
     for (unsigned lane = 0; lane < kWarpSize; ++lane) {
@@ -122,7 +122,7 @@ struct Place {
     return true;
   }
 
-  // The different units of so many bytes that the lanes touch.
+  // Returns the distinct units of `bytes` bytes that the lanes touch.
   std::vector<uintptr_t> units(const uintptr_t* address, uint32_t lanes, uintptr_t bytes) const {
     std::vector<uintptr_t> found;
     for (; lanes != 0; lanes >>= 1, ++address) {
@@ -143,7 +143,7 @@ struct Step {
   uintptr_t address;
 };
 
-// What a warp does before the emulator goes on to another, or to the next barrier.
+// The accesses of a warp until the emulator switches to another warp or passes a barrier.
 struct Turn {
   unsigned interval, warp;
   uint64_t accesses;
@@ -162,8 +162,8 @@ struct Turns {
 };
 
 // A function that a thread is in: its frame on the stack, and the return address of its call. Some
-// end without a word, which a visit from a frame further up tells; and after the word a last basic
-// block may follow.
+// functions do not report their end, which a visit from an outer frame reveals; and a last basic
+// block may follow the report.
 struct Call {
   const void* frame;
   uintptr_t from;
@@ -174,20 +174,20 @@ struct Recorder {
   std::vector<Range> tensors;
   Range static_shared{};
   std::vector<Place> places;
-  std::unordered_map<uint64_t, unsigned> index;  // by a digest of chain, size and kind
-  std::vector<unsigned> order, rank;             // of the places, by their addresses
-  std::vector<Call> calls[kMaxThreads];          // that each thread is in
+  std::unordered_map<uint64_t, unsigned> index;  // by a hash of chain, size and kind
+  std::vector<unsigned> order, rank;             // of the places, by address
+  std::vector<Call> calls[kMaxThreads];          // the functions that each thread is in
   std::vector<Step> steps[kMaxThreads];          // since the last barrier
-  bool is_idle = true;                           // there are no steps
+  bool is_idle = true;                           // whether there are no steps
   uint64_t block = ~uint64_t{0};
   unsigned interval = 0;
   double timeout = 0;                           // seconds that a block may take; 0: no limit
-  std::chrono::steady_clock::time_point began;  // the block
+  std::chrono::steady_clock::time_point began;  // when the block began
   uint64_t visits = 0;
   size_t pending = 0;  // steps since the last barrier
-  Turns turns, most;   // of the running block, and of that with the most accesses
+  Turns turns, most;   // of the running block, and of the one with the most accesses
 
-  // The calling CUDA thread, or null outside of kernels: between two launches.
+  // Returns the calling CUDA thread, or null outside of kernels, between two launches.
   Fiber* thread() {
     const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
     if (Blocks::instance().of(stack_pointer) == nullptr) {
@@ -236,8 +236,8 @@ struct Recorder {
     if (fiber == nullptr) return;
     auto& chain = calls[fiber->thread];
     while (!chain.empty() && chain.back().frame < frame) chain.pop_back();
-    // A function that touches no memory does not announce itself: its blocks have no place in
-    // order.
+    // A function that accesses no memory does not report its start, so its basic blocks cannot be
+    // placed.
     if (size == 0 && (chain.empty() || chain.back().frame != frame)) return;
     const auto address = reinterpret_cast<uintptr_t>(pointer);
     const SharedMemory& shared = fiber->block->shared;
@@ -249,7 +249,7 @@ struct Recorder {
     const bool is_shared = array.size != 0;
     for (const Range& tensor : tensors)
       if (tensor.has(address)) array = tensor;
-    if (size != 0 && array.size == 0) return;  // a thread's own: registers, on a GPU
+    if (size != 0 && array.size == 0) return;  // a thread's own variables: registers, on a GPU
     if (size != 0) turns.add(interval, fiber->thread / kWarpSize);
     uint64_t key = (size << 3) + 2 * static_cast<uint64_t>(kind) + is_shared;
     for (const Call& call : chain) key = (key ^ call.from) * 0x9e3779b97f4a7c15u;
@@ -266,7 +266,7 @@ struct Recorder {
     if (++visits % (1 << 16) == 0) check_limits(*fiber->block, at);
   }
 
-  // A thread that visits basic blocks for ever passes here, so no signal is needed.
+  // Called every so many visits, also by a thread in an endless loop, so no signal is needed.
   void check_limits(Block& running, uintptr_t at) const {
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
     char what[128] = "";
@@ -333,7 +333,7 @@ struct Recorder {
       const Request& request = place.costliest;
       std::fprintf(channel, "%lu\t%u\t%lu\t%s\t", request.block, request.warp, request.cost,
                    place.array.name);
-      // From an address that is in bank 0 and begins a sector.
+      // Offsets count from an address that is in bank 0 and begins a sector.
       const uintptr_t begin = place.array.begin / kWavefrontBytes * kWavefrontBytes;
       for (unsigned lane = 0; lane < kWarpSize; ++lane) {
         if ((request.lanes >> lane & 1) == 0) {
@@ -354,7 +354,7 @@ struct Recorder {
 
 Recorder recorder;
 
-// `__shared__` arrays are this program's thread-local storage; there is one OS thread.
+// `__shared__` arrays are this program's thread-local storage; it has one OS thread.
 Range program_tls() {
   Range found{};
   dl_iterate_phdr(
@@ -385,7 +385,7 @@ void* tensor(const char* name, size_t bytes) {
 }  // namespace
 }  // namespace attention
 
-// The caller's frame, and where in it.
+// The caller's frame, and the address of the call.
 #define HERE __builtin_frame_address(1), reinterpret_cast<uintptr_t>(__builtin_return_address(0))
 #define ON_ACCESS(address, bytes, kind) \
   attention::recorder.visit(HERE, address, bytes, attention::emulator::AccessKind::kind)
@@ -406,8 +406,8 @@ int main(int, char** arguments) {
   if (const char* const limit = setting("ATTENTION_EMULATOR_TIMEOUT"))
     recorder.timeout = std::strtod(limit, nullptr);
   setenv("ATTENTION_EMULATOR_THREADS", "1", 1);
-  most_overlapping = 1;  // or a launch may have an OS thread, and static arrays, of its own
-  setenv("ATTENTION_EMULATOR_TIMEOUT", "0", 1);  // no signals: what handles them would be counted
+  most_overlapping = 1;  // or a launch may get its own OS thread and static arrays
+  setenv("ATTENTION_EMULATOR_TIMEOUT", "0", 1);  // no signals: their handlers would be counted
   Params params{};
   params.batch = std::atoi(arguments[1]);
   params.seqlen = std::atoi(arguments[2]);
@@ -418,7 +418,7 @@ int main(int, char** arguments) {
   params.softmax_scale = 1.0;
   recorder.static_shared = program_tls();
 
-  // Zeros, in views of one fused qkv where the version reads strided inputs.
+  // Zeros; views of one fused qkv if the version reads strided inputs.
   const int64_t row = int64_t{params.num_heads} * params.head_dim;
   const auto strides = [&](int64_t to_next) {
     return Strides{params.seqlen * to_next, to_next, params.head_dim};

@@ -1,5 +1,5 @@
-// Where a recorder writes: to standard output as it was. What the version file prints there goes to
-// standard error.
+// The output of a recorder: the original standard output. What the version file prints to standard
+// output goes to standard error.
 
 #pragma once
 

@@ -1,10 +1,12 @@
-// Prints what a version launches for each head_dim in the arguments, and runs nothing: the resource
-// table's source of block sizes and dynamic shared memory. Built by g++ with the emulator's headers
-// and linked with its runtime.cpp. ATTENTION_SOURCE is the version file, in quotes.
+// Prints a version's launches for each head_dim in the arguments, without running them. The
+// resource table takes block sizes and dynamic shared memory from here. Built by g++ with the
+// emulator's headers and linked with its runtime.cpp. ATTENTION_SOURCE is the version file, in
+// quotes.
 //
-// A line per launch: head_dim, threads per block, dynamic shared memory in bytes, the kernel's
-// mangled name, its name in words, grid and block by axis, and the bytes of its parameters as nvcc
-// lays them out. An argument --case=batch,seqlen,heads,causal sets the shape of what follows.
+// Prints a line per launch: head_dim, threads per block, dynamic shared memory in bytes, the
+// kernel's mangled and demangled names, grid and block by axis, and the bytes of its parameters as
+// nvcc lays them out. An argument --case=batch,seqlen,heads,causal sets the shape for the arguments
+// that follow.
 
 #define launch_kernel emulated_launch_kernel
 #include "common.cuh"
@@ -60,7 +62,7 @@ int main(int count, char** arguments) {
         0)
       continue;
     attention::VersionParams params{};
-    // Nothing is at these addresses; they tell the tensors apart.
+    // No memory is at these addresses; they only tell the tensors apart.
     const auto tensor = [](uintptr_t number) { return reinterpret_cast<void*>(number << 40); };
     params.q = tensor(1);
     params.o = tensor(4);

@@ -122,15 +122,15 @@ def line_of(marker: str) -> str:
     ("fault", "threads", "words", "markers"),
     [
         (0, 32, "", []),
-        (0, 16, "the warp has less than 32 threads", []),
+        (0, 16, "the warp has fewer than 32 threads", []),
         (1, 32, "waits for lanes that never arrive: thread (16, 0, 0) has returned", ["LOAD"]),
         (2, 32, "divergence: this thread waits in mma_sync() at", ["ONE PLACE", "MMA"]),
         (3, 32, "divergence: this thread waits in ", ["SYNCWARP", "MMA"]),
         (4, 32, "cudaErrorMisalignedAddress: load_matrix_sync() at", ["MISALIGNED"]),
         (5, 32, "leading dimension is not a multiple of 8 halfs", ["LEADING DIMENSION"]),
         (6, 32, "the lanes' arguments differ", ["ARGUMENTS"]),
-        (7, 32, "another thread writes to the matrix meanwhile", []),
-        (8, 32, "another thread writes to the matrix meanwhile", ["LOAD"]),
+        (7, 32, "another thread writes to the matrix at the same time", []),
+        (8, 32, "another thread writes to the matrix at the same time", ["LOAD"]),
         (10, 32, "an element and its duplicate differ", []),
     ],
 )
