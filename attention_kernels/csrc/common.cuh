@@ -1,6 +1,6 @@
-// Code that every version shares and none is about: the launch, and the names that differ between
-// nvcc and the CPU emulator. Anything that could make one version faster than another belongs in
-// the version file.
+// Code that is the same for all versions: the launch, and the names that differ between nvcc and the
+// CPU emulator. Anything that could make one version faster than another belongs in the version
+// file.
 
 #pragma once
 

@@ -136,7 +136,7 @@ def resource_table(
         for version, build in builds
         for arch in archs
         if build.compiles_for(arch)
-        for launch in dict.fromkeys(launches[build.op].result())  # each one once
+        for launch in dict.fromkeys(launches[build.op].result())  # drop duplicates
     ]
 
 

@@ -139,7 +139,7 @@ Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* fi
   return next_or_abandon();
 }
 
-// Releases the threads that wait at a barrier, once all that have not returned are there.
+// Releases the threads that wait at a barrier, once all others have arrived or returned.
 void Block::pass_barrier() {
   if (arrived == 0 || arrived + finished < threads) return;
   arrived = 0;

@@ -266,7 +266,7 @@ struct Recorder {
     if (++visits % (1 << 16) == 0) check_limits(*fiber->block, at);
   }
 
-  // Called every so many visits, also by a thread in an endless loop, so no signal is needed.
+  // Called every 65,536 visits, even by a thread in an endless loop, so no signal is needed.
   void check_limits(Block& running, uintptr_t at) const {
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
     char what[128] = "";
