@@ -1,5 +1,5 @@
-// Code that is the same for all versions: the launch, and the names that differ between nvcc and the
-// CPU emulator. Anything that could make one version faster than another belongs in the version
+// Code that all versions share: the launch, and the names that differ between nvcc and the CPU
+// emulator. Anything that could make one version faster than another belongs in the version
 // file.
 
 #pragma once
