@@ -1,4 +1,4 @@
-"""GPT-2 inference with a causal self-attention that can be swapped by name.
+"""GPT-2 inference with causal self-attention that is swappable by name.
 
     from gpt2_infer import GPT2, generate
     model = GPT2.from_pretrained("demo", attention="NAIVE_PYTORCH")

@@ -41,8 +41,7 @@ MAX_PARAMETERS = 2**40  # larger sizes are a mistake or an attack
 class GPT2Config:
     """The fields that change the forward pass, with transformers' names and defaults.
 
-    Dropout is absent because inference has none. Raises ConfigError for values that are invalid for
-    a GPT-2.
+    Dropout is absent because inference has none. Raises ConfigError for invalid values.
     """
 
     vocab_size: int = 50257

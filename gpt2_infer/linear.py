@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Elements from which on two cores, with half the weight each, are faster than one.
+# Weights of at least this many elements multiply faster on two cores, half on each.
 MIN_SPLIT_NUMEL = 2**17
 
 

@@ -64,7 +64,7 @@ class Score:
 def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text:
     """Read UTF-8, .xz or plain, with documents separated by a line `<|endoftext|>`.
 
-    max_tokens: number of tokens to predict at most; only their bytes are counted.
+    max_tokens: the most tokens to predict; only their bytes are counted.
     Raises RequestError for a file that is not text, or a model without an end-of-text token.
     """
     try:
@@ -150,7 +150,7 @@ def compare(
     """Score NAIVE_PYTORCH, then each backend against it; see token_nats()."""
     models = [model.with_attention(name) for name in (BASELINE, *backends)]
     for one in models:
-        one.check_backends()  # before the first is scored
+        one.check_backends()  # before scoring the first
     scores: list[Score] = []
     baseline: torch.Tensor | None = None
     for one in models:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2_infer.checks import check_integer, check_number
 from gpt2_infer.errors import RequestError
 
-MIN_TEMPERATURE = 1e-6  # below it, logits over the temperature overflow
+MIN_TEMPERATURE = 1e-6  # below it, logits / temperature overflow
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sampling:
     top_k: int = 0
     """The number of most likely tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """The probability that the most likely tokens to keep must hold; 1 keeps all."""
+    """The total probability of the most likely tokens to keep; 1 keeps all."""
     seed: int = 0
     """The base seed; row i of a batch is drawn from seed + i."""
 

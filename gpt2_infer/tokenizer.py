@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The end-of-text id, or None; an empty prompt stands for it (GPT-2's convention)."""
+        """The id that stands for an empty prompt (GPT-2's convention), or None."""
         return int(self._wrapped.token_to_id(END_OF_TEXT))
 
     def encode(self, text: str) -> list[int]:
@@ -94,7 +94,7 @@ class _TransformersTokenizer(Tokenizer):
 
     @property
     def end_of_text(self) -> int | None:
-        """The end-of-text id, or None; an empty prompt stands for it (GPT-2's convention)."""
+        """The id that stands for an empty prompt (GPT-2's convention), or None."""
         for token in (self._wrapped.bos_token_id, self._wrapped.eos_token_id):
             if token is not None:
                 return int(token)

@@ -48,7 +48,7 @@ def run_on_ray(
     if devices is not None and not devices.startswith("cpu"):
         raise RequestError(f"with --ray, devices must be cpu or cpu:N, not {devices!r}")
     cpus = 0 if devices is None else len(find_devices(devices))
-    # Besides the actors, reading and writing rows needs CPUs.
+    # Reading and writing rows takes two CPUs more than the actors.
     local = {"num_cpus": cpus + 2, "include_dashboard": False} if address == "local" else {}
     ray.init(address=address, **local)
     try:

@@ -227,7 +227,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
-    """Return a device's batch size: the longest rows' caches and logits take half its memory."""
+    """Return the batch size; on a GPU, the longest rows' caches and logits take half its memory."""
     if device.type != "cuda":
         return min(CPU_BATCH, rows)
     numel = 2 * config.n_layer * config.n_embd * config.n_positions + 8 * config.vocab_size
@@ -293,7 +293,7 @@ def work(
     world: int = 1,
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Complete every world-th missing part, from the rank-th on.
+    """Complete the missing parts at positions rank, rank + world, rank + 2 * world and so on.
 
     on_rows: called with the number of rows just completed. Raises BatchError at an error row if the
     job is strict.

@@ -30,8 +30,9 @@ class InputRow:
 def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
     """Yield the rows of JSON Lines, Parquet and text files; skip empty lines.
 
-    A row that cannot be read has the reason. A row without an id gets the id FILE:LINE, with FILE
-    as given if two files have the same name. Raises RequestError for any other kind of file.
+    A row that cannot be read carries the reason. A row without an id gets the id FILE:LINE,
+    with FILE as given if two files have the same name. Raises RequestError for any other kind of
+    file.
     """
     index = 0
     names = Counter(path.name for path in paths)

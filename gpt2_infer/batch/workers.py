@@ -58,7 +58,7 @@ def run(
             return plan(files, out, settings, device=devices[0], resume=resume, strict=strict)
 
         if len(devices) > 1:
-            with _processes(devices) as workers:  # they end before the lock
+            with _processes(devices) as workers:  # they end before the lock is released
                 job = prepare()
                 _work_in_processes(job, workers, on_rows)
         else:

@@ -159,7 +159,7 @@ class Engine:
 
 
 def length_step(name: EngineName, device: torch.device) -> int:
-    """Return the number to whose multiples recompute's lengths are rounded up."""
+    """Return the multiple that recompute's lengths are rounded up to."""
     if name != "eager":
         return GRAPH_LENGTH_STEP
     return CPU_LENGTH_STEP if device.type == "cpu" else 1
@@ -205,7 +205,7 @@ _capturing = threading.Lock()
 
 
 def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the bytes that a graph and those that share its memory hold together."""
+    """Return the bytes held by a graph and all graphs that share its memory."""
     pool = tuple(graph.pool())
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)

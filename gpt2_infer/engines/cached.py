@@ -62,7 +62,7 @@ class Cached(Engine):
             self.reset()
 
     def prepare_decode(self) -> None:
-        """Do what the first decode() needs."""
+        """Prepare for the first decode()."""
 
     def prefill(self) -> None:
         """Run the prompts and accept their first token."""

@@ -41,7 +41,8 @@ class Completion:
     """The new text, cut before a stop string."""
     finish_reason: FinishReason
     logprob: float
-    """The tokens' log-probability, without temperature, top-k and top-p."""
+    """The tokens' log-probability in the model's own distribution: without temperature, top-k and
+    top-p."""
     backend: str
     """The backend that computed attention over the prompt."""
 

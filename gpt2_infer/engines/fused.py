@@ -66,7 +66,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
-    """Return the shared memory of x, whose rows are padded for tensor cores."""
+    """Return the bytes of x in shared memory; its rows are padded for tensor cores."""
     padding = 0 if dtype == torch.float32 else 32
     return dtype.itemsize * (width + padding) * batch
 
@@ -159,8 +159,8 @@ class Shape:
     def products(self) -> Mapping[str, Product]:
         """The four products of a layer."""
         width, inner = self.config.n_embd, self.config.inner_dim
-        # The blocks of q, k and v are narrower than those of the hidden units, unless blocks of 32
-        # columns are enough for all multiprocessors.
+        # The blocks of q, k and v are narrower than those of the hidden units, unless 32 columns
+        # per block still give every multiprocessor a block.
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
         warps = 10 if width % 320 == 0 and width % 256 else 8  # of equal numbers of rows
         return {
