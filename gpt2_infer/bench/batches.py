@@ -1,4 +1,4 @@
-"""Many prompts: continuous batching beside transformers with padding, and whole jobs."""
+"""Time many prompts: continuous batching, transformers with padding, and whole jobs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 
 PROMPT_TOKENS = (4, 60)
-BATCHES = 16  # of a contender, unless there are fewer prompts
+BATCHES = 16  # per contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
 _Requests = list[tuple[int, Request]]
 
 
 class Batches(Subject[BatchCell]):
-    """Greedy texts of random prompts by batch size; the demo model has its own weights.
+    """Times greedy texts of random prompts by batch size; only the demo model has real weights.
 
-    A small batch takes a fair part of the prompts; a batch of 1 is one prompt after another, by
-    generate(). Some rows are completed in another order, too: how many are the same, bit for bit?
+    A small batch gets an evenly spaced sample of the prompts; a batch of 1 runs generate() on one
+    prompt after another. Some rows are also completed in another order, to count those that are
+    bit for bit equal.
     """
 
     def __init__(self, study: BatchStudy) -> None:
@@ -46,7 +47,7 @@ class Batches(Subject[BatchCell]):
         self.cells = [BatchCell(study.model, dtype, study.new_tokens) for dtype in study.dtypes]
 
     def contenders(self, cell: BatchCell) -> Iterator[Contender]:
-        """Yield each batch size, and transformers' after them."""
+        """Yield our batch sizes, then those of transformers."""
         study, rng = self.study, random.Random(0)
         settings = Settings(
             model=study.model, dtype=cell.dtype, random_weights=study.model != DEMO_MODEL
@@ -72,7 +73,7 @@ class Batches(Subject[BatchCell]):
     def _part(
         self, name: str, batch: int, model: GPT2, rows: Sequence[list[int]]
     ) -> tuple[Row, _Requests]:
-        """Return the row of a batch size and its fair part of the prompts, evenly spaced."""
+        """Return the row of a batch size and its evenly spaced sample of the prompts."""
         count = min(len(rows), BATCHES * batch)
         extra = {"program": "gpt2-infer", "batch": batch, "prompts": count}
         extra["tokens"] = count * self.study.new_tokens
@@ -159,7 +160,7 @@ def _transformers(
 
 
 def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
-    """Return what run() does, and the seconds until the device has done it."""
+    """Return the result of run(), and the seconds until the device has finished."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -173,10 +174,10 @@ def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 class Jobs(Subject[BatchCell]):
-    """`gpt2-infer batch` of random prompts with each of some options, by the clock.
+    """Times `gpt2-infer batch` on random prompts with each set of options.
 
-    Weights are random but the demo model's. Before each job one of two rows in two files tells what
-    it takes to start. What the jobs write must be equal, sorted.
+    Weights are random except the demo model's. Before each job, a job of two rows in two files
+    measures the startup time. The sorted outputs of all jobs must be equal.
     """
 
     warm_up = 0
@@ -192,10 +193,10 @@ class Jobs(Subject[BatchCell]):
         ]
 
     def contenders(self, cell: BatchCell) -> Iterator[Contender]:
-        """Yield each of the options."""
+        """Yield each set of options."""
         study = self.study
         written: dict[str, bytes] = {}
-        _start(study, self.prompts, study.options[0])  # kernels are built, libraries are read
+        _start(study, self.prompts, study.options[0])  # builds kernels and loads libraries
         for options in study.options:
             extra = {"program": "gpt2-infer", "batch": study.batch_size or 0}
             extra |= {"prompts": study.prompts, "tokens": study.prompts * study.new_tokens}
@@ -207,7 +208,7 @@ class Jobs(Subject[BatchCell]):
         start_s = _start(self.study, self.prompts, options)
         seconds, written[options] = _job(self.study, options, self.prompts)
         if written[options] != written[self.study.options[0]]:
-            raise RejectedError("its rows are others than those of the first")
+            raise RejectedError("its rows differ from those of the first")
         return {"time": seconds, "start": start_s}
 
 
@@ -216,7 +217,7 @@ def _start(study: JobStudy, prompts: Sequence[dict[str, Any]], options: str) -> 
 
 
 def _job(study: JobStudy, options: str, rows: Sequence[dict[str, Any]]) -> tuple[float, bytes]:
-    """Return the seconds that a command takes, and its rows, sorted."""
+    """Run a job; return its seconds and its sorted rows."""
     with tempfile.TemporaryDirectory() as folder:
         prompts, out = Path(folder, "prompts.jsonl"), Path(folder, "out")
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

@@ -1,4 +1,4 @@
-"""How long the float32 ladder takes to build from nothing, all versions at once."""
+"""Time a cold build of the float32 ladder, all versions at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpt2_infer.bench.study import BuildStudy, Contender, Subject
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What is built for."""
+    """A build target."""
 
     target: compilers.Target
     arch: str

@@ -1,4 +1,4 @@
-"""What the compiler and the emulator say of each version of a ladder; no GPU is needed."""
+"""Inspect each version of a ladder with the compiler and the emulator, without a GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gpt2_infer.errors import RequestError
 
 
 class Counting(Subject[Shape]):
-    """Every version of a ladder, inspected: a second run gives the same.
+    """Inspects all versions of a ladder; the figures are deterministic.
 
-    Registers, spills, shared memory and occupancy are ptxas's; requests, bank conflicts and sectors
-    are counted in the emulator. A version whose accesses cannot be counted is refused, with the
-    reason. Raises BuildError without nvcc.
+    Registers, spills, shared memory and occupancy come from ptxas; requests, bank conflicts and
+    sectors are counted in the emulator. A version whose accesses cannot be counted is refused, with
+    the reason. Raises BuildError without nvcc.
     """
 
     def __init__(self, study: InspectionStudy) -> None:
@@ -70,7 +70,7 @@ class Counting(Subject[Shape]):
 
 
 def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
-    """Return the counts of a version's accesses, or why there are none."""
+    """Return the access counts of a version, or the reason why they cannot be counted."""
     try:
         accesses = count_accesses(
             version,
@@ -92,7 +92,7 @@ def _unit(metric: str) -> str:
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:
-    """Return what a version's kernels take of a multiprocessor: of several, the worst."""
+    """Return the resources of a version's kernels; of several kernels, the worst figure."""
     if not rows:
         return {}
     return {
@@ -105,7 +105,7 @@ def resources(rows: Sequence[Resources]) -> dict[str, float]:
 
 
 def totals(accesses: list[Access]) -> dict[str, float]:
-    """Return a version's counts by memory and kind: sums, and the most of the ways."""
+    """Return a version's counts by memory and kind: sums, but the maximum of `ways`."""
     found: Counter[str] = Counter()
     for memory, numbers in (
         ("shared", ("requests", "conflicts", "ways")),

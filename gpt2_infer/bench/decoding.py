@@ -1,4 +1,4 @@
-"""Whole texts: our engines beside transformers and the gpt-fast recipe, in one run."""
+"""Compare our engines with transformers and the gpt-fast recipe on whole texts, in one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
-POSITION_STEP = 64  # tokens between two marks of a text
+POSITION_STEP = 64  # tokens between two time marks
 TRANSFORMERS = {
     "kv-cache": "transformers, static cache, compiled",
     "recompute": "transformers, no cache",
@@ -32,22 +32,22 @@ TRANSFORMERS = {
 RECIPE = "gpt-fast recipe"
 
 Run = Callable[[], tuple[list[list[int]], list[float]]]
-"""Writes the text; returns its tokens and the seconds since the start at each mark."""
+"""Generates the text; returns its tokens and the seconds from the start to each mark."""
 
 
 class Decoding(Subject[DecodeCell]):
-    """Whole greedy texts of random weights, prefill included: a sample is seconds.
+    """Times whole greedy texts of random weights, prefill included; a sample is seconds.
 
-    What is done once, such as capturing graphs, counts in recompute only. In float32 each
-    contender's text is compared with the first's. A contender whose text changes from run to run
-    fails, except a peer in 16 bits.
+    One-time work, such as capturing graphs, counts in recompute only. In float32 each contender's
+    text is compared with the first's. A contender whose text changes from run to run fails, except
+    a peer in 16 bits.
     """
 
-    warm_up = 0  # the texts that are compared come before
+    warm_up = 0  # contenders() has already run each twice
 
     def __init__(self, study: DecodeStudy) -> None:
         if not torch.cuda.is_available():
-            raise RequestError("decoding is compared on a CUDA device")
+            raise RequestError("decoding is compared on a CUDA device only")
         self.study, self.rounds, self.device = study, study.rounds, "cuda"
         self._newest: tuple[tuple[str, str], GPT2] | None = None
         self.cells = [
@@ -58,18 +58,18 @@ class Decoding(Subject[DecodeCell]):
         ]
 
     def limits(self) -> dict[str, float]:
-        """Measure the GPU's bandwidth for reading."""
+        """Measure the GPU's read bandwidth."""
         found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
         torch.cuda.empty_cache()
         return {"read_gbps": round(found, 1)}
 
     def contenders(self, cell: DecodeCell) -> Iterator[Contender]:
-        """Write each contender's text, and compare it with the first's."""
+        """Generate each contender's text and compare it with the first's."""
         torch.cuda.empty_cache()
         model = self._model(cell.model, cell.dtype)
         expected = None
         for name, program, run in self._runs(model, cell):
-            # The second text: while something is compiled or captured other kernels may run.
+            # Keep the second text: during compilation or capture other kernels may run.
             text = [run() for _ in range(2)][1][0]
             expected = expected or text
             row = Row(contender=name, metric="time", unit="s", extra={"program": program})
@@ -80,7 +80,7 @@ class Decoding(Subject[DecodeCell]):
             yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
 
     def _model(self, name: str, dtype: str) -> GPT2:
-        """Return a model; the one before it is dropped."""
+        """Return a model, releasing the previous one."""
         if self._newest is None or self._newest[0] != (name, dtype):
             model = GPT2.from_pretrained(
                 name, random_weights=True, device="cuda", dtype=getattr(torch, dtype)
@@ -89,7 +89,7 @@ class Decoding(Subject[DecodeCell]):
         return self._newest[1]
 
     def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
-        """Yield the name and the program of each contender, and what writes its text."""
+        """Yield the name, the program and the run function of each contender."""
         backends: list[str] | list[None] = self.study.backends or [None]
         for backend in backends:
             for name in self.study.engines:
@@ -156,7 +156,7 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
     how: dict[str, object] = {"use_cache": False}
     if cell.mode == "kv-cache":
-        how = {"cache_implementation": "static"}  # which compiles the forward pass
+        how = {"cache_implementation": "static"}  # also compiles the forward pass
 
     def run() -> tuple[list[list[int]], list[float]]:
         torch.cuda.synchronize()
@@ -182,7 +182,7 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     config = model.config
     capacity = len(PROMPT) + cell.new_tokens
     cache = KVCache.allocate(model, cell.batch, capacity)
-    # Otherwise torch.compile takes the cache for an input that changes, and captures no graph.
+    # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
     torch._dynamo.mark_static_address(cache.kv)
     places = torch.arange(capacity, device="cuda")
 

@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, software, source and settings of this process."""
+"""The provenance of a result: machine, software, source and settings of this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NVIDIA_SMI = (
 def provenance(*, besides: Path | None = None) -> Provenance:
     """Describe this process for a results file.
 
-    besides: a file whose changes do not make the checkout dirty, because the run replaces it.
+    besides: a file that the run replaces, so that its changes do not make the checkout dirty.
     """
     matmul = torch.backends.cuda.matmul
     files = ["."]
@@ -52,7 +52,7 @@ def provenance(*, besides: Path | None = None) -> Provenance:
     return Provenance(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["python", *map(_without_folder, sys.argv)]),
-        # A copy of the source without .git, as on a rented machine, is told its commit.
+        # A copy of the source without .git, as on a rented machine, gets the commit this way.
         commit=_git("rev-parse", "HEAD") or os.environ.get("SOURCE_COMMIT"),
         dirty=None if status is None else bool(status),
         source_digest=source_digest(),
@@ -72,10 +72,10 @@ def provenance(*, besides: Path | None = None) -> Provenance:
 
 
 def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
-    """Measure what the GPU reaches now: copy_gbps and, per dtype, matmul_<dtype>_tflops.
+    """Measure the GPU's limits: copy_gbps and, per dtype, matmul_<dtype>_tflops.
 
     Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product. With nvcc
-    and from compute capability 8.0 on, what instruction_tflops() measures, too. Raises BuildError.
+    and compute capability 8.0 or higher, also those of instruction_tflops(). Raises BuildError.
     """
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -94,7 +94,7 @@ def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
 
 
 def source_digest() -> str:
-    """Return a SHA-256 over both packages' source, so that a result names its code without git."""
+    """Return a SHA-256 over both packages' source, to identify the code without git."""
     digest = hashlib.sha256()
     for package in ("attention_kernels", "gpt2_infer"):
         for path in sorted((_ROOT / package).rglob("*")):
@@ -104,7 +104,7 @@ def source_digest() -> str:
 
 
 def backend_digest(spec: BackendSpec) -> str | None:
-    """Return a SHA-256 over the files that a backend is made of; None if there are none."""
+    """Return a SHA-256 over a backend's source files; None if they are unknown."""
     digest = hashlib.sha256()
     for path in (files := sorted(set(_files_of(spec)))):
         digest.update(path.read_bytes() + b"\0")
@@ -112,18 +112,18 @@ def backend_digest(spec: BackendSpec) -> str | None:
 
 
 def version_digest(source: str) -> str:
-    """Return a SHA-256 of a version file's code; comments, and so its header, do not count."""
+    """Return a SHA-256 of a version file's code, without comments and so without the header."""
     code = re.sub(r"//[^\n]*", "", source)
     return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()
 
 
 def token_digest(tokens: list[list[int]]) -> str:
-    """Return a SHA-256 of generated tokens: equal digests, equal texts."""
+    """Return a SHA-256 of generated tokens; equal digests mean equal texts."""
     return hashlib.sha256(repr(tokens).encode()).hexdigest()
 
 
 def _files_of(spec: BackendSpec) -> Iterator[Path]:
-    """Yield what a version's library is built from, or a Python loader's file and package."""
+    """Yield the sources of a version's library, or a Python loader's file and package."""
     if spec.version:
         yield from build.sources(spec.version)
         return
@@ -161,7 +161,7 @@ def _gpu() -> Gpu | None:
 
 
 def _without_folder(word: str) -> str:
-    """Shorten an absolute path, which says where somebody's files are and not what was run."""
+    """Shorten an absolute path: its folder is private and says nothing about the run."""
     if not word.startswith("/"):
         return word
     path = Path(word)
@@ -169,12 +169,12 @@ def _without_folder(word: str) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git where this package lies in a checkout of its own, not inside another project's."""
+    """Run git if this package is its own checkout, not part of another project's."""
     return _run("git", "-C", str(_ROOT), *arguments) if (_ROOT / ".git").exists() else None
 
 
 def _run(*command: str) -> str | None:
-    """Return what a command prints; None if it is missing or fails."""
+    """Return a command's output; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

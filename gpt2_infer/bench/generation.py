@@ -1,4 +1,4 @@
-"""Comparing generation end to end: backends in one model, and transformers beside them."""
+"""Compare end-to-end generation: backends in one model, and transformers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ TRANSFORMERS = "transformers"
 
 
 class _Text(NamedTuple):
-    """What a program wrote, and what ours says of how."""
+    """A generated text, and our program's record of the run."""
 
     tokens: list[list[int]]
     generation: Generation | None = None
 
 
 class Texts(Subject[GenerationCell]):
-    """Greedy text: a sample is seconds from the prompt to the last token, or of the whole call.
+    """Times greedy generation; a sample is seconds to the last token, or of the whole call.
 
-    Every timed call's tokens are compared with those of the baseline, the first contender of a
-    cell; where they part, examine() says whether that is a tie. FREE_ATTENTION is one more
-    contender. In a dtype that the baseline does not take, texts are compared with none.
+    The tokens of every timed call are compared with the baseline's, the first contender of a cell;
+    where they diverge, examine() says whether that is a tie. FREE_ATTENTION is one more contender.
+    In a dtype that the baseline does not support, texts are not compared.
     """
 
     def __init__(self, study: GenerationStudy) -> None:
@@ -53,7 +53,7 @@ class Texts(Subject[GenerationCell]):
         combined = itertools.product(study.dtypes, study.batch_sizes, study.modes, lengths)
         cells = [GenerationCell(n, batch, dtype, mode) for dtype, batch, mode, n in combined]
         if "float64" in study.dtypes:
-            raise RequestError("text is generated in float32, float16 and bfloat16, not in float64")
+            raise RequestError("text is generated in float32, float16 or bfloat16, not in float64")
         self.cells = sorted(cells, key=lambda cell: cell.dtype)
         self._newest: GPT2 | None = None
         model = self._model(self.cells[0].dtype)
@@ -79,19 +79,19 @@ class Texts(Subject[GenerationCell]):
             self.facts["baseline"] = first.name
 
     def _model(self, dtype: str) -> GPT2:
-        """Return the model in a dtype; the one before it is dropped."""
+        """Return the model in a dtype, releasing the previous one."""
         if self._newest is None or self._newest.dtype != getattr(torch, dtype):
             self._newest = GPT2.from_pretrained(
                 self.study.model,
                 random_weights=self.study.random_weights,
                 device=self.device,
                 dtype=getattr(torch, dtype),
-                attention=BASELINE,  # never run as such, and there in every dtype
+                attention=BASELINE,  # a placeholder that supports every dtype
             )
         return self._newest
 
     def _check_room(self, cell: GenerationCell, model: GPT2) -> None:
-        """Raise RequestError for a text that the model or the device has no room for."""
+        """Raise RequestError if the text does not fit the model or the device."""
         if not len(self.prompt) < cell.max_tokens <= model.config.n_positions:
             raise RequestError(
                 f"{cell.max_tokens} tokens in all: the prompt has {len(self.prompt)}, and the "
@@ -103,7 +103,7 @@ class Texts(Subject[GenerationCell]):
         selection.check_memory(what, states, self.device)
 
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
-        """Check each backend, and compare its text with the first's."""
+        """Check each backend and compare its text with the first's."""
         model, expected = self._model(cell.dtype), None
         if self.study.transformers:
             contender, expected = _transformers(reference_of(model), cell, self.prompt)
@@ -117,7 +117,7 @@ class Texts(Subject[GenerationCell]):
     def _ours(
         self, spec: BackendSpec, cell: GenerationCell, expected: _Text | None
     ) -> tuple[Contender, _Text | None]:
-        """Return a backend, checked, with its text."""
+        """Check a backend and return it with its text."""
         model, is_free = self._model(cell.dtype), spec.name == FREE_ATTENTION
         row = selection.row_of(spec, cell.dtype, self.study.timed, "s", self.sources)
         row.extra |= {"attention": spec.name} | ({"precision": "none"} if is_free else {})
@@ -144,10 +144,10 @@ class Texts(Subject[GenerationCell]):
 
 
 def _compare(row: Row, model: GPT2, specs: list[BackendSpec], texts: list[_Text]) -> None:
-    """Record why a text, the second, is not the first."""
+    """Record why the second text differs from the first."""
     expected, ours = (text.generation for text in texts)
     if expected and ours:
-        # The texts as they were written: again, or alone, they might be others.
+        # These very texts: regenerated, or without the batch, they might differ.
         found = examine(model, specs, [expected, ours])
         row.extra["diverges"] = found.verdict
         if not found.passed:
@@ -171,7 +171,7 @@ def weights_digest(model: GPT2) -> str:
 def _transformers(
     reference: Any, cell: GenerationCell, prompt: Sequence[int]
 ) -> tuple[Contender, _Text]:
-    """Return transformers' generate(), greedy, with the attention that it chooses, and its text."""
+    """Return transformers' greedy generate(), with its default attention, and its text."""
     is_cuda = reference.device.type == "cuda"
     ids = torch.tensor([[*prompt]] * cell.batch, device=reference.device)
     new_tokens = cell.max_tokens - len(prompt)
@@ -196,7 +196,7 @@ def _transformers(
         extra={
             "program": "transformers",
             "attention": reference.config._attn_implementation,
-            # What SDPA chooses for float32: its CPU kernel, or the memory-efficient one on CUDA.
+            # SDPA's choice for float32: its CPU kernel, or the memory-efficient one on CUDA.
             "precision": "3xtf32" if is_cuda else "ieee-fp32",
             "token_digest": environment.token_digest(text.tokens),
         },
@@ -206,8 +206,8 @@ def _transformers(
 
 
 def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int) -> None:
-    """Check a backend at the lengths that the generation runs."""
-    # Also between: what is tuned by size is tuned before memory and time are taken.
+    """Check a backend at the lengths that the generation uses."""
+    # Lengths in between, too: size-dependent tuning must precede all measurements.
     between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
     config, dtype = model.config, getattr(torch, cell.dtype)
     cases = [
@@ -218,7 +218,7 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
 
 
 def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]) -> _Text:
-    """Write a text with our program."""
+    """Generate a text with our program."""
     done = generate(
         model.with_attention(spec, spec if cell.mode == "kv-cache" else None),
         [[*prompt]] * cell.batch,
@@ -232,7 +232,7 @@ def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequenc
 def _sample(
     row: Row, call: Callable[[], _Text], expected: list[list[int]] | None, device: str
 ) -> dict[str, float]:
-    """Take one sample; raises RejectedError for another text, or what the kernel raised."""
+    """Take one sample; raises RejectedError if the text changes or the kernel raises."""
     try:
         _synchronize(device)
         started = time.perf_counter()
@@ -252,7 +252,7 @@ def _sample(
 
 
 def _text_and_peak(name: str, call: Callable[[], _Text], model: GPT2) -> tuple[_Text, list[Row]]:
-    """Return a text and the device memory at its peak meanwhile, weights included."""
+    """Return a text and the peak device memory while it was generated, weights included."""
     if model.device.type != "cuda":
         return call(), []
     torch.cuda.synchronize()
@@ -270,7 +270,7 @@ def _synchronize(device: str) -> None:
 
 
 def _free_attention() -> BackendSpec:
-    """Build a backend that skips attention; its zero tensors are cached. It is in no registry."""
+    """Build an unregistered backend that skips attention and returns cached zero tensors."""
     zeros = functools.cache(
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
     )

@@ -1,4 +1,4 @@
-"""The most that a GPU computes: multiplication-additions in registers, csrc/v01_*.cu."""
+"""Measure a GPU's peak rate of multiply-adds in registers, with csrc/v01_*.cu."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Rate:
         self._params = torch.frombuffer(bytearray(params), dtype=torch.uint8)
 
     def run(self) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         self._op(self._counts, self._params)
 
     def flops(self) -> float:
-        """Return how many operations a run takes: a multiplication-addition is two."""
+        """Return the operations of a run; a multiply-add counts as two."""
         return 2 * self._counts.double().sum().item()
 
 
 def instruction_tflops() -> dict[str, float]:
-    """Measure <kind>_tflops of each kind on the present GPU: medians of 5; raises BuildError."""
+    """Measure <kind>_tflops of each kind on this GPU, medians of 5; raises BuildError."""
     found = {}
     blocks = 8 * torch.cuda.get_device_properties().multi_processor_count
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Comparing kernels alone: each is checked, timed in interleaved rounds and checked again."""
+"""Compare kernels alone: check each, time them in interleaved rounds, check again."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MIN_CALLS = 5
 
 
 class Kernels(Subject[KernelCell]):
-    """attention() alone: a sample is microseconds per call.
+    """Times attention() alone; a sample is microseconds per call.
 
-    On CUDA a sample is one replay of a graph of calls over rotating inputs that together exceed the
-    L2. Backends that need contiguous inputs get them: the copies belong to the adapter.
+    On CUDA a sample is one replay of a graph of calls that rotate through inputs which together
+    exceed the L2. Backends that need contiguous inputs get them; the copies are not timed.
     """
 
     def __init__(self, study: KernelStudy) -> None:
@@ -56,7 +56,7 @@ class Kernels(Subject[KernelCell]):
         return environment.gpu_limits(sorted({cell.dtype for cell in self.cells}))
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Check each backend that takes the cell's dtype."""
+        """Check and yield each backend that supports the cell's dtype."""
         case = Case(
             cell.seqlen,
             cell.head_dim,
@@ -84,18 +84,18 @@ class Kernels(Subject[KernelCell]):
 
 
 class _Inputs:
-    """Sets of q, k and v, made on first use, where running out of memory is a backend's failure."""
+    """Sets of q, k and v, made on first use, so that running out of memory fails one backend."""
 
     def __init__(self, case: Case, sets: int, device: str) -> None:
         self._case, self._sets, self._device = case, sets, device
 
     def of(self, spec: BackendSpec) -> list[tuple[Tensor, ...]]:
-        """Return the sets in the layout that a backend takes."""
+        """Return the sets in the layout that a backend needs."""
         return self._dense if spec.needs_contiguous else self._views
 
     @functools.cached_property
     def _views(self) -> list[tuple[Tensor, ...]]:
-        # The inputs are rotated; their numbers are drawn once, as they change no kernel's time.
+        # All sets hold the same numbers, which do not affect a kernel's time.
         fused = torch.stack([x.contiguous() for x in self._case.inputs(self._device)], 2)
         return [tuple((fused.clone() if i else fused).unbind(2)) for i in range(self._sets)]
 
@@ -105,7 +105,7 @@ class _Inputs:
 
 
 def _sets(cell: KernelCell, device: str) -> int:
-    """Return how many sets of inputs exceed the L2."""
+    """Return the number of input sets that together exceed the L2."""
     if device == "cpu":
         return 2
     rotated = max(2 * torch.cuda.get_device_properties().L2_cache_size, MIN_ROTATED_BYTES)
@@ -123,7 +123,7 @@ def _sample(row: Row, sampler: Callable[[], float], device: str) -> dict[str, fl
 def kernel_sampler(
     spec: BackendSpec, inputs: Sequence[tuple[Tensor, ...]], *, is_causal: bool = True
 ) -> Callable[[], float]:
-    """Return a function that takes one sample: microseconds per call over the inputs."""
+    """Return a function that takes one sample: mean microseconds per call over the inputs."""
     calls = [functools.partial(spec.attention, *qkv, is_causal=is_causal) for qkv in inputs]
 
     def run() -> None:
@@ -151,7 +151,7 @@ def kernel_sampler(
 
 
 def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...], case: Case) -> list[Row]:
-    """Return the most device memory of a call beyond inputs and output; nothing on the CPU."""
+    """Return the peak device memory of a call beyond inputs and output; nothing on the CPU."""
     if qkv[0].device.type != "cuda":
         return []
     spec.attention(*qkv, is_causal=case.is_causal)

@@ -1,4 +1,4 @@
-"""What each version of a ladder should take on a GPU, from its code alone."""
+"""Predict the time of each version of a ladder on a GPU from its code alone."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ RESULTS = Path("results")
 
 
 def find_gpu(key: str) -> Gpu:
-    """Return the numbers of a GPU by the name that `--gpu` takes; raises RequestError."""
+    """Return the data of a GPU by its `--gpu` name; raises RequestError if unknown."""
     known = gpus()
     if key not in known:
-        raise RequestError(f"there are no numbers of {key}: there are {', '.join(known)}")
+        raise RequestError(f"no GPU named {key}, only {', '.join(known)}")
     return known[key]
 
 
 def timed_on(gpu: Gpu, files: Iterable[File]) -> list[File]:
-    """Return the timings of kernels that were taken on such a GPU."""
+    """Return the kernel timings that were measured on such a GPU."""
     return [
         file
         for file in files
@@ -45,7 +45,7 @@ def timed_on(gpu: Gpu, files: Iterable[File]) -> list[File]:
 
 
 class Predictions(Subject[KernelCell]):
-    """Every version of a ladder; what is refused says why."""
+    """Predicts all versions of a ladder; a refused one has a reason."""
 
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
@@ -67,7 +67,7 @@ class Predictions(Subject[KernelCell]):
 
     @functools.cached_property
     def _rows(self) -> dict[str, list[Row]]:
-        """Predictions by version: its machine code is read once for all cells."""
+        """Predictions by version; its machine code is read once for all cells."""
         timed = [file for path in sorted(RESULTS.glob("*.json")) if (file := read(path))]
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             work = {
@@ -89,9 +89,9 @@ def predict_version(
     gpu: str,
     timed: Sequence[File] = (),
 ) -> list[Row]:
-    """Predict a version in cells that differ in their length.
+    """Predict a version in cells that differ only in length.
 
-    timed: earlier results; git tells whether the version file is still the one of their commit.
+    timed: earlier results; those whose commit has the same version code are linked by digest.
     """
     digest = environment.version_digest(version.source)
     (head_dim, batch, num_heads, is_causal) = (
@@ -149,7 +149,7 @@ def prediction_row(
     reason: str = "",
     **extra: Any,
 ) -> Row:
-    """Return the row of a version's prediction; `extra` names what it consists of."""
+    """Return the row of a version's prediction; `extra` holds its components."""
     return Row(
         contender=name,
         cell=msgspec.to_builtins(cell),
@@ -163,7 +163,7 @@ def prediction_row(
 
 
 def _has_code(version: VersionHeader, timing: File) -> bool:
-    """Return whether some version file had the same code at the commit that results are of."""
+    """Return whether some version file had the same code at the commit of the timing."""
     return environment.version_digest(version.source) in _codes(
         str(version.path.parent), timing.provenance.commit or ""
     )
@@ -171,7 +171,7 @@ def _has_code(version: VersionHeader, timing: File) -> bool:
 
 @functools.cache
 def _codes(folder: str, commit: str) -> set[str]:
-    """Return the digests of a folder's version files at a commit; none where git has it not."""
+    """Return the digests of a folder's version files at a commit; empty if git lacks it."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", folder, *words]

@@ -1,8 +1,8 @@
-"""What Nsight Compute counts in one call of each version of a ladder.
+"""Profile one call of each version of a ladder with Nsight Compute.
 
 `ncu` replays each kernel that a version launches once per group of counters. If a version launches
-several, its counts and its duration are their sums, its percentages their means weighted by
-duration, and its registers the most.
+several, its counts and duration are sums, its percentages are means weighted by duration, and its
+registers are the maximum.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from gpt2_infer.errors import RequestError
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "shared_store_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-    # Of each instruction. The counters of the unit itself, without "sass", add what requests of
-    # different warps cost each other, and count that as bank conflicts, too.
+    # Counted per instruction. The unit's own counters, without "sass", also count contention
+    # between requests of different warps as bank conflicts.
     "shared_load_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
     "shared_matrix_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldsm.sum",
     "shared_store_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
@@ -38,7 +38,7 @@ METRICS = {
     "fma_pipe_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
     "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "global_load_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
-    # What cp.async loads is counted apart.
+    # Loads by cp.async are counted separately.
     "global_async_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
     "global_store_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     "registers_per_thread": "launch__registers_per_thread",
@@ -48,7 +48,7 @@ DURATION = "duration_us"
 
 
 class Profile(Subject[Shape]):
-    """One call of every version of a ladder."""
+    """Profiles one call of each version of a ladder."""
 
     def __init__(self, study: ProfileStudy) -> None:
         resolve_device("cuda")
@@ -87,7 +87,7 @@ def _specs(family: str) -> list[BackendSpec]:
 
 
 def launch_each(family: str, shape: Shape) -> None:
-    """Call every version once, on the GPU."""
+    """Call every version once on the GPU."""
     for spec in _specs(family):
         (dtype,) = spec.dtypes
         case = Case(
@@ -102,15 +102,15 @@ def launch_each(family: str, shape: Shape) -> None:
 
 
 def known_counters() -> tuple[dict[str, str], list[str]]:
-    """Return the metrics that ncu has a counter for on this GPU, and those that it has not.
+    """Return the metrics that ncu supports on this GPU, and the names of the others.
 
-    A profile that asks for an unknown counter ends at once.
+    ncu aborts if it is asked for an unknown counter.
     """
     query = ["ncu", "--query-metrics"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise RequestError("ncu, of Nsight Compute, is not on PATH") from error
+        raise RequestError("ncu (Nsight Compute) is not on PATH") from error
     listed = {line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line.strip()}
     if done.returncode or not listed:
         raise RequestError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
@@ -128,7 +128,7 @@ def known_counters() -> tuple[dict[str, str], list[str]]:
 def _run_profiler(
     counters: list[str], family: str, shape: Shape
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the metrics of each launch by op ("v01"), from ncu's CSV."""
+    """Run ncu; return the metrics of each launch by op ("v01")."""
     command = ["ncu", "--clock-control", "none", "--csv", "--print-units", "base"]
     command += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
     command += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
@@ -141,7 +141,7 @@ def _run_profiler(
 
 
 def parse_csv(lines: Iterable[str]) -> dict[str, list[dict[str, float]]]:
-    """Gather the rows of ncu's CSV, one metric each, by op and launch."""
+    """Group the rows of ncu's CSV, one metric each, by op and launch."""
     by_counter = {counter: name for name, counter in METRICS.items()}
     launches: dict[str, dict[str, dict[str, float]]] = {}
     for row in csv.DictReader(lines):
@@ -164,7 +164,7 @@ def op_of(mangled: str) -> str | None:
 
 
 def combined(launches: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of a version from those of its launches."""
+    """Combine the metrics of a version's launches."""
     total = sum(launch[DURATION] for launch in launches)
     found = {}
     for metric in launches[0]:

@@ -1,7 +1,7 @@
-"""Results: a file of rows. A row holds what one contender did in one cell, by one metric.
+"""Results files. A file consists of rows; a row holds one metric of one contender in one cell.
 
-Every study writes this one kind of file. What only one study knows is in a row's `extra`, and is
-typed where it is read. results.schema.json is what schema() returns.
+Every study writes this kind of file. Fields specific to one study are in a row's `extra` and are
+typed where they are read. results.schema.json is the output of schema().
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpt2_infer.files import read_file
 
 BASELINE = "NAIVE_PYTORCH"
 FREE_ATTENTION = "FREE_ATTENTION"
-"""Not a real backend: it skips attention, which shows the most that any kernel could save."""
+"""Not a real backend: it skips attention, to show the most that any kernel could save."""
 SCHEMA = Path(__file__).with_name("results.schema.json")
 KINDS = (
     "kernel",
@@ -35,9 +35,9 @@ KINDS = (
     "tests",
     "published",
 )
-"""What a file's study may be; see study.py."""
+"""The kinds of study that a file can hold; see study.py."""
 TIMES = ("time", "generation", "call", "predicted time")
-"""Metrics that are divided by."""
+"""Metrics used as divisors, which must be positive."""
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
@@ -45,7 +45,7 @@ AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Dtype: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(float16|bfloat16|float32|float64)$")]
 _Error: TypeAlias = Annotated[float, msgspec.Meta(ge=0)] | None
 Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
-"""failed: its check failed; refused: it does not support this; emulated: checked, not timed."""
+"""failed: the check failed; refused: unsupported; emulated: checked but not timed."""
 
 
 class ResultsError(GPT2InferError):
@@ -57,11 +57,11 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is the same for every contender that is compared."""
+    """The conditions shared by all contenders that are compared."""
 
 
 class Shape(_Cell, frozen=True, kw_only=True):
-    """The shape of one call of attention(), without its dtype."""
+    """The shape of one attention() call, without its dtype."""
 
     batch: AtLeastOne = 1
     num_heads: AtLeastOne = 12
@@ -109,7 +109,7 @@ class KernelCell(_Cell, frozen=True):
 
 
 class GenerationCell(_Cell, frozen=True):
-    """Greedy text of max_tokens, the prompt included, for a batch of equal prompts."""
+    """Greedy generation up to max_tokens, prompt included, for a batch of equal prompts."""
 
     max_tokens: AtLeastOne
     batch: AtLeastOne = 1
@@ -126,7 +126,7 @@ class GenerationCell(_Cell, frozen=True):
 
 
 class DecodeCell(_Cell, frozen=True):
-    """A greedy text with random weights."""
+    """Greedy generation with random weights."""
 
     model: str
     dtype: Dtype
@@ -140,7 +140,7 @@ class DecodeCell(_Cell, frozen=True):
 
 
 class BatchCell(_Cell, frozen=True):
-    """Many prompts, with the same number of new tokens each."""
+    """Many prompts with the same number of new tokens each."""
 
     model: str
     dtype: Dtype
@@ -151,28 +151,28 @@ class BatchCell(_Cell, frozen=True):
 
 
 class Check(_Record, kw_only=True):
-    """How far a backend was from float64 before it was timed; None for what is not finite."""
+    """A backend's error against float64, before it was timed; None if not finite."""
 
     error: _Error
     """The largest absolute error."""
     budget: _Error
     naive_error: _Error
-    """The error of plain PyTorch in the same dtype."""
+    """Plain PyTorch's error in the same dtype."""
     relative_error: _Error
     row_error: _Error = None
-    """The relative error of a row, of the row nearest to its budget."""
+    """The relative error of the row closest to its budget."""
     row_budget: _Error = None
 
 
 class Row(_Record, kw_only=True):
-    """What one contender did in one cell, by one metric."""
+    """One metric of one contender in one cell."""
 
     contender: str
     cell: dict[str, str | int | bool] = {}
     metric: str
     unit: str
     samples: list[float] = []
-    """In the order of the rounds; a count has one."""
+    """One sample per round, in order; a count has a single sample."""
     status: Status = "ok"
     reason: str = ""
     """Why there are no samples."""
@@ -191,7 +191,7 @@ class Row(_Record, kw_only=True):
 
     @property
     def kernel(self) -> KernelCell:
-        """The cell, as one of kernels."""
+        """The cell as a KernelCell."""
         return msgspec.convert(self.cell, KernelCell)
 
     @property
@@ -237,7 +237,7 @@ class Provenance(_Record, kw_only=True):
     precision: dict[str, bool | str] = {}
     """TF32 and matmul settings during the run."""
     limits: dict[str, float] = {}
-    """What the GPU reached in this run: copy_gbps, read_gbps and matmul_<dtype>_tflops."""
+    """Measured in this run on the GPU: copy_gbps, read_gbps and matmul_<dtype>_tflops."""
     resumed_from: list[str] = []
     """Dates of the interrupted runs that this one completed."""
 
@@ -252,21 +252,21 @@ class File(_Record, kw_only=True):
 
     task: TaskName
     study: dict[str, Any]
-    """Its settings, and what it was run with."""
+    """The study's settings and facts about the run."""
     provenance: Provenance
     rows: list[Row]
 
     def of(self, metric: str) -> list[Row]:
-        """Return the rows of a metric."""
+        """Return the rows of one metric."""
         return [row for row in self.rows if row.metric == metric]
 
     def beside(self, row: Row, metric: str) -> Row | None:
-        """Return the row of another metric, of the same contender in the same cell."""
+        """Return the row of another metric for the same contender and cell."""
         same = (one for one in self.of(metric) if one.contender == row.contender)
         return next((one for one in same if one.cell == row.cell), None)
 
     def write(self, path: Path) -> None:
-        """Validate and write, whole or not at all; a row is a line. Raises ResultsError."""
+        """Validate and write the file atomically, one line per row. Raises ResultsError."""
         content = encode(self)
         temporary = path.with_name(f"{path.name}.tmp")
         try:
@@ -290,11 +290,11 @@ def encode(file: File) -> bytes:
 
 
 def read(path: Path) -> File:
-    """Read and validate a file; raises ResultsError, in one line."""
+    """Read and validate a file; raises ResultsError with a one-line message."""
     try:
         file = msgspec.json.decode(read_file(path), type=File)
         if file.study.get("kind") not in KINDS:
-            raise msgspec.ValidationError("its study is of no known kind")
+            raise msgspec.ValidationError("unknown kind of study")
         for row in file.rows:
             if isinstance(row.cell.get("seqlen"), int):
                 msgspec.convert(row.cell, KernelCell if "dtype" in row.cell else Shape)
@@ -338,5 +338,5 @@ def check_output(path: Path) -> None:
 
 
 def schema() -> str:
-    """Return the JSON schema of a file, as results.schema.json has it."""
+    """Return the JSON schema of a file, the content of results.schema.json."""
     return json.dumps(msgspec.json.schema(File), indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""The score of the bundled model with every attention backend, beside NAIVE_PYTORCH."""
+"""Score the bundled model with every attention backend, compared with NAIVE_PYTORCH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2_infer.model import GPT2
 
 
 class Dtype(msgspec.Struct, frozen=True):
-    """What is the same for the backends that are compared."""
+    """The cell of this study: a dtype."""
 
     dtype: str
 
@@ -28,9 +28,9 @@ class Dtype(msgspec.Struct, frozen=True):
 
 
 class Scores(Subject[Dtype]):
-    """The beginning of the bundled model's held-out books; half of a window is context.
+    """Scores the beginning of the bundled model's held-out books; half of each window is context.
 
-    A backend that refuses, or whose logits are not finite, has its reason.
+    If a backend refuses or its logits are not finite, its row has the reason.
     """
 
     def __init__(self, study: PerplexityStudy) -> None:
@@ -55,7 +55,7 @@ class Scores(Subject[Dtype]):
         )
 
     def contenders(self, cell: Dtype) -> Iterator[Contender]:
-        """Score each backend that takes the dtype."""
+        """Score each backend that supports the dtype."""
         model, window = self._model(cell.dtype), self.study.window
         nats = functools.partial(
             perplexity.token_nats, ids=self.text.ids, window=window, stride=window // 2

@@ -1,4 +1,4 @@
-"""Which backends a comparison takes, and the check that each passes before it is timed."""
+"""Select the backends of a comparison, and check each before it is timed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, Re
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
-EMULATED_SEQLEN = 64  # an emulated kernel is checked at this length at most
+EMULATED_SEQLEN = 64  # the maximum length at which an emulated kernel is checked
 EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
 
 
 def selected(
     study: Comparison, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
 ) -> tuple[str, list[BackendSpec], BackendSpec]:
-    """Return the device, the backends and the baseline that a study names; see select()."""
+    """Return a study's device, backends and baseline; see select()."""
     device = str(resolve_device(study.device))
     families = study.families
     if device == "cpu" and not (families or study.backends):
@@ -53,19 +53,18 @@ def select(
     dtypes: Sequence[str] = (),
     emulated: bool = False,
 ) -> list[BackendSpec]:
-    """Return the named backends and those of the families; without either, every one that runs.
+    """Return the named backends and those of the families; without either, all that run here.
 
-    A name may be the path of a version file that belongs to no ladder, *.cu. A family's backends
-    that cannot run, take none of the dtypes, only decode or, without `emulated`, are emulated, are
-    left out; a line on stderr names each family with none left.
+    A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
+    are skipped if they cannot run, support none of the dtypes, only decode or, without `emulated`,
+    run emulated; a line on stderr names each family of which none is left.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
     that cannot be compared for one of these reasons, or when nothing is left.
     """
     known = {spec.family for spec in list_backends()}
     if missing := {*families} - known:
         raise RequestError(
-            f"no backend is of the family {', '.join(sorted(missing))}: there are "
-            f"{', '.join(sorted(known))}"
+            f"no family named {', '.join(sorted(missing))}, only {', '.join(sorted(known))}"
         )
 
     def refusal(spec: BackendSpec) -> str | None:
@@ -103,19 +102,19 @@ def select(
 def versions_of(family: str) -> dict[str, VersionHeader]:
     """Return the versions of a ladder by backend name.
 
-    Raises RequestError if there is none, or if the ladder's kernels only decode.
+    Raises RequestError if no ladder has that name, or if its kernels only decode.
     """
     versions = ladder.versions(family)
     if not versions:
         families = ", ".join(ladder.families())
-        raise RequestError(f"there is no ladder named {family}, only {families}")
+        raise RequestError(f"no ladder named {family}, only {families}")
     if {version.role for version in versions.values()} == {"decode"}:
-        raise RequestError(f"the kernels of {family} decode, and only attention is examined here")
+        raise RequestError(f"the kernels of {family} only decode, which is not supported here")
     return versions
 
 
 def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
-    """Return the shape of a study of a ladder."""
+    """Return the shape that a ladder study uses."""
     return Shape(
         batch=study.batch,
         num_heads=study.heads,
@@ -131,10 +130,10 @@ def with_baseline(
     kinds: Sequence[tuple[str, int, int]],
     device: str,
 ) -> tuple[BackendSpec, list[BackendSpec]]:
-    """Return the baseline, and the backends with it among them.
+    """Return the baseline, and the backends including it.
 
-    In place of an alias comes what it stands for. kinds: the dtypes, head_dims and lengths that
-    are measured. Raises what BackendSpec.chosen() does.
+    Aliases are replaced by the backends they stand for. kinds: the measured dtypes, head_dims and
+    lengths. Raises the exceptions of BackendSpec.chosen().
     """
     first = next(iter(_chosen([baseline], kinds, device)), baseline)
     specs = _chosen(specs, kinds, device)
@@ -155,7 +154,7 @@ def _chosen(
 
 
 def check_memory(what: str, needed: int, device: str) -> None:
-    """Raise RequestError for what the device's memory cannot hold, whatever the backend."""
+    """Raise RequestError if the device's memory is too small for any backend."""
     if device == "cuda":
         memory = torch.cuda.get_device_properties().total_memory
     else:
@@ -169,7 +168,7 @@ def check_memory(what: str, needed: int, device: str) -> None:
 def row_of(
     spec: BackendSpec, dtype: str, metric: str, unit: str, sources: Mapping[str, str | None]
 ) -> Row:
-    """Return a row of a backend without samples, with what describes the backend in `extra`."""
+    """Return a backend's row without samples, with a description of the backend in `extra`."""
     extra = {"family": spec.family, "precision": spec.precisions[dtype]}
     if digest := sources.get(spec.name):
         extra["source_digest"] = digest
@@ -182,7 +181,7 @@ def row_of(
 def check(
     row: Row, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
 ) -> None:
-    """Hold a backend to the reference and record in its row what that finds."""
+    """Check a backend against the reference and record the result in its row."""
     emulated = device in spec.emulated_on
     worst = None
     for wanted in cases:
@@ -213,7 +212,7 @@ def check(
 
 
 def recheck(spec: BackendSpec, case: Case, device: str) -> None:
-    """Check other numbers after the timing: a kernel must not be stuck in its first answer.
+    """Check with other inputs after the timing: a kernel must not return a cached answer.
 
     Raises RejectedError.
     """
@@ -226,7 +225,7 @@ def recheck(spec: BackendSpec, case: Case, device: str) -> None:
 
 
 def record_failure(row: Row, error: Exception, device: str) -> None:
-    """Record what a kernel raised; raises ResultsError if it broke the device for the others."""
+    """Record a kernel's exception; raises ResultsError if it broke the CUDA context."""
     row.status = "refused" if isinstance(error, UnsupportedError) else "failed"
     row.reason = describe_error(error)
     if device == "cuda":

@@ -1,8 +1,8 @@
-"""A study is data: what is measured, where, and how often. run() measures any of them.
+"""Studies: data that say what is measured, where and how often. run() runs any of them.
 
-Contenders are timed cell by cell in interleaved rounds, A B C A B C: a drift of the machine reaches
-every contender alike. Nothing is written between two samples; a finished cell is one JSON line in a
-file beside the output, from which an interrupted run goes on.
+Contenders are timed cell by cell in interleaved rounds, A B C A B C, so that drift of the machine
+affects all of them alike. Nothing is written between two samples; each finished cell is appended as
+a JSON line to OUT.partial, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STUDIES = Path(__file__).with_name("studies.toml")
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
-# A comparison on a CPU takes minutes at these lengths, and hours at those of a GPU.
+# On a CPU a comparison takes minutes at its own lengths, and hours at a GPU's.
 LENGTHS = {
     "cpu": {"max_tokens": [32, 64], "seqlens": [64, 128, 256, 512]},
     "cuda": {
@@ -51,17 +51,17 @@ Cell = TypeVar("Cell", bound=msgspec.Struct)
 
 
 class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """What is measured; each kind has a module in which a Subject prepares it."""
+    """The settings of a study; for each kind, some module has a Subject that prepares it."""
 
     subject: ClassVar[str]
-    """The module and the class of that Subject."""
+    """The Subject, as "module.Class"."""
 
 
 class Comparison(Study, kw_only=True):
-    """Backends beside each other."""
+    """A comparison of backends."""
 
     backends: list[str] = []
-    """Names, or version files, *.cu. Without these and families: every backend that runs."""
+    """Names or version files, *.cu; without these and families, every backend that runs."""
     families: list[str] = []
     baseline: str = BASELINE
     device: Literal["cpu", "cuda"] | None = None
@@ -72,12 +72,12 @@ class Comparison(Study, kw_only=True):
 
 
 class KernelStudy(Comparison, kw_only=True, tag="kernel"):
-    """Kernels alone: the cells, or else every combination of the lists."""
+    """Kernels alone, in the given cells, else in every combination of the lists."""
 
     subject = "kernels.Kernels"
     cells: list[KernelCell] = []
     seqlens: list[AtLeastOne] = []
-    """Empty: what LENGTHS says for the device."""
+    """Empty: LENGTHS for the device."""
     heads: AtLeastOne = 12
     head_dims: list[AtLeastOne] = msgspec.field(default_factory=lambda: [64])
     full: bool = False
@@ -85,7 +85,7 @@ class KernelStudy(Comparison, kw_only=True, tag="kernel"):
 
 
 class GenerationStudy(Comparison, kw_only=True, tag="generation"):
-    """Generation end to end, in every combination of the lists."""
+    """End-to-end generation in every combination of the lists."""
 
     subject = "generation.Texts"
     model: str = "demo"
@@ -93,15 +93,15 @@ class GenerationStudy(Comparison, kw_only=True, tag="generation"):
     prompt: str | list[int] = DEFAULT_PROMPT
     modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
     max_tokens: list[AtLeastOne] = []
-    """The prompt included. Empty: what LENGTHS says for the device."""
+    """Total tokens, prompt included. Empty: LENGTHS for the device."""
     timed: Literal["generation", "call"] = "generation"
-    """What a sample is: from the prompt to the last token, or the whole call with its warm-up."""
+    """The time from the prompt to the last token, or of the whole call with its warm-up."""
     transformers: bool = False
-    """Whether transformers' generate() is a contender, and the baseline."""
+    """Whether transformers' generate() is a contender and the baseline."""
 
 
 class LadderStudy(Study, kw_only=True):
-    """Every version of a ladder, in one shape."""
+    """All versions of a ladder in one shape."""
 
     family: str = "fp32"
     batch: AtLeastOne = 1
@@ -112,14 +112,14 @@ class LadderStudy(Study, kw_only=True):
 
 
 class ProfileStudy(LadderStudy, kw_only=True, tag="profile"):
-    """A ladder under Nsight Compute; needs a GPU, and ncu on PATH."""
+    """A ladder under Nsight Compute; needs a GPU and ncu on PATH."""
 
     subject = "profile.Profile"
     seqlen: AtLeastOne = 1024
 
 
 class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
-    """What the compiler and the emulator say of a ladder; no GPU is needed."""
+    """Compiler and emulator figures for a ladder; needs no GPU."""
 
     subject = "counting.Counting"
     heads: AtLeastOne = 1
@@ -128,7 +128,7 @@ class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
 
 
 class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
-    """What a ladder should take on a GPU; no GPU is needed."""
+    """Predicted times of a ladder on a GPU; needs no GPU."""
 
     subject = "prediction.Predictions"
     gpu: str = "h200"
@@ -136,7 +136,7 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
 
 
 class BuildStudy(Study, kw_only=True, tag="build"):
-    """Cold builds of the float32 ladder; no GPU is needed."""
+    """Cold builds of the float32 ladder; needs no GPU."""
 
     subject = "builds.Builds"
     arch: str = "90"
@@ -144,7 +144,7 @@ class BuildStudy(Study, kw_only=True, tag="build"):
 
 
 class DecodeStudy(Study, kw_only=True, tag="decode"):
-    """Engines writing a text, and peers beside them; needs a GPU."""
+    """Generation with each engine, and with peers; needs a GPU."""
 
     subject = "decoding.Decoding"
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
@@ -154,17 +154,17 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
         default_factory=lambda: ["eager", "graph", "fused"]
     )
-    """The first one's text is what the others' are compared with."""
+    """The first engine's text is the reference for the others."""
     mode: Mode = "kv-cache"
     backends: list[str] = []
-    """Attention backends, a contender each per engine; empty: the default."""
+    """Attention backends; each makes one contender per engine. Empty: the default."""
     peers: bool = False
     """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
     rounds: Rounds = 5
 
 
 class BatchStudy(Study, kw_only=True, tag="batch"):
-    """Continuous batching by batch size, and transformers beside it."""
+    """Continuous batching by batch size, and transformers."""
 
     subject = "batches.Batches"
     model: str = "gpt2"
@@ -181,7 +181,7 @@ class BatchStudy(Study, kw_only=True, tag="batch"):
 
 
 class JobStudy(Study, kw_only=True, tag="job"):
-    """`gpt2-infer batch` by the clock, with each of some options."""
+    """The wall time of `gpt2-infer batch` with each set of options."""
 
     subject = "batches.Jobs"
     model: str
@@ -215,7 +215,7 @@ AnyStudy: TypeAlias = (
 
 
 def load(path: Path = STUDIES) -> dict[str, AnyStudy]:
-    """Read a file of studies: by default those behind the documents, the most important first.
+    """Read a file of studies; by default those behind the documents, most important first.
 
     Raises RequestError.
     """
@@ -227,11 +227,11 @@ def load(path: Path = STUDIES) -> dict[str, AnyStudy]:
         raise RequestError(f"{path} is not a file of studies: {error}") from error
 
 
-# ---- Running one ---------------------------------------------------------------------------------
+# ---- Running a study -----------------------------------------------------------------------------
 
 
 class RejectedError(Exception):
-    """A contender's output was wrong: it gets no figure and does not run again."""
+    """A contender's output was wrong; it gets no figure and does not run again."""
 
 
 @dataclass
@@ -240,39 +240,39 @@ class Contender:
 
     row: Row
     sample: Callable[[], Mapping[str, Any]] | None = None
-    """Take one sample by metric; None if it is not to be timed.
+    """Takes one sample of each metric; None if the contender is not timed.
 
-    The row's own metric is among them; the others become rows beside it, and lists go to `extra`.
+    The row's own metric is one of them. The others become further rows; lists go to `extra`.
     May raise RejectedError.
     """
     recheck: Callable[[], None] | None = None
-    """Check the output once more when all samples are taken; may raise RejectedError."""
+    """Checks the output again after all samples; may raise RejectedError."""
     beside: list[Row] = field(default_factory=list)
-    """Figures that take no sample of their own."""
+    """Further rows, with figures that are not sampled."""
 
 
 class Subject(Generic[Cell]):
-    """A study, ready to be measured: its constructor raises RequestError for what cannot be."""
+    """A study, ready to run; the constructor raises RequestError if it cannot run here."""
 
     cells: Sequence[Cell]
     rounds: int = 1
     warm_up: int = 1
-    """Rounds whose samples are dropped."""
+    """Initial rounds whose samples are dropped."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
     facts: Mapping[str, Any] = {}
-    """What the results say of the study beside its settings."""
+    """Facts that the results file records besides the settings."""
 
     @functools.cached_property
     def sources(self) -> dict[str, str | None]:
-        """A digest of each backend's files."""
+        """Digests of each backend's source files."""
         from gpt2_infer.bench.environment import backend_digest
 
         return {spec.name: backend_digest(spec) for spec in self.specs}
 
     def limits(self) -> dict[str, float]:
-        """Measure what the device reaches in this run."""
+        """Measure the limits of the device in this run."""
         return {}
 
     def contenders(self, cell: Cell) -> Iterable[Contender]:
@@ -281,7 +281,7 @@ class Subject(Generic[Cell]):
 
 
 def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
-    """Measure, and write `out`; the same call goes on with what an interrupted one has finished.
+    """Measure and write `out`; after an interruption the same call resumes.
 
     Raises RequestError, ResultsError or an AttentionError.
     """
@@ -292,7 +292,7 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     try:
         msgspec.convert(task, TaskName)
     except msgspec.ValidationError as error:
-        raise RequestError(f"the name {task!r} cannot be a task's: {error}") from error
+        raise RequestError(f"{task!r} cannot be a task's name: {error}") from error
     if out:
         check_output(out)
     module, _, name = study.subject.partition(".")
@@ -317,7 +317,7 @@ def interleave(
     warm_up: int = 1,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> dict[str, list[Figure] | RejectedError]:
-    """Run each in turn: `warm_up` rounds, then `rounds` that are kept.
+    """Run all in turn, for `warm_up` rounds and then for `rounds` whose figures are returned.
 
     Returns the figures of each run, or the RejectedError that it raised. on_round(index) is called
     before each round.
@@ -340,7 +340,7 @@ def interleave(
 
 
 def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
-    """Check and time the contenders of each cell, except in cells that `progress` has already."""
+    """Check and time the contenders of each cell that `progress` does not have yet."""
     with tqdm(total=len(subject.cells), unit="cell", disable=None) as bar:
         for cell in subject.cells:
             bar.set_description(str(cell))
@@ -363,7 +363,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
         on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
     )
     for contender in timed.values():
-        contender.sample = None  # frees its graph's memory before anything is checked again
+        contender.sample = None  # frees its graph's memory before the rechecks
     for name, outcome in outcomes.items():
         _note(timed[name], outcome)
     rows = [row for contender in timed.values() for row in (contender.row, *contender.beside)]
@@ -373,7 +373,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
 
 
 def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:
-    """Put samples into rows, or why they are rejected."""
+    """Record the samples, or the reason for rejection, in the contender's rows."""
     row = contender.row
     try:
         if isinstance(outcome, RejectedError):
@@ -402,7 +402,7 @@ def _rounded(value: Any) -> Any:
 
 
 class _Plan(msgspec.Struct):
-    """What must be the same for the cells of two runs to belong together."""
+    """Everything that two runs must share to be combined."""
 
     settings: dict[str, Any]
     commit: str | None
@@ -412,9 +412,9 @@ class _Plan(msgspec.Struct):
 
 
 class Progress:
-    """The finished cells of a run, one JSON line each in a file beside its output.
+    """The finished cells of a run, one JSON line each in OUT.partial.
 
-    out: None keeps nothing. Raises ResultsError if the file beside `out` is of another run, or
+    out: None writes no file. Raises ResultsError if OUT.partial belongs to a different run or
     cannot be read.
     """
 
@@ -440,7 +440,7 @@ class Progress:
             provenance.resumed_from = [self._read(self.path, plan)]
 
     def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
-        """Keep a finished cell; raises ResultsError if it cannot be written."""
+        """Add and write a finished cell; raises ResultsError if it cannot be written."""
         if self.path:
             line = msgspec.json.encode((str(cell), rows))
             try:
@@ -453,12 +453,12 @@ class Progress:
         self.cells[str(cell)] = rows
 
     def remove(self) -> None:
-        """Delete the file: the output is written."""
+        """Delete the file, once the output is written."""
         if self.path:
             self.path.unlink(missing_ok=True)
 
     def _read(self, path: Path, plan: _Plan) -> str:
-        """Take what an earlier run finished; return its date."""
+        """Load the cells that an earlier run finished and return its date."""
         try:
             header, *lines = path.read_bytes().splitlines(keepends=True)
             date, earlier = msgspec.json.decode(header, type=tuple[str, _Plan])
@@ -473,7 +473,9 @@ class Progress:
                     f"{path} is of another run (its {names} differ): delete it or name another "
                     "output"
                 )
-            lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut off
+            lines = [
+                line for line in lines if line.endswith(b"\n")
+            ]  # the last line may be truncated
             for line in lines:
                 cell, rows = msgspec.json.decode(line, type=tuple[str, list[Row]])
                 self.cells[cell] = rows

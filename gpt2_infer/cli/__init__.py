@@ -1,6 +1,6 @@
-"""The command line. Each command is a module with add_options() and run(), imported when named.
+"""The command line. Each command is a module with add_options() and run(), imported on use.
 
-Nothing here imports torch: a command does, when it runs.
+Nothing here imports torch; a command imports it when it runs.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ __all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main"]
 
 DEFAULT_COMMAND = "generate"
 COMMANDS = {
-    "generate": "generate text with GPT-2, its attention computed by the backend you name",
-    "batch": "complete files of prompts, a killed job where it stopped",
+    "generate": "generate text with GPT-2, using the attention backend of your choice",
+    "batch": "complete files of prompts; a killed job resumes where it stopped",
     "backends": "list the attention backends and whether they run here",
     "verify": "check one backend against the float64 reference and show its worst case",
-    "compare": "check and time backends: text end to end, or the kernel alone",
-    "diverge": "find where two backends or engines part, and tell a tie from a bug",
-    "perplexity": "score backends by how well the model predicts a text with them",
+    "compare": "check and time backends: end-to-end generation, or the kernel alone",
+    "diverge": "find where two backends or engines diverge, and tell a tie from a bug",
+    "perplexity": "score backends by how well the model predicts a text",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
-    "cache": "show the cache of compiled kernels, or empty it",
+    "cache": "list the cached compiled kernels, or delete them",
     "predict": "predict a kernel's time on a GPU, and what limits it, without that GPU",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
-    "report": "write a page on kernels, line by line, and on results, to open in a browser",
+    "report": "write an HTML report on kernels, line by line, and on results",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    See the statuses in docs/cli.md.
-    """
+    """Run the command line and return the exit status; docs/cli.md lists the statuses."""
     console.prepare_streams()
     debug = False
     try:
-        console.show(end="")  # if it is closed, before the work
+        console.show(end="")  # a closed output fails here, before the work
         command, arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = arguments.debug
         status: int = command.run(arguments)
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """Return the command's module and its options; without a command, text is generated."""
+    """Return the command's module and its options; the default command is generate."""
     words = list(argv)
     first = next((word for word in words if word != "--debug"), None)
     if first in COMMANDS:
@@ -97,14 +94,14 @@ def _list_commands() -> str:
 
 
 def _text(error: Exception) -> str:
-    """Return an error's sentence: of the system's own, without the number."""
+    """Return an error's message; an OSError's goes without its number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
 
 
 def _hint(error: Exception) -> str:
-    """Return what the command line can add: attention_kernels knows no command."""
+    """Return a hint that names a command or an option, which attention_kernels does not know."""
     from attention_kernels import KernelError, UnknownBackendError
 
     if isinstance(error, UnknownBackendError) and not error.nearest:
@@ -119,5 +116,5 @@ def _is_expected(error: Exception) -> bool:
     from gpt2_infer.errors import GPT2InferError
 
     expected = (GPT2InferError, AttentionError, OSError, MemoryError, torch.OutOfMemoryError)
-    # PyTorch has no class of its own for a CPU that is out of memory.
+    # PyTorch has no exception class for running out of memory on a CPU.
     return isinstance(error, expected) or "DefaultCPUAllocator" in str(error)

@@ -16,13 +16,13 @@ from gpt2_infer.cli.options import POSITIVE, seconds
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="or a version file, *.cu")
-    add("--seqlen", type=POSITIVE, default=128, help="default: %(default)s")
-    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or what it takes")
-    add("--batch", type=POSITIVE, default=1, help="default: %(default)s")
-    add("--heads", type=POSITIVE, default=1, help="default: %(default)s")
-    add("--full", action="store_true", help="without the causal mask")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
+    add("--seqlen", type=POSITIVE, default=128, help="tokens (default: %(default)s)")
+    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or the first supported")
+    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
+    add("--heads", type=POSITIVE, default=1, help="number of heads (default: %(default)s)")
+    add("--full", action="store_true", help="omit the causal mask")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="time limit (default: 600 s)")
     add("--json", action="store_true", help="print a JSON list")
 
 

@@ -20,21 +20,21 @@ from gpt2_infer.cli.options import (
 from gpt2_infer.errors import RequestError
 
 INPUT = (
-    "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, if you like, "
-    "id; or text (.txt), one prompt a line"
+    "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
+    "id; or text (.txt), one prompt per line"
 )
-DECODE_BACKEND = "default: as for generate, but NAIVE_PYTORCH on cpu"
-ENGINE = "eager, graph or auto, the faster one that supports the case (default)"
+DECODE_BACKEND = "default: the same as generate's, but NAIVE_PYTORCH on cpu"
+ENGINE = "eager, graph or auto, the faster one that supports the request (default)"
 DEVICES = (
-    "one process each: all, 0,1 or the like (CUDA devices), cpu, or cpu:N for N processes of one "
-    "thread (default: a CUDA device if there is one, else cpu; under torchrun that of LOCAL_RANK)"
+    "devices, one process each: all, CUDA indices such as 0,1, cpu, or cpu:N for N single-threaded "
+    "processes (default: one CUDA device if available, else cpu; under torchrun LOCAL_RANK's)"
 )
 RAY = (
-    "run on the Ray cluster at ADDRESS, or on one of its own: an actor for each GPU, or those of "
+    "run on the Ray cluster at ADDRESS, or start a local one: one actor per GPU, or N with "
     "--devices cpu:N"
 )
 BATCH_SIZE = (
-    "rows at a time on a device, or auto (default): 32 on cpu, by free memory and up to 512 on cuda"
+    "rows at a time per device, or auto (default): 32 on cpu; on cuda up to 512, by free memory"
 )
 PART_ROWS = "rows per output file (default: %(default)s)"
 
@@ -43,15 +43,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("input", metavar="INPUT", type=Path, nargs="+", help=INPUT)
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    add("--out", type=Path, required=True, metavar="DIR", help="output folder")
     add("--format", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s")
-    add("--resume", action="store_true", help="complete the job that DIR holds, if any")
+    add("--resume", action="store_true", help="resume the job in DIR, if any")
     add("--strict", action="store_true", help="stop at the first row that cannot be completed")
     model = parser.add_argument_group("model")
     add_model_options(model, device=False)
     add = model.add_argument
-    add("--backend", metavar="NAME", help=f"attention backend of prompts; {BACKEND}")
-    add("--decode-backend", metavar="NAME", help=f"attention of the other tokens; {DECODE_BACKEND}")
+    add("--backend", metavar="NAME", help=f"attention backend for prompts; {BACKEND}")
+    add("--decode-backend", metavar="NAME", help=f"the same for new tokens; {DECODE_BACKEND}")
     add_text_options(parser.add_argument_group("text").add_argument)
     add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def batch_size(text: str) -> int | None:
-    """Return what --batch-size says; None is "auto"."""
+    """Convert --batch-size; None means "auto"."""
     return None if text == "auto" else POSITIVE(text)
 
 
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             on_rows=bar.update,
         )
     if os.environ.get("RANK", "0") != "0":
-        return 0  # the first of torchrun's processes speaks for all
+        return 0  # only torchrun's first process reports
     done = batch.entries(job)
     rows, errors = sum(entry.rows for entry in done), sum(entry.errors for entry in done)
     print(f"batches of {job.batch}", file=sys.stderr)
@@ -130,5 +130,5 @@ def _report(arguments: argparse.Namespace, rows: int, errors: int, started: floa
     print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     if errors < rows:
         return 0
-    print_error("gpt2-infer", "no row could be completed: the column error says why")
+    print_error("gpt2-infer", "no row could be completed: see the column error")
     return EXIT_NO_ROW

@@ -14,30 +14,32 @@ MODES = ("recompute", "kv-cache")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command; those that are not given are left out of the namespace."""
+    """Add the options of the command; options not given are absent from the namespace."""
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
     add("--task", choices=("generation", "kernel"), default="generation", help="what to time")
-    add("--out", type=Path, required=True, help="JSON to write; a file there is not overwritten")
-    add("--name", help="the task's name in the results (default: what --task says)")
-    add("--backends", nargs="+", metavar="NAME", help="or version files, *.cu")
-    add("--families", nargs="+", metavar="NAME", help="see `gpt2-infer backends`")
-    add("--baseline", metavar="NAME", help="or a version file, *.cu (default: NAIVE_PYTORCH)")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("--out", type=Path, required=True, help="JSON file to write; never overwritten")
+    add("--name", help="task name in the results (default: --task's)")
+    add("--backends", nargs="+", metavar="NAME", help="backend names or version files, *.cu")
+    add("--families", nargs="+", metavar="NAME", help="families, from `gpt2-infer backends`")
+    add("--baseline", metavar="NAME", help="backend or *.cu file (default: NAIVE_PYTORCH)")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: float32")
     add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="default: 1")
     add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")
     text = parser.add_argument_group("generation").add_argument
-    text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help="in all, the prompt included")
+    text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help="total, prompt included")
     text("--modes", nargs="+", choices=MODES, help="default: recompute")
-    text("--model", help="as for gpt2-infer (default: demo)")
-    text("--random-weights", action="store_true", help="as for gpt2-infer")
+    text("--model", help="as for generate (default: demo)")
+    text("--random-weights", action="store_true", help="as for generate")
     text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
     kernel = parser.add_argument_group("kernel").add_argument
-    kernel("--seqlens", nargs="+", type=POSITIVE, metavar="N", help="default: up to 512 on a CPU")
-    kernel("--heads", type=POSITIVE, help="default: 12")
+    kernel(
+        "--seqlens", nargs="+", type=POSITIVE, metavar="N", help="default: 64 to 4096 (CPU: 512)"
+    )
+    kernel("--heads", type=POSITIVE, help="number of heads (default: 12)")
     kernel("--head-dims", nargs="+", type=POSITIVE, metavar="D", help="default: 64")
-    kernel("--full", action="store_true", help="without the causal mask")
+    kernel("--full", action="store_true", help="omit the causal mask")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         file = study.run(kind(**options), getattr(arguments, "name", task), out)
     except KeyboardInterrupt:
         partial = out.with_name(f"{out.name}.partial")
-        kept = f"the same command goes on from {partial}" if partial.exists() else "nothing is kept"
+        kept = f"rerun to resume from {partial}" if partial.exists() else "nothing was saved"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise
     show(tables.render(str(out), file))

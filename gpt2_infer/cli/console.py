@@ -1,4 +1,4 @@
-"""What the command line writes to the terminal, and the statuses it exits with."""
+"""The command line's terminal output and exit statuses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StandardOutputError(GPT2InferError):
 
 
 def show(text: object = "", *, end: str = "\n") -> None:
-    """Write to standard output at once.
+    """Write to standard output and flush it.
 
-    Raises BrokenPipeError if the reader has gone, StandardOutputError for any other failure.
+    Raises BrokenPipeError if the reader has gone, else StandardOutputError.
     """
     if sys.stdout is None:
         raise StandardOutputError("standard output is closed")
@@ -34,7 +34,7 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
 
 def prepare_streams() -> None:
-    """Replace a closed standard error, and characters that a terminal cannot show."""
+    """Replace a closed standard error; print unencodable characters as a placeholder."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
     for stream in (sys.stdout, sys.stderr):
@@ -43,12 +43,12 @@ def prepare_streams() -> None:
 
 
 def discard_output() -> None:
-    """Send what is still buffered for standard output nowhere: its reader has gone."""
+    """Discard buffered standard output, whose reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_error(program: str, message: str) -> None:
-    """Write one line to standard error, control characters escaped."""
+    """Write one line to standard error, with control characters escaped."""
     line = " ".join(message.split())
     # A message may quote a file, whose escape sequences must not reach the terminal.
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)

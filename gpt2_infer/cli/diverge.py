@@ -20,11 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("a", metavar="A", help="attention backend, version file (*.cu) or engine")
-    add("b", metavar="B", help="another of the same kind, or the same again")
+    add("b", metavar="B", help="another of the same kind, or A again")
     add_model_options(parser)
-    add("--prompt", action="append", metavar="TEXT", help=f"one only; default: {DEFAULT_PROMPT!r}")
+    add("--prompt", action="append", metavar="TEXT", help=f"only one; default: {DEFAULT_PROMPT!r}")
     add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help="default: %(default)s")
-    add("--kv-cache", action="store_true", help="generate with a cache")
+    add("--kv-cache", action="store_true", help="generate with a KV cache")
     add("--json", action="store_true", help="print one JSON object")
 
 

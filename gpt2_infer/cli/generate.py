@@ -31,22 +31,22 @@ BACKEND = (
     "PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 DECODE_BACKEND = (
-    "default: a named --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda "
-    "(NAIVE_PYTORCH without nvcc, or if it does not take the model) and "
+    "default: the given --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on "
+    "cuda (NAIVE_PYTORCH without nvcc, or if it does not support the model) and "
     "PYTORCH_SDPA_FLASH_ATTENTION on cpu"
 )
 PROMPT = (
-    "an empty one stands for GPT-2's <|endoftext|>, the start of a document (default: "
+    "an empty prompt stands for GPT-2's <|endoftext|>, which starts a document (default: "
     f"{DEFAULT_PROMPT!r})"
 )
-PROMPT_FILE = "UTF-8, one prompt a line, empty lines skipped; may be repeated; - is standard input"
+PROMPT_FILE = "UTF-8, one prompt per line, empty lines skipped; repeatable; - is standard input"
 ENGINE = (
     "how steps run: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
-    "runs kernels of ours: one per step with --kv-cache, else matrix products in float32; auto is "
-    "the fastest that supports the case (default: %(default)s)"
+    "runs our own kernels: one per step with --kv-cache, else matrix products in float32; auto is "
+    "the fastest that supports the request (default: %(default)s)"
 )
 KV_CACHE = (
-    "keep keys and values; without it every token runs the whole prefix again (recompute, the case "
+    "cache keys and values; without it every token reruns the whole prefix (recompute, the case "
     "study's workload)"
 )
 
@@ -59,21 +59,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", metavar="NAME", help=f"attention backend; {BACKEND}")
     add("--decode-backend", metavar="NAME", help=f"attention with --kv-cache; {DECODE_BACKEND}")
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", action="append", metavar="TEXT", help=f"may be repeated; {PROMPT}")
+    add("--prompt", action="append", metavar="TEXT", help=f"repeatable; {PROMPT}")
     add("--prompt-file", action="append", metavar="FILE", help=PROMPT_FILE)
     add_text_options(add)
     add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
     add("--kv-cache", action="store_true", help=KV_CACHE)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
-    add("--json", action="store_true", help="print one JSON object instead of text and report")
+    add("--json", action="store_true", help="print one JSON object, not text and report")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     prompts = _read_prompts(arguments)
     if arguments.decode_backend and not arguments.kv_cache:
-        raise RequestError("--decode-backend is for --kv-cache: without a cache nothing is decoded")
+        raise RequestError("--decode-backend needs --kv-cache: without a cache nothing is decoded")
 
     from attention_kernels import ladder
     from gpt2_infer import generation
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     finally:
         if streams:
-            show()  # an error gets a line of its own
+            show()  # an error starts on a new line
     status = EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
     name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
     report = make_report(
@@ -140,7 +140,7 @@ def load(
     decode_attention: BackendSpec | None = None,
     seed: int = 0,
 ) -> tuple[GPT2, Request]:
-    """Return the model and the request, which is checked before any weight is read."""
+    """Return the model and the request; the request is checked before any weight is read."""
     from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
     from gpt2_infer.model import GPT2
     from gpt2_infer.request import Request
@@ -179,6 +179,6 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
             ) from error
         lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
         if not lines:
-            raise RequestError(f"--prompt-file {name} holds no prompt")
+            raise RequestError(f"--prompt-file {name} contains no prompt")
         prompts += lines
     return prompts or [DEFAULT_PROMPT]

@@ -24,16 +24,21 @@ ARCH = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("names", nargs="*", metavar="BACKEND", help="only these, or version files, *.cu")
+    add(
+        "names",
+        nargs="*",
+        metavar="BACKEND",
+        help="or version files, *.cu; default: a whole ladder",
+    )
     add("--arch", nargs="+", type=arch, metavar="SM", help=ARCH)
     add(
         "--head-dim",
         nargs="+",
         type=POSITIVE,
         metavar="D",
-        help="default: all that a version takes",
+        help="default: all that a version supports",
     )
-    add("--family", help="the ladder, as `gpt2-infer backends` names it, or all (default: fp32)")
+    add("--family", help="ladder, from `gpt2-infer backends`, or all (default: fp32)")
     add("--json", action="store_true", help="print a JSON list")
 
 
@@ -55,20 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
     family = arguments.family or "fp32"
     if arguments.names:
         if arguments.family:
-            raise RequestError("--family is for all of a ladder: name it, or backends")
+            raise RequestError("--family selects a whole ladder: give it or backends, not both")
         versions = versions_of(arguments.names)
         if host := [name for name, version in versions.items() if version.is_host]:
-            raise UnsupportedError(host[0], ["it is host code, and no kernel of a GPU"])
+            raise UnsupportedError(host[0], ["it is host code, not a GPU kernel"])
     else:
         versions = ladder.versions(None if family == "all" else family)
         versions = {name: version for name, version in versions.items() if not version.is_host}
     if not versions:
         families = ", ".join(ladder.families())
-        raise RequestError(f"there is no ladder {family}: there are {families}")
+        raise RequestError(f"no ladder named {family}, only {families}")
     taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
     if unknown := {*(arguments.head_dim or ())} - taken:
         of = ", ".join(arguments.names) or family
-        raise RequestError(f"no version of {of} takes head_dim {', '.join(map(str, unknown))}")
+        raise RequestError(f"no version of {of} supports head_dim {', '.join(map(str, unknown))}")
     rows = resources.resource_table(
         list(versions.values()),
         arguments.arch or resources.ARCHS,
@@ -82,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def version_of(what: str) -> tuple[str, VersionHeader]:
-    """Return the name and the header of a backend built from a version file, or of such a file.
+    """Return the name and the header of a version file, given it or the backend built from it.
 
     Raises UnsupportedError for a backend without a version file.
     """
@@ -91,7 +96,10 @@ def version_of(what: str) -> tuple[str, VersionHeader]:
 
 
 def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
-    """Return version_of() each; raises HeaderError also for two files that make one name."""
+    """Return the names and headers of several; see version_of().
+
+    Raises HeaderError if two files make the same name.
+    """
     from attention_kernels import UnsupportedError, ladder
 
     versions = {}
@@ -103,5 +111,5 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
 
 
 def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
-    """Return GPT-2's head_dim, 64, or the first that is taken where that one is not."""
+    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
     return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

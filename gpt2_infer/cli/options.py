@@ -1,6 +1,6 @@
 """The parser, and the options that several commands share.
 
-argparse, not click: click has no option that takes several values, as in --dtypes float32 float16.
+argparse, not click: click has no options with several values, as in --dtypes float32 float16.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
 DTYPES = ("float32", "float16", "bfloat16")
 MODEL = 'hub id, local folder, or "demo" for the bundled model (default: %(default)s)'
 RANDOM_WEIGHTS = (
-    "build the size that --model names (gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, demo "
-    "or a folder's) from a seed, without a download: for timing, as the text means nothing"
+    "random weights from a seed, in the size of --model (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+    "distilgpt2, demo or a folder), without a download: for timing, as the text means nothing"
 )
-TOP_P = "keep the most likely that hold P of the probability; 1 keeps all (default)"
+TOP_P = "keep the most likely tokens that add up to probability P; 1 keeps all (default)"
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return the type of an option that takes an integer in a range; kernels take int32."""
+    """Return an option type for integers in a range, int32 by default, as kernels take."""
 
     def convert(text: str) -> int:
-        # No number of more digits is in any range, and Python converts at most 4,300 of them.
+        # No range reaches 20 digits, and Python refuses to convert more than 4,300.
         value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else None
         if value is None or not least <= value <= most:
             raise argparse.ArgumentTypeError(
@@ -51,7 +51,7 @@ SEED = integer(0, 2**63 - 1)
 
 
 def seconds(text: str) -> float:
-    """Convert a time limit, which is positive and finite."""
+    """Convert a time limit, which must be positive and finite."""
     try:
         value = float(text)
     except ValueError:
@@ -62,10 +62,10 @@ def seconds(text: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors; the scripts use it too."""
+    """An ArgumentParser with one-line errors; the scripts use it too."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Write what --help and --version show; argparse's own ignores what goes wrong."""
+        """Write the text of --help and --version; argparse itself ignores write errors."""
         if file is sys.stdout:
             show(message, end="")
         else:
@@ -78,27 +78,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True) -> None:
-    """Add the options that say which model to load, where (one device) and in which dtype."""
+    """Add the options for the model, its dtype and, with `device`, the device."""
     add = parser.add_argument
     add("--model", default="openai-community/gpt2", metavar="NAME", help=MODEL)
     add("--revision", help="branch, tag or commit of a hub id")
     add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
     if device:
-        add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
+        add("--device", choices=("cuda", "cpu"), help="default: cuda if available, else cpu")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
 
 
 def add_text_options(add: Callable[..., object]) -> None:
-    """Add the options that say where a text ends."""
-    add("--max-new-tokens", type=POSITIVE, default=512, metavar="N", help="default: %(default)s")
+    """Add the options for where a text ends."""
     add(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+        "--max-new-tokens",
+        type=POSITIVE,
+        default=512,
+        metavar="N",
+        help="tokens (default: %(default)s)",
+    )
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="text to end before; repeatable"
     )
     add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how the next token is chosen."""
+    """Add the options for how the next token is chosen."""
     add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     add(
@@ -106,22 +112,22 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         type=integer(0),
         default=0,
         metavar="K",
-        help="keep the K most likely; 0 keeps all",
+        help="keep the K most likely tokens; 0 keeps all",
     )
     add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
     add(
         "--seed",
         type=SEED,
-        help="of random weights; prompt i is sampled from SEED + i (default: 0)",
+        help="seed of random weights; prompt i is sampled with SEED + i (default: 0)",
     )
 
 
 def make_sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return what was asked for; raises RequestError for a seed that changes nothing."""
+    """Return the sampling options; raises RequestError for a seed that has no effect."""
     from gpt2_infer.sampling import Sampling
 
     seed = 0 if arguments.seed is None else arguments.seed
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
     if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
-        raise RequestError("--seed needs a temperature above 0: greedy text has no chance in it")
+        raise RequestError("--seed needs a temperature above 0: greedy decoding is deterministic")
     return sampling

@@ -11,8 +11,8 @@ from gpt2_infer.cli.console import show
 from gpt2_infer.cli.options import POSITIVE, add_model_options
 
 INPUT = (
-    "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the books "
-    "that the bundled model was not trained on)"
+    "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the bundled "
+    "model's held-out books)"
 )
 
 
@@ -21,15 +21,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input", metavar="INPUT", type=Path, nargs="?", help=INPUT)
     add_model_options(parser)
-    add("--backend", nargs="+", default=[], metavar="NAME", help="scored beside NAIVE_PYTORCH")
+    add("--backend", nargs="+", default=[], metavar="NAME", help="compared with NAIVE_PYTORCH")
     add(
         "--window",
         type=POSITIVE,
         metavar="N",
-        help="tokens per pass (default: the model's positions)",
+        help="tokens per pass (default: the model's maximum)",
     )
-    add("--stride", type=POSITIVE, metavar="N", help="how far a window moves (default: half of it)")
-    add("--max-tokens", type=POSITIVE, metavar="N", help="of the text (default: all)")
+    add("--stride", type=POSITIVE, metavar="N", help="tokens from window to window (default: half)")
+    add(
+        "--max-tokens",
+        type=POSITIVE,
+        metavar="N",
+        help="tokens of the text to score (default: all)",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     show(tabulate(rows, headers, floatfmt=("", ".6f", ".5f", "", ""), disable_numparse=[3, 4]))
     print(
         f"{scores[0].tokens} tokens, {text.bytes} bytes of {path.name}; {arguments.dtype}, windows "
-        f"of {window}, stride {stride}; the last columns: apart from {scores[0].backend}",
+        f"of {window}, stride {stride}; the last two columns: difference from {scores[0].backend}",
         file=sys.stderr,
     )
     return 0

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
     from gpt2_infer.bench.record import File, Row
 
-RESULTS = "folder of measured results (default: results, if there is one)"
+RESULTS = "folder of measured results (default: results, if it exists)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="or a version file, *.cu")
+    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
     add("--gpu", default="h200", help="h200, h100, a100, t4 or rtx4090 (default: %(default)s)")
-    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help="default: 1024")
-    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or what it takes")
-    add("--batch", type=POSITIVE, default=1, help="default: %(default)s")
-    add("--heads", type=POSITIVE, default=12, help="default: %(default)s")
-    add("--full", action="store_true", help="without the causal mask")
+    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help="tokens (default: 1024)")
+    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or the first supported")
+    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
+    add("--heads", type=POSITIVE, default=12, help="number of heads (default: %(default)s)")
+    add("--full", action="store_true", help="omit the causal mask")
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--json", action="store_true", help="print a JSON list")
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     digest = environment.version_digest(version.source)
     timings = timed_on(gpu, files)
-    # Predictions know earlier results of the same file.
+    # Predictions record the digests of earlier results of the same version file.
     earlier = [
         known
         for file in files
@@ -99,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_results(folder: Path | None) -> list[File]:
-    """Read a folder of results and tell what else lies there; raises RequestError if none is."""
+    """Read a folder of results; name skipped files on standard error.
+
+    Raises RequestError if the folder does not exist.
+    """
     from gpt2_infer.bench.record import ResultsError, read
 
     if folder is not None and not folder.is_dir():
@@ -112,12 +115,12 @@ def _read_results(folder: Path | None) -> list[File]:
             left_out.append(str(error))
     if left_out:
         others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        print(f"left out: {left_out[0]}{others}", file=sys.stderr)
+        print(f"skipped: {left_out[0]}{others}", file=sys.stderr)
     return found
 
 
 def _parts(one: Prediction) -> dict[str, float]:
-    """Return what the time consists of, by heading: each resource, and what comes on top."""
+    """Return the parts of the time by column heading: each resource, then the overheads."""
     return {
         **one.needs_us,
         "+ waiting": one.waiting_us,
@@ -127,7 +130,7 @@ def _parts(one: Prediction) -> dict[str, float]:
 
 
 def _measured(wanted: Row, timings: Sequence[File]) -> float | None:
-    """Return the latest median of the same version file in the same cell."""
+    """Return the latest measured median of the same version file in the same cell."""
     from gpt2_infer.bench.show.tables import is_of
 
     medians = [

@@ -19,19 +19,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--family",
-        help="all versions of a ladder, as well; their predictions are those of the results",
+        help="ladder whose versions are added, with the predictions in the results",
     )
-    add("--out", type=Path, default=Path("report.html"), help="default: %(default)s")
-    add("--seqlen", type=POSITIVE, default=128, help="default: %(default)s")
+    add("--out", type=Path, default=Path("report.html"), help="HTML file (default: %(default)s)")
+    add("--seqlen", type=POSITIVE, default=128, help="tokens (default: %(default)s)")
     add(
         "--head-dim",
         type=POSITIVE,
         metavar="D",
-        help="default: 64, or what the first version takes",
+        help="default: 64 if the first version supports it",
     )
-    add("--full", action="store_true", help="without the causal mask")
-    add("--gpu", default="h200", help="predicted times are for it, or none (default: %(default)s)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds (default: 600)")
+    add("--full", action="store_true", help="omit the causal mask")
+    add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="time limit (default: 600 s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = versions_of(name for name in arguments.names if not name.endswith(".json"))
     versions |= own
     if not versions and not files:
-        raise RequestError(
-            "nothing to report: name backends, version files or results, or --family"
-        )
+        raise RequestError("nothing to report: give backends, version files, results or --family")
     first = next(iter(versions.values()), None)
     shape = Shape(
         batch=1,

@@ -1,4 +1,4 @@
-"""The report on what ran, printed after the text."""
+"""The run report, printed after the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def make_report(
     model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
 ) -> dict[str, Any]:
-    """Say what ran and how long it took, in the order in which it is printed."""
+    """Return what ran and how long it took, in printing order."""
     import torch
 
     from attention_kernels.contract import dtype_name
@@ -68,7 +68,7 @@ def make_report(
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Lay the report out for people."""
+    """Return the report as aligned lines of text."""
 
     def counts(values: list[int]) -> str:
         return (
@@ -98,7 +98,7 @@ def format_report(report: dict[str, Any]) -> str:
     }
     if report["emulated"]:
         lines["timing"] = (
-            "none: the kernel's source runs in the CPU emulator, which says nothing about its speed"
+            "none: the kernel ran in the CPU emulator, which says nothing about its speed"
         )
     else:
         lines |= {
@@ -109,7 +109,7 @@ def format_report(report: dict[str, Any]) -> str:
         }
         if "interval_p50_s" in report:
             p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
-            lines["between tokens"] = f"{p50:.3f} ms in half of the cases, {p99:.3f} ms in 99 %"
+            lines["between tokens"] = f"{p50:.3f} ms (median), {p99:.3f} ms (99th percentile)"
         if "weights_gb_s" in report:
             lines["weights"] = _weights(report)
     lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
@@ -117,7 +117,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _read_gb_s(device: torch.device) -> float | None:
-    """Measure how fast the GPU reads; None if there is no room for what is to be read."""
+    """Measure the GPU's read bandwidth; None if there is no memory left for the test buffer."""
     import torch
 
     from gpt2_infer.device_time import read_bandwidth
@@ -129,12 +129,14 @@ def _read_gb_s(device: torch.device) -> float | None:
 
 
 def _weights(report: dict[str, Any]) -> str:
-    """Say how fast they are read and how fast they could be."""
+    """Say how fast the weights are read and how fast the GPU could read them."""
     speed = report["weights_gb_s"]
     text = f"{report['step_bytes'] / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
-    if "read_gb_s" not in report:  # on a CPU its caches may be faster than its memory
+    if (
+        "read_gb_s" not in report
+    ):  # not measured on a CPU, whose caches may be faster than its memory
         return text
     if report["read_gb_s"] is None:
-        return f"{text}; no memory was left to measure what the GPU can"
+        return f"{text}; no memory was left to measure the GPU's"
     most = report["read_gb_s"]
-    return f"{text}, {100 * speed / most:.0f} % of the {most:.0f} GB/s that were measured"
+    return f"{text}, {100 * speed / most:.0f} % of the measured {most:.0f} GB/s"

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 SHOWN_FAILURES = 5
 SANITIZE = (
-    "also look for bad accesses and races: emulated with AddressSanitizer, on a GPU with "
-    "compute-sanitizer"
+    "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
+    "compute-sanitizer on a GPU"
 )
-NVCC_ARCH = "90"  # what an emulated version is compiled for, to see whether it compiles
+NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="or a version file, *.cu, that is in no ladder")
+    add("name", metavar="BACKEND", help="backend name or version file, *.cu, of no ladder")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
-    add("--seed", type=SEED, default=0, help="of the inputs (default: %(default)s)")
+    add("--seed", type=SEED, default=0, help="seed of the inputs (default: %(default)s)")
     add(
         "--timeout",
         type=seconds,
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seconds per check (default: 300)",
     )
     add("--sanitize", action="store_true", help=SANITIZE)
-    add("--no-timing", action="store_true", help="only check; what is emulated is never timed")
+    add("--no-timing", action="store_true", help="only check; emulated kernels are never timed")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device: str) -> bool:
-    """Check one backend, by name or version file, and print what is found."""
+    """Check one backend, by name or version file, and print the findings."""
     from attention_kernels import UnsupportedError
     from attention_kernels.inspection.sanitize import sanitize
     from attention_kernels.judge.isolation import verify_in_child
@@ -93,28 +93,26 @@ def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device:
     counted = f": {ran} checks, seed {report.seed}" if report.checks else ""
     show(f"{where}{counted}{sanitized}")
     if spec.error_slack != 1:
-        show(
-            f"  its budgets are {spec.error_slack:g} times its precision class's: it asks for that"
-        )
+        show(f"  its budgets are {spec.error_slack:g} times its precision class's, as it declares")
     _print_findings(report)
     if report.worst:
         show(f"  a budget is {_rule(spec, report.worst[0])}")
     if report.killed and is_emulated and not arguments.sanitize:
-        show("  probably by an access out of bounds: with --sanitize, verify tells where")
+        show("  probably an access out of bounds: --sanitize shows where")
     passed = report.passed
     if passed and is_emulated and spec.version:
         passed = _nvcc_compiles(spec.version)
     if passed and is_emulated:
-        show("  no timing: its source runs emulated, which says nothing about its speed")
+        show("  no timing: it ran in the CPU emulator, which says nothing about its speed")
     elif passed and not arguments.no_timing and spec.has_attention():
         passed = _short_timing(spec, name, device, dtypes or spec.dtypes)
     return passed
 
 
 def _print_findings(report: Report) -> None:
-    """Refusals, and the failures: those alike as one, and of the others the first few."""
+    """Print the refusals and the first few failures; similar failures are shown once."""
     for refusal in report.refusals:
-        show(f"  not taken: {refusal}")
+        show(f"  refused: {refusal}")
     if report.checks and report.failures:
         stopped = ", and the suite stopped there" if report.stopped else ""
         show(f"  {len(report.failures)} of them failed{stopped}")
@@ -142,7 +140,7 @@ def _print_findings(report: Report) -> None:
 
 
 def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:
-    """Return the rule of the budgets in words."""
+    """Return the rule for error budgets in words."""
     from attention_kernels.contract import dtype_name
     from attention_kernels.judge.reference import budget_factor
 
@@ -154,12 +152,12 @@ def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:
 
 
 def _nvcc_compiles(version: VersionHeader) -> bool:
-    """Whether nvcc takes what the emulator ran, in a line; true where there is no nvcc to ask."""
+    """Print whether nvcc compiles an emulated version; return False only if it does not."""
     from attention_kernels.inspection import resources
     from attention_kernels.ladder import compilers
 
     if compilers.find_nvcc() is None:
-        show("  nvcc is not here: its flags were not tried")
+        show("  nvcc not found: its flags were not tried")
         return True
     try:
         summary = resources.compile_summary(version, NVCC_ARCH)
@@ -171,7 +169,7 @@ def _nvcc_compiles(version: VersionHeader) -> bool:
 
 
 def _short_timing(spec: BackendSpec, name: str, device: str, dtypes: Sequence[str]) -> bool:
-    """Print the time beside plain PyTorch's; whether it passed the check before it, too."""
+    """Print the time next to plain PyTorch's; return whether the check before it passed."""
     from gpt2_infer.bench.record import KernelCell
     from gpt2_infer.bench.study import KernelStudy, run
 

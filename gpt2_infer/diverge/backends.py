@@ -1,22 +1,22 @@
-"""Where two backends' greedy texts part, and whether rounding or a bug parts them.
+"""Find where the greedy texts of two backends diverge, and whether rounding or a bug is why.
 
-Both backends write text from one prompt in recompute mode. At the first step where their tokens
-differ (the last step where none does) the model is run again on the tokens before it, at the length
-that the second one's generation ran, and each is held to the model with float64 attention twice:
+Both backends write text from one prompt. At the first step where their tokens differ (the last step
+if none does) the model is rerun in recompute mode on the tokens before it, padded to the length of
+the second backend's run. Each backend is then compared with float64 attention in two ways:
 
-layers: each layer gets what float64 attention, not either backend, made of the layers before it, so
-that no error is inherited, and each backend's output of that layer has the budgets of
-`judge.reference`. The first layer over them is where the bug is. Each backend gets copies of the
-inputs, and one that changes them has a bug.
+layers: the input of each layer comes from float64 attention in the layers before it, so that no
+error is inherited. Each backend's output of the layer must keep the budgets of
+`judge.reference`; the bug is in the first layer that exceeds them. Each backend gets
+copies of the inputs, and a backend that changes them has a bug.
 
-logits: the same rule, applied to the logits, says how far a right backend's may be from those of
-float64 attention: 2 max|naive - ref| + 4 ulp(max|ref|), or the factor of its precision class for 2.
-Two logits may each be that far off, so rounding explains a token whose reference logit is at most
-twice that below the largest. (That the smaller top-2 margin is at most max|A - B| explains nothing:
-it is so wherever two backends choose differently.)
+logits: the same rule bounds how far the logits of a correct backend may be from those of float64
+attention: 2 max|naive - ref| + 4 ulp(max|ref|), with the factor of its precision class in place of
+2. Two logits may each be that far off, so rounding explains a token whose reference logit is at
+most twice that below the largest. (That the smaller top-2 margin is at most max|A - B| explains
+nothing: it holds whenever two backends choose different tokens.)
 
-A backend has a bug if a layer of it is over its budget, if its logits are not finite, or if
-rounding does not explain the token that it wrote. Where neither has one, two tokens are a tie.
+A backend has a bug if one of its layers exceeds its budget, if its logits are not finite, or if
+rounding does not explain the token it wrote. If neither has a bug, two different tokens are a tie.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gpt2_infer.request import Mode, encode_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Verdict):
-    """A layer's verdict, and where its output is farthest off; all are counted from 0."""
+    """A layer's verdict, and where its output is farthest off; indices start at 0."""
 
     layer: int
     head: int
@@ -57,36 +57,36 @@ class Place(Verdict):
 
     @property
     def position(self) -> str:
-        """Where it is, in words."""
+        """The place in words."""
         return f"layer {self.layer}, head {self.head}, row {self.row}"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two backends at the step."""
+    """One of the two backends at the examined step."""
 
     backend: str
     emulated: bool
     token: int
-    """What it wrote."""
+    """The token it wrote."""
     text: str | None
     """The token's text; None without a tokenizer."""
     margin: float
-    """Between its two largest logits."""
+    """The difference between its two largest logits."""
     logits_error: float
-    """The largest distance of its logits from those of float64 attention; infinite for a NaN."""
+    """The largest error of its logits against float64 attention's; infinite for a NaN."""
     shortfall: float
-    """How far float64 attention's logit of the token is below its largest."""
+    """How far the token's logit is below the largest, with float64 attention."""
     allowed: float
     """The shortfall that rounding explains."""
     place: Place
-    """Its first layer over the budget, or else the layer nearest to it."""
+    """The first layer over its budget, else the layer closest to it."""
     key_tile: int | None
-    """The keys in a tile of its kernel, as its header says; None if it does not."""
+    """The number of keys per tile, from its kernel's header; None if not stated there."""
 
     @property
     def faults(self) -> list[str]:
-        """A sentence for each reason to call it wrong; empty where rounding explains all."""
+        """One sentence per fault; empty if rounding explains everything."""
         found = []
         if self.place.fault:
             found.append(f"in layer {self.place.layer} {self.place.fault}")
@@ -100,8 +100,8 @@ class Side:
             )
         if found and self.place.passed:
             found.append(
-                "each layer is right when run again: look for state between calls, a race, or what "
-                "a captured graph changes"
+                "each layer is right when rerun: look for state between calls, a race, or an "
+                "effect of graph capture"
             )
         return found
 
@@ -111,7 +111,7 @@ class Judged(Protocol):
 
     @property
     def faults(self) -> list[str]:
-        """A sentence for each reason to call it wrong."""
+        """One sentence per fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +123,15 @@ class Comparison:
     prompt_tokens: int
     new_tokens: int
     step: int | None
-    """The first new token, from 0, in which the texts differ; None if they are equal."""
+    """The index of the first new token that differs, from 0; None if the texts are equal."""
     position: int
-    """The number of tokens before the one that is examined."""
+    """The number of tokens before the examined one."""
     a: Judged
     b: Judged
 
     @property
     def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
-        """See the module's docstring; texts that are equal clear no side."""
+        """The verdict, by the module's rules; equal texts do not rule out a bug."""
         if self.a.faults and self.b.faults:
             return "bug in both"
         if self.a.faults or self.b.faults:
@@ -164,25 +164,25 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Comparison):
-    """What diverge() found; without a difference the last step is examined."""
+    """The result of diverge(); if the texts are equal, the last step is examined."""
 
     seqlen: int
-    """The length that the step ran at, padding included."""
+    """The length of the examined step, padding included."""
     a: Side
     b: Side
     logits_difference: float
     """max|A - B|, infinite for a NaN."""
     apart: Place
-    """Where the outputs of a layer differ most for the sum of both budgets."""
+    """Where a layer's outputs differ most, relative to the sum of both budgets."""
 
     @property
     def longest(self) -> int:
-        """The most tokens that attention saw at once, up to where the texts part."""
+        """The most tokens that attention saw at once, up to where the texts diverge."""
         return self.position
 
     @property
     def untried(self) -> str:
-        """What the text did not exercise; a kernel may be wrong from its second tile on."""
+        """What the text did not exercise; a kernel may go wrong only in its second tile."""
         tiles = [
             f"the first tile of {side.key_tile} keys of {side.backend}"
             for side in (self.a, self.b)
@@ -192,7 +192,7 @@ class Divergence(Comparison):
         return super().untried + beyond
 
     def __str__(self) -> str:
-        """Lay it out for people; the last line is the verdict."""
+        """Return a readable summary; the last line is the verdict."""
         sides = {"A": self.a, "B": self.b}
         examined = self.position - self.prompt_tokens
         lines = [
@@ -233,13 +233,13 @@ def diverge(
     mode: Mode = "recompute",
     progress: bool = False,
 ) -> Divergence:
-    """Compare the greedy texts of the backends `a` and `b` in `model`, whose own is not asked.
+    """Compare the greedy texts of backends `a` and `b` in `model`; its own backend is not used.
 
-    prompt: a text or token ids; the end-of-text token ends nothing. One name twice asks whether a
-    backend writes the same text again. mode: how the texts are written; with a cache the layers
-    are still examined in recompute, and a decode kernel shows in its token alone. Raises
-    RequestError, UnknownBackendError, UnavailableBackendError or UnsupportedError;
-    KeyboardInterrupt where a text was not finished.
+    prompt: a text or token ids; generation goes on past the end-of-text token. If `a` is `b`, the
+    question is whether the backend writes the same text twice. mode: how the texts are written; the
+    layers are examined in recompute even then, so a decode kernel is judged by its token alone.
+    Raises RequestError, UnknownBackendError, UnavailableBackendError or UnsupportedError, and
+    KeyboardInterrupt if a text was interrupted.
     """
     if model.dtype == torch.float64:
         raise RequestError("a float64 model has no finer reference to be held to")
@@ -255,7 +255,7 @@ def diverge(
             mode=mode,
             ignore_eos=True,
             progress=progress,
-            # The same for both, so that both run one length.
+            # The same engine for both, so that both run the same lengths.
             engine="auto" if all(spec.cuda_graphs for spec in specs) else "eager",
             check_finite=False,
         ).whole()
@@ -265,10 +265,10 @@ def diverge(
 
 
 def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation]) -> Divergence:
-    """Do what diverge() does with two backends' texts that are written already, whole.
+    """Compare two backends' finished texts as diverge() does.
 
-    runs: one of each backend, of the same prompt and mode, in as many rows. What is examined is the
-    row whose texts part first, in the batch that it was written in.
+    runs: one complete run per backend, with the same prompts and mode. The row whose texts diverge
+    first is examined, within its batch.
     """
     texts = [run.tokens for run in runs]
     new_tokens = len(texts[0][0])
@@ -280,7 +280,7 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
     ]
     step, row = parted[0] if parted else (None, 0)
     examined = new_tokens - 1 if step is None else step
-    # Up to there the other backend's are the same.
+    # Up to this token both texts are equal.
     prefixes = [[*p, *t[:examined]] for p, t in zip(runs[0].prompts, texts[0], strict=True)]
     length = len(prefixes[0])
     length_step = runs[1].length_step if runs[1].mode == "recompute" else CPU_LENGTH_STEP
@@ -342,7 +342,7 @@ def _key_tile(spec: BackendSpec) -> int | None:
 
 
 class _Layers:
-    """An attention kernel that answers in float64 and judges the backends on every call it gets.
+    """An attention kernel that computes in float64 and judges the backends on every call.
 
     places: per backend, each layer's largest error. apart: each layer's largest difference between
     the two backends.
@@ -355,7 +355,7 @@ class _Layers:
         self.apart: list[Place] = []
 
     def precision(self, spec: BackendSpec) -> str:
-        """The backend's class in the dtype that attention got."""
+        """Return the backend's precision class for the dtype of the calls."""
         return spec.precisions[self.dtype]
 
     def attention(
@@ -366,8 +366,8 @@ class _Layers:
         right = truth(q, k, v, softmax_scale, is_causal)
         outputs, budget = [], 0.0
         for spec, places in zip(self.specs, self.places, strict=True):
-            poison_freed_memory(q)  # the right answer may lie there
-            # The other backend, and the reference, must not get what this one overwrites.
+            poison_freed_memory(q)  # it may contain the right answer
+            # A backend that overwrites its inputs must not affect the other or the reference.
             inputs = Inputs(q=q, k=k, v=v)
             o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
             verdict = right.judge(o, self.precision(spec), spec.error_slack)
@@ -386,7 +386,7 @@ class _Layers:
 def _place(layer: int, o: Tensor, other: Tensor, verdict: Verdict) -> Place:
     """Find where two outputs of a layer, (batch, seqlen, num_heads, head_dim), differ most.
 
-    A NaN is the most. In which entry of the batch is not told.
+    A NaN counts as the largest difference. The batch entry is not reported.
     """
     difference = (o.double() - other.double()).abs().amax((0, 3)).nan_to_num(nan=math.inf)
     row, head = divmod(int(difference.argmax()), difference.shape[1])
@@ -394,21 +394,21 @@ def _place(layer: int, o: Tensor, other: Tensor, verdict: Verdict) -> Place:
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """max|x - y|, infinite where it is not finite."""
+    """Return max|x - y|, or infinity if it is not finite."""
     distance = (x.double() - y.double()).abs().max().item()
     return distance if math.isfinite(distance) else math.inf
 
 
 def no_budget(where: str, dtype: torch.dtype) -> str:
-    """Say that there is nothing to judge by."""
+    """Return the message for a call that has no usable error budget."""
     return (
         f"in {dtype_name(dtype)} plain PyTorch gives NaN, infinity or only zeros in {where}, so "
-        "there is no error budget to hold a backend to: try another --dtype"
+        "there is no error budget to judge a backend by: try another --dtype"
     )
 
 
 def unregistered(kernel: AttentionFunction) -> BackendSpec:
-    """Make a backend of a kernel that is in no registry."""
+    """Return a backend for an unregistered kernel."""
     return BackendSpec(
         name="UNREGISTERED",
         family="none",

@@ -1,15 +1,15 @@
-"""Where two engines part: the first step, layer and stage that rounding does not explain.
+"""Find the first step, layer and stage where two engines diverge beyond rounding.
 
-Both engines run the same request, and after every step both are given the token that A chose, so
-that one difference does not spread. What every engine leaves behind is compared with the same model
-in float64, run once over the whole text: the logits of each step and, with a cache, the keys and
-values of each layer. What a layer makes is the input of the next, so keys over their budget mean
-that the fault is in the layer before, or in the projection that made them.
+Both engines run the same request, and after every step both get the token that A chose, so that one
+difference does not spread. The logits of each step and, with a cache, the keys and values of each
+layer are compared with those of the same model in float64, run once over the whole text. A layer's
+output is the input of the next, so keys over their budget mean that the fault is in the layer
+before or in the projection that made them.
 
-The budget of a stage is the rule of `judge.reference` with room for luck: 8 max|naive -
-ref| + 4 ulp(max|ref|), over all positions. naive is the modules in the model's own dtype, run once
-over the whole text. A token must be the most likely one by the engine's own logits. Engines
-that keep all budgets and choose different tokens are a tie.
+The budget of a stage is the rule of `judge.reference` with more slack (LUCK):
+8 max|naive - ref| + 4 ulp(max|ref|), over all positions. naive is the model in its own dtype, run
+once over the whole text. A token must be the most likely one by the engine's own logits. If both
+engines keep all budgets and choose different tokens, that is a tie.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 
-# naive's error is one draw, to which all layers before contribute: a right engine's was up to 3.2
-# times as large in short texts of the demo model.
+# naive's error is a single draw, accumulated over all earlier layers: a correct engine's was up
+# to 3.2 times as large in short texts of the demo model.
 LUCK = 4.0
 Key = tuple[int | None, str]
-"""A layer and what it made; None for logits."""
+"""A layer and the name of its output; the layer is None for logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Verdict):
-    """A stage's verdict, and where it is; all are counted from 0."""
+    """A stage's verdict and place; indices start at 0."""
 
     step: int
     position: int
@@ -62,19 +62,19 @@ class EngineSide:
 
     engine: EngineName
     token: int
-    """What it chose in the step that is examined; -1 if its logits were not finite."""
+    """The token chosen in the examined step; -1 if the logits were not finite."""
     text: str | None
     """The token's text; None without a tokenizer."""
     margin: float
-    """Between its two largest logits."""
+    """The difference between its two largest logits."""
     stage: Stage
-    """Its first stage over the budget, or else the one nearest to it."""
+    """The first stage over its budget, else the stage closest to it."""
     wrong_choice: int | None
     """The first step whose token is not the most likely one by its own logits."""
 
     @property
     def faults(self) -> list[str]:
-        """A sentence for each reason to call it wrong."""
+        """One sentence per fault."""
         found = [] if self.stage.passed else [f"the first stage over its budget: {self.stage}"]
         if self.wrong_choice is not None:
             found.append(
@@ -85,14 +85,14 @@ class EngineSide:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDivergence(Comparison):
-    """What diverge_engines() found: the first step at fault is examined, or else the last."""
+    """The result of diverge_engines(); the first suspect step is examined, else the last."""
 
     mode: Mode
     a: EngineSide
     b: EngineSide
 
     def __str__(self) -> str:
-        """Lay it out for people; the last line is the verdict."""
+        """Return a readable summary; the last line is the verdict."""
         sides = {"A": self.a, "B": self.b}
         lines = [
             f"{self.device}, {self.dtype}, {self.mode}, {self.prompt_tokens} prompt tokens and "
@@ -126,9 +126,9 @@ def diverge_engines(
     max_new_tokens: int = 64,
     mode: Mode = "kv-cache",
 ) -> EngineDivergence:
-    """Compare what two engines make of one prompt, step by step.
+    """Compare two engines on one prompt, step by step.
 
-    Raises RequestError for what an engine does not support, or where there is no error budget.
+    Raises RequestError if an engine does not support the request, or without an error budget.
     """
     if model.dtype == torch.float64:
         raise RequestError("a float64 model has no finer reference to be held to")
@@ -175,7 +175,7 @@ def diverge_engines(
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorder(Sampling):
-    """The greedy sampler, which keeps the logits where a captured graph leaves them, too."""
+    """A greedy sampler that records the logits, also inside a captured graph."""
 
     logits: Tensor
 
@@ -185,7 +185,7 @@ class _Recorder(Sampling):
 
 
 class _Run:
-    """What an engine left behind, fed the tokens of another engine or its own."""
+    """An engine's run, with the tokens in `fed` as inputs or, if None, its own."""
 
     @torch.inference_mode()
     def __init__(self, model: GPT2, request: Request, fed: list[int] | None) -> None:
@@ -216,7 +216,7 @@ class _Run:
 
 
 class _Judge:
-    """The model in float64 over a whole text, and how far from it an engine may be."""
+    """The float64 model's results for a whole text, and the error budgets around them."""
 
     def __init__(self, model: GPT2, tokens: list[int], prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -235,7 +235,7 @@ class _Judge:
             self.budgets[key] = error_budget(precision, model.dtype, LUCK * error, largest)
 
     def stage(self, run: _Run) -> Stage:
-        """Return the run's first stage over its budget, or else the one nearest to it."""
+        """Return the run's first stage over its budget, else the stage closest to it."""
         found = []
         for key, values in run.stages.items():
             errors, budget = _errors(values, self.truth[key]), self.budgets[key]
@@ -256,12 +256,12 @@ class _Judge:
             )
         failed = [stage for stage in found if not stage.passed]
         if failed:
-            return min(failed, key=lambda stage: stage.step)  # of a step the first that is computed
+            return min(failed, key=lambda stage: stage.step)  # ties: in computation order
         return max(found, key=lambda stage: stage.nearness)
 
 
 def _stages(cache: KVCache | None, length: int, logits: Tensor) -> dict[Key, Tensor]:
-    """Return what each stage made, (positions, ...), in the order of computation."""
+    """Return the output of each stage, (positions, ...), in computation order."""
     stages: dict[Key, Tensor] = {}
     for layer, (keys, values, _) in enumerate(cache.layers if cache else []):
         stages[layer, "keys"], stages[layer, "values"] = keys[0, :length], values[0, :length]
@@ -269,7 +269,7 @@ def _stages(cache: KVCache | None, length: int, logits: Tensor) -> dict[Key, Ten
 
 
 def _whole(model: GPT2, tokens: list[int], steps: int) -> dict[Key, Tensor]:
-    """Run the modules once over a whole text; the last `steps` positions have logits."""
+    """Run the model once over a whole text, with logits for the last `steps` positions."""
     model = model.with_attention(unregistered(naive_attention))
     cache = KVCache.allocate(model, 1, len(tokens))
     ids = torch.tensor([tokens], device=model.device)
@@ -278,6 +278,6 @@ def _whole(model: GPT2, tokens: list[int], steps: int) -> dict[Key, Tensor]:
 
 
 def _errors(values: Tensor, right: Tensor) -> Tensor:
-    """Return max|values - right| of each position, infinite where it is not finite."""
+    """Return max|values - right| of each position, or infinity if it is not finite."""
     errors = (values.double() - right.double()).abs().flatten(1).amax(1)
     return errors.nan_to_num(nan=math.inf)

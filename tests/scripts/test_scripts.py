@@ -44,7 +44,7 @@ def test_a_study_of_ones_own_is_checked(complaint, tmp_path):
         out = f"{tmp_path}/"
         return complaint("measure.py", "--studies", str(mine), "--prefix", out, "one")
 
-    assert "there is no ladder named none" in said('[one]\nkind = "inspection"\nfamily = "none"\n')
+    assert "no ladder named none" in said('[one]\nkind = "inspection"\nfamily = "none"\n')
     assert "Expected `int` >= 2" in said('[one]\nkind = "kernel"\nrounds = 1\n')
     mine.unlink()
     assert "mine.toml cannot be read" in complaint("measure.py", "--studies", str(mine))

@@ -360,7 +360,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32" in out
     assert "          it was killed by SIGILL (an invalid instruction" in out
-    assert "with --sanitize, verify tells where" in out
+    assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
 
 
@@ -469,8 +469,8 @@ def test_a_version_file_of_no_ladder_is_verified(
     assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"V08_MINE on cpu, emulated: \d+ checks, seed 0\n", out)
-    assert "  nvcc is not here: its flags were not tried\n" in out
-    assert "no timing: its source runs emulated" in out
+    assert "  nvcc not found: its flags were not tried\n" in out
+    assert "no timing: it ran in the CPU emulator" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
     (tmp_path / "v10_empty.cu").write_text("")
     assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2

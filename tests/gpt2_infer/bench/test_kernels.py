@@ -185,7 +185,7 @@ def test_only_what_runs_here_is_selected():
     assert {spec.family for spec in of_torch} == {"pytorch"}
     named = select(["CUSTOM_CUDA_VERSION_2"], "cpu", families=["pytorch"])
     assert named == [*of_torch, get_backend("CUSTOM_CUDA_VERSION_2")]
-    with pytest.raises(RequestError, match="no backend is of the family nvidia: there are"):
+    with pytest.raises(RequestError, match="no family named nvidia, only "):
         select([], "cpu", families=["nvidia"])
     with pytest.raises(UnknownBackendError):
         select(["no-such"], "cpu")
@@ -193,7 +193,7 @@ def test_only_what_runs_here_is_selected():
         select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
     with pytest.raises(RequestError, match="on cpu: it has a decode kernel only"):
         select(["DECODE_SPLIT_KV_VERSION_1"], "cpu")
-    with pytest.raises(RequestError, match="the kernels of decode decode, and only attention"):
+    with pytest.raises(RequestError, match="the kernels of decode only decode"):
         selection.versions_of("decode")
 
 

@@ -51,5 +51,5 @@ def test_no_two_metrics_are_one_counter():
 
 def test_a_machine_without_the_profiler_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RequestError, match="ncu, of Nsight Compute, is not on PATH"):
+    with pytest.raises(RequestError, match=r"ncu \(Nsight Compute\) is not on PATH"):
         known_counters()

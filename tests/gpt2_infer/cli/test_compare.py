@@ -43,7 +43,7 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
         (["--task", "kernel", "--model", "demo"], "--model is not for --task kernel"),
         (["--name", "Not A Name"], "matching regex"),
         ([*KERNEL, "--backends", "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
-        ([*KERNEL, "--families", "nvidia"], "no backend is of the family nvidia"),
+        ([*KERNEL, "--families", "nvidia"], "no family named nvidia"),
         (
             [*KERNEL, "--dtypes", "float16", "--backends", "ONLY_FLOAT32"],
             "compared on cpu: takes float32, not float16",
@@ -82,7 +82,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "add", interrupted)
         assert main(words) == 130
-    assert f"the same command goes on from {partial}" in capsys.readouterr().err
+    assert f"rerun to resume from {partial}" in capsys.readouterr().err
     done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
     assert main(words) == 0
     assert read(out).rows[0].samples == done

@@ -21,9 +21,9 @@ def test_one_ladder_is_shown(capsys, tmp_path, clean_registry):
     assert [row["version"] for row in rows] == ["mine_v01", "mine_v02"]  # v07 is host code
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
     assert main(["kernels", "--family", "fp16"]) == 2
-    assert "there is no ladder fp16: there are fp32, " in capsys.readouterr().err
+    assert "no ladder named fp16, only fp32, " in capsys.readouterr().err
     assert main(["kernels", "--head-dim", "64", "7"]) == 2
-    assert "no version of fp32 takes head_dim 7" in capsys.readouterr().err
+    assert "no version of fp32 supports head_dim 7" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_an_architecture_is_a_compute_capability(word, capsys):
     [
         (["NAIVE_PYTORCH"], "NAIVE_PYTORCH cannot take this call: it has no version file"),
         (["FLASH_ATTENTION_1_CPU"], "it is host code"),
-        (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family is for all of a ladder"),
-        (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 takes head_dim 7"),
+        (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family selects a whole ladder"),
+        (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 supports head_dim 7"),
         (["{0}/v01_none.cu"], "there is no file {0}/v01_none.cu"),
         (["{0}/v01_folder.cu"], "{0}/v01_folder.cu is not a file"),
         (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
