@@ -1,1 +1,1 @@
-"""Results as a reader sees them: tables, charts, the sections of documents, and a page."""
+"""Presentation of results: tables, charts, sections of documents, and an HTML report."""

@@ -1,4 +1,4 @@
-"""Results as pictures; nothing is measured here, and torch is not imported."""
+"""Charts of results; measures nothing and does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: no display is needed
+mpl.use("Agg")  # must precede pyplot; needs no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def render(file: File) -> dict[str, bytes]:
-    """Draw every plot that a results file has, as SVG by the plot's name.
+    """Draw all plots of a results file; return SVGs by plot name.
 
     The same file gives the same picture, except for the last digits of coordinates, which depend on
     the processor.
@@ -72,9 +72,9 @@ def _svg(figure: Figure) -> bytes:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Tell whether two SVGs have the same text and elements, within 0.01 points of each other."""
+    """Return whether two SVGs have the same text and elements, within 0.01 points."""
     number = r"-?\d+\.\d+"
-    # An id is a hash over coordinates.
+    # Ids are hashes over coordinates.
     one, other = (
         re.sub(r"(?<=[#\"])[a-zA-Z][0-9a-f]{10}(?=[\")])", "id", svg) for svg in (one, other)
     )
@@ -88,7 +88,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def generation_time(file: File) -> Figure | None:
-    """Draw seconds to generate, by the number of tokens: the case study's plot."""
+    """Draw generation seconds by the number of tokens: the case study's plot."""
     group = _timed(file)
     if not _has_lengths(group):
         return None
@@ -109,7 +109,7 @@ def generation_bars(file: File) -> Figure | None:
 
 
 def peak_memory(file: File) -> Figure | None:
-    """Draw memory at its peak, by the number of tokens: the case study's open question."""
+    """Draw peak memory by the number of tokens: the case study's open question."""
     timed = [row for row in _timed(file) if row.contender != FREE_ATTENTION]
     peaks = [(row, peak) for row in timed if (peak := file.beside(row, "peak memory"))]
     if not _has_lengths([row for row, _ in peaks]):
@@ -124,7 +124,7 @@ def peak_memory(file: File) -> Figure | None:
 
 
 def kernel_time(file: File) -> Figure | None:
-    """Draw the kernel alone: microseconds, and TFLOP/s below the card's limit, by seqlen."""
+    """Draw kernel times and TFLOP/s, with the card's limit, by seqlen."""
     group = _timed(file)
     if not _has_lengths(group):
         return None
@@ -145,16 +145,16 @@ def kernel_time(file: File) -> Figure | None:
 
 
 def kernel_bars(file: File) -> Figure | None:
-    """Draw one seqlen, 1,024 or the longest, of each backend."""
+    """Draw each backend at one seqlen, 1,024 or the longest."""
     at = _at_detail(file)
     title = f"Attention alone, {at[0].kernel}" if at else ""
     return _bars(at, title, how(file), "microseconds", "{:,.1f}")
 
 
 def roofline(file: File) -> Figure | None:
-    """Draw what each backend reaches at the longest seqlen, below what the GPU does; and its error.
+    """Draw each backend's TFLOP/s at the longest seqlen, with the GPU's limits, and its error.
 
-    The error is the relative error of a row, or, where a file has none, the largest absolute one.
+    The error is the relative error of a row, or the largest absolute error in files without it.
     """
     group = _timed(file)
     longest = max(map(length, group), default=0)
@@ -219,7 +219,7 @@ def roofline(file: File) -> Figure | None:
 
 
 def kernel_shapes(file: File) -> Figure | None:
-    """Draw what each backend reaches in each shape, where shapes are compared."""
+    """Draw each backend's throughput in each shape, if the file compares shapes."""
     if not has_shapes(file):
         return None
     timed = [row for row in main_rows(file) if row.samples]
@@ -244,7 +244,7 @@ def kernel_shapes(file: File) -> Figure | None:
 
 
 def shared_load_bars(file: File) -> Figure | None:
-    """Draw shared loads of each version and the bank conflicts on them."""
+    """Draw each version's shared-memory loads and their bank conflicts."""
     metrics = {
         name: {row.metric: row.samples[0] for row in mine if row.samples}
         for name, mine in group_by(file.rows, lambda row: row.contender).items()
@@ -270,7 +270,7 @@ def shared_load_bars(file: File) -> Figure | None:
 
 
 def decode_bars(file: File) -> Figure | None:
-    """Draw tokens per second of each contender, and what the bandwidth would allow."""
+    """Draw each contender's tokens per second and the limit set by the bandwidth."""
     group = [row for row in main_rows(file) if row.samples]
     if len(group) < 2:
         return None
@@ -296,7 +296,7 @@ def decode_bars(file: File) -> Figure | None:
 
 
 def decode_positions(file: File) -> Figure | None:
-    """Draw the time of a step by its position, of the engines."""
+    """Draw each engine's time per step by position."""
     group = [row for row in main_rows(file) if row.samples and len(row.extra["marks"][0]) > 2]
     if not group or max(int(row.cell["new_tokens"]) for row in group) < 512:
         return None
@@ -304,7 +304,7 @@ def decode_positions(file: File) -> Figure | None:
     for row in group:
         step = 64
         moments = [statistics.median(at) for at in zip(*row.extra["marks"], strict=True)]
-        # Whole intervals alone; the first holds the prompt.
+        # Only whole intervals, without the first, which includes the prompt.
         whole = int(row.cell["new_tokens"]) // step
         times = [1e6 * (b - a) / step for a, b in itertools.pairwise(moments[:whole])]
         places = [int(row.cell["prompt_tokens"]) + step * (i + 1.5) for i in range(len(times))]
@@ -318,9 +318,9 @@ def decode_positions(file: File) -> Figure | None:
 
 
 def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
-    """Draw the time that each resource needs, the prediction, and what was measured, as SVG.
+    """Draw each resource's time, the prediction and the measurements, as SVG.
 
-    measured: the tasks and the rows that timed the same version file in the same cell.
+    measured: tasks with the rows that timed the same version file in the same cell.
     """
     found = row.extra
     needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
@@ -383,14 +383,14 @@ def _has_lengths(group: Sequence[Row]) -> bool:
 
 
 def _at_detail(file: File) -> list[Row]:
-    """Return the rows of the length that stands for a contender."""
+    """Return the rows at detail_length()."""
     group = _timed(file)
     chosen = detail_length(group) if group else 0
     return [row for row in group if length(row) == chosen]
 
 
 def _label(row: Row) -> tuple[str, str]:
-    """Return a contender's name and what it is."""
+    """Return a contender's name and description."""
     return row.contender, row.extra.get("change") or row.extra["precision"]
 
 
@@ -398,7 +398,7 @@ def _label(row: Row) -> tuple[str, str]:
 
 
 def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Return colour and marker of each backend: by name, by rung, or the next free ones."""
+    """Return each backend's colour and marker: by name, by version, or the next free ones."""
     names = list(dict.fromkeys(row.contender for row in group))
     families = {row.contender: row.extra.get("family", "") for row in group}
     shades: dict[str, str] = {}
@@ -419,9 +419,9 @@ def _draw_lines(
     *,
     legend: bool = True,
 ) -> None:
-    """Draw a line per backend over the lengths, with a whisker from the least to the most.
+    """Draw a line per backend over the lengths, with whiskers from minimum to maximum.
 
-    y: the height of a sample. The legend is in the order of the lines' right ends.
+    y: converts a sample to a height. The legend is in the order of the lines' right ends.
     """
     looks, ends = _looks(group), []
     for name, mine in group_by(group, lambda row: row.contender).items():
@@ -450,7 +450,7 @@ def _draw_lines(
 
 
 def _bars(at: Sequence[Row], title: str, how: str, unit: str, form: str) -> Figure | None:
-    """Draw horizontal bars of medians, with a whisker from the least to the most."""
+    """Draw horizontal bars of medians, with whiskers from minimum to maximum."""
     if len(at) < 2:
         return None
     medians = [row.median for row in at]
@@ -471,7 +471,7 @@ def _whisker_bars(
     high: Sequence[float],
     colours: Sequence[str],
 ) -> None:
-    """Draw horizontal bars, each with a whisker from its lowest to its highest value."""
+    """Draw horizontal bars with whiskers from the lowest to the highest value."""
     whiskers = [
         [value - least for value, least in zip(values, low, strict=True)],
         [most - value for value, most in zip(values, high, strict=True)],
@@ -482,7 +482,7 @@ def _whisker_bars(
 def _bar_axes(
     labels: Sequence[tuple[str, str]], ends: Sequence[float], texts: Sequence[str]
 ) -> tuple[Figure, Axes]:
-    """Prepare axes for horizontal bars, each with its name, what it is, and a text at its end."""
+    """Prepare axes for horizontal bars, each with a name, a description and a text at its end."""
     figure, axes = _figure(1.3 + 0.42 * len(labels))
     _label_bars(axes, labels, ends, texts)
     return figure, axes
@@ -491,7 +491,7 @@ def _bar_axes(
 def _label_bars(
     axes: Axes, labels: Sequence[tuple[str, str]], ends: Sequence[float], texts: Sequence[str]
 ) -> None:
-    """Write each bar's name, what it is, and its text, and leave room for all ends."""
+    """Write each bar's name, description and text, with room for all of them."""
     axes.set_yticks(range(len(labels)), [name for name, _ in labels], fontsize=8)
     for tick, (_, what) in zip(axes.yaxis.get_major_ticks(), labels, strict=True):
         tick.label1.set_verticalalignment("bottom")

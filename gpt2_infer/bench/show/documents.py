@@ -1,9 +1,9 @@
-"""What the documents show: tables and pictures of a task's newest results, between cog's markers.
+"""Fill the documents: tables and pictures of a task's newest results, between cog markers.
 
     <!-- [[[cog from gpt2_infer.bench.show import documents; documents.show("kernel-fp32") ]]] -->
     <!-- [[[end]]] -->
 
-`make docs` fills them. Nothing here imports torch, except what reads the headers of a ladder.
+`make docs` fills them. Nothing here imports torch, except to read a ladder's headers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def show(task: str) -> None:
 
 
 def section(heading: str, task: str, *plots: str) -> None:
-    """Print a section of a task's table and pictures, if it was measured."""
+    """Print a section with a task's table and pictures, if the task was measured."""
     if task in _files():
         _print(heading)
         show(task)
@@ -45,17 +45,17 @@ def versions(family: str) -> None:
 
 
 def overview(family: str, kernel: str, generation: str) -> None:
-    """Print a ladder's versions with the times of a task of kernels and one of generation."""
+    """Print a ladder's versions with the times from a kernel task and a generation task."""
     _print(ladders.overview(family, _newest(kernel)[1], _newest(generation)[1]))
 
 
 def ladder(family: str, *tasks: str) -> None:
-    """Print a section for each version of a ladder: its header, and what these tasks measured."""
+    """Print a section for each version of a ladder: its header and the tasks' results."""
     _print(ladders.sections(family, [_newest(task)[1] for task in tasks]))
 
 
 def repeated(task: str, again: str) -> None:
-    """Print how far the medians of a second run of kernels are from the first's."""
+    """Print how far the medians of a second kernel run differ from the first's."""
     (path, first), (path_again, second) = _newest(task), _newest(again)
 
     def code(row: Row) -> tuple[object, ...]:
@@ -76,7 +76,7 @@ def repeated(task: str, again: str) -> None:
 
 
 def row_errors(task: str, *names: str) -> None:
-    """Print the relative error of a row that some backends made at each length, over its budget."""
+    """Print some backends' relative row error at each length, divided by its budget."""
     path, file = _newest(task)
 
     def text(line: Entry) -> str:
@@ -93,7 +93,7 @@ def row_errors(task: str, *names: str) -> None:
 
 
 def predictions(task: str, *measured: str) -> None:
-    """Print a task of predictions beside the times that were measured of the same files."""
+    """Print a task's predictions next to the measured times of the same version files."""
     path, file = _newest(task)
     timed = [row for name in measured for row in main_rows(_newest(name)[1])]
     _show(path, file, file.rows, tables.predictions(timed))
@@ -101,7 +101,7 @@ def predictions(task: str, *measured: str) -> None:
 
 
 def wavefronts(task: str, profile: str) -> None:
-    """Print the wavefronts that predictions count beside those of a profile."""
+    """Print predicted wavefronts next to those of a profile."""
     path, file = _newest(task)
     profiled_path, profiled = _newest(profile)
     counted = {(row.contender, row.metric): row.samples[0] for row in profiled.rows}

@@ -1,7 +1,7 @@
-"""What may be said of samples: medians, ratios and shares, and when there is no difference.
+"""Summarize samples: medians, ratios and shares, unless a difference is within the spread.
 
 A ratio is given only within one file and one cell, never to a more precise baseline, and only if
-the samples of the two do not overlap.
+the two sample ranges do not overlap.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row
 
-WITHIN_SPREAD = "~"  # in place of a figure
+WITHIN_SPREAD = "~"  # printed in place of a figure
 TIE = "no difference beyond the spread of the samples"
-# The instructions that limit each dtype, and how many of their products replace one of its own.
+# The instructions that limit each dtype, and how many of their products make one of that dtype.
 ROOFS = {
     "float32": (
         ("FFMA", "ffma_tflops", 1),
@@ -24,7 +24,7 @@ ROOFS = {
     ),
     "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
 }
-# How coarse the precision classes of float32 are; every other class is its dtype's own.
+# Coarseness of float32's precision classes; any other class is the dtype's own precision.
 COARSENESS = {"ieee-fp32": 0, "3xtf32": 1, "3xfp16": 1, "tf32": 2, "none": 3}
 
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def group_by(rows: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the rows by key, both in the order of the rows."""
+    """Group the rows by key; keys and rows keep their order."""
     groups: dict[Key, list[Item]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -40,47 +40,47 @@ def group_by(rows: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def main_rows(file: File) -> list[Row]:
-    """Return the rows of the metric that the study is about; the others stand beside them."""
+    """Return the rows of the study's main metric."""
     return (
         file.of(file.study.get("timed", "generation")) if is_generation(file) else file.of("time")
     )
 
 
 def is_generation(file: File) -> bool:
-    """Return whether a file compares generation end to end."""
+    """Return whether a file compares end-to-end generation."""
     return bool(file.study["kind"] == "generation")
 
 
 def cell_name(row: Row) -> str:
-    """Return everything of a cell but its length."""
+    """Return a cell's description without its length."""
     if "seqlen" in row.cell:
         return row.kernel.shape
     return f"{row.cell['mode']}, {row.cell['dtype']}, batch {row.cell['batch']}"
 
 
 def length(row: Row) -> int:
-    """Return what varies within a table or a picture: the seqlen, or the tokens."""
+    """Return the length of a cell: its seqlen, or its number of tokens."""
     return int(row.cell["seqlen" if "seqlen" in row.cell else "max_tokens"])
 
 
 def detail_length(rows: Iterable[Row]) -> int:
-    """Return the length that stands for a contender, in bars and beside its times."""
+    """Return the length at which contenders are shown in bar charts and detail columns."""
     lengths = {length(row) for row in rows}
     is_kernel = all("seqlen" in row.cell for row in rows)
     return 1024 if is_kernel and 1024 in lengths else max(lengths)
 
 
 def has_shapes(file: File) -> bool:
-    """Return whether shapes are compared, each at lengths of its own."""
+    """Return whether a file compares shapes that have different lengths."""
     cells = {row.kernel for row in main_rows(file)}
     shapes, lengths = {cell.shape for cell in cells}, {cell.seqlen for cell in cells}
     return len(cells) < len(shapes) * len(lengths)
 
 
 def ratio(row: Row, others: Iterable[Row], baseline: str) -> float | None:
-    """Return how many times as fast as the baseline; None if the baseline is more precise.
+    """Return the speedup over the baseline; None if the baseline is more precise.
 
-    NaN if the ranges of their samples meet: then neither is faster.
+    NaN if the sample ranges overlap, so that neither is faster.
     """
     for other in others:
         coarser = _coarseness(row) > _coarseness(other)
@@ -91,9 +91,9 @@ def ratio(row: Row, others: Iterable[Row], baseline: str) -> float | None:
 
 
 def attention_share(row: Row, others: Iterable[Row]) -> float | None:
-    """Return the part of an end-to-end time that goes away if attention takes none.
+    """Return the fraction of an end-to-end time that attention takes.
 
-    NaN if that is within the spread: a sample with attention is no slower than one without.
+    NaN if that is within the spread: some sample with attention is no slower than one without.
     """
     for other in others:
         if other.contender == FREE_ATTENTION and other.samples and row.samples:
@@ -111,7 +111,7 @@ def _overlap(one: Row, other: Row) -> bool:
 
 
 def spread_percent(samples: Sequence[float]) -> float:
-    """Return the distance from the smallest to the largest sample, in percent of the median."""
+    """Return the range of the samples in percent of their median."""
     return 100 * (max(samples) - min(samples)) / statistics.median(samples)
 
 
@@ -127,7 +127,7 @@ def quantiles(samples: Sequence[float]) -> str:
 
 
 def with_spread(row: Row, form: str) -> str:
-    """Return the median with the smallest and the largest sample, or why there is none."""
+    """Return the median with the smallest and the largest sample, or why there are no samples."""
     if not row.samples:
         return f"{row.status}: {row.reason}"
     middle, low, high = (form.format(value) for value in (row.median, *row.spread))
@@ -135,19 +135,19 @@ def with_spread(row: Row, form: str) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    """Return a number as a text: blank for None, a tilde for what the samples do not tell."""
+    """Format a number: blank for None, a tilde for NaN (within the spread)."""
     if value is None:
         return ""
     return WITHIN_SPREAD if math.isnan(value) else form.format(value)
 
 
 def times(value: float | None) -> str:
-    """Return a ratio as a text."""
+    """Format a ratio."""
     return figure(value, "{:.2g}" if value is not None and value < 0.1 else "{:.2f}")
 
 
 def within_budget(row: Row) -> bool:
-    """Return whether the check before the timing found an error within its budget."""
+    """Return whether the error in the check before timing was within its budget."""
     found = row.check
     return bool(
         found
@@ -158,21 +158,21 @@ def within_budget(row: Row) -> bool:
 
 
 def where(provenance: Provenance) -> str:
-    """Return the machine and the torch of a run."""
+    """Return the machine and the torch version of a run."""
     return f"{provenance.machine}, torch {provenance.packages['torch']}"
 
 
 def how(file: File, *packages: str) -> str:
-    """Say where, with which versions and how often something was timed."""
+    """Describe where, with which versions and how often something was timed."""
     versions = (f", {name} {file.provenance.packages[name]}" for name in packages)
     place = where(file.provenance) + "".join(versions)
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 
 def beneath(row: Row, limits: dict[str, float]) -> tuple[int, float] | None:
-    """Return how many samples are beneath the floor of a kernel's cell, and the floor in us.
+    """Return how many of a kernel's samples are below the physical floor, and the floor in us.
 
-    The floor is what the run's own copy and its fastest instruction allow; None without them.
+    The floor follows from the run's own copy bandwidth and fastest instruction; None without them.
     """
     highest = max(roofs(row, limits).values(), default=0.0)
     copy = limits.get("copy_gbps")
@@ -183,7 +183,7 @@ def beneath(row: Row, limits: dict[str, float]) -> tuple[int, float] | None:
 
 
 def roofs(row: Row, limits: dict[str, float]) -> dict[str, float]:
-    """Return the TFLOP/s that bound a kernel's dtype, as measured in the same run."""
+    """Return the TFLOP/s limits for a kernel's dtype, as measured in the same run."""
     dtype = str(row.cell["dtype"])
     found: dict[str, Any] = {f"8192\u00b3 matmul, {dtype}": limits.get(f"matmul_{dtype}_tflops")}
     found |= {
@@ -195,7 +195,7 @@ def roofs(row: Row, limits: dict[str, float]) -> dict[str, float]:
 
 
 def median_of(rows: Collection[Row], at: int, form: str) -> str:
-    """Return the median of the one row of a length, or its status; blank if there is none."""
+    """Return the median of the row with a length, or its status; blank without such a row."""
     for row in rows:
         if length(row) == at:
             return form.format(row.median) if row.samples else row.status

@@ -1,4 +1,4 @@
-"""The versions of a ladder in documents: their headers beside what was measured of them."""
+"""The versions of a ladder in documents: their headers and their measurements."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ INSPECTED = {
 
 
 def versions_table(family: str) -> str:
-    """Return a table of a ladder's versions: what each changed, its tile and what it takes.
+    """Return a table of a ladder's versions: the change, the tile and the supported inputs.
 
-    What all of them take alike is said once.
+    If all support the same inputs, a sentence says so once.
     """
     rows = []
     for name, version in ladder.versions(family).items():
@@ -59,13 +59,13 @@ def versions_table(family: str) -> str:
 
 
 def overview(family: str, kernel: File, generation: File) -> str:
-    """Return a table of a ladder's timed versions: the change, the time alone and end to end."""
+    """Return a table of a ladder's timed versions: change, kernel time and end-to-end time."""
     rows, lengths = [], (0, 0)
     for name, version in ladder.versions(family).items():
         alone, whole = _chosen(kernel, name), _chosen(generation, name)
         if not (alone and alone[0].samples):
             continue
-        # A version that is newer than the runs end to end has its first figure alone.
+        # A version newer than the end-to-end runs has only a kernel time.
         measured = whole[0] if whole and whole[0].samples else None
         if measured is not None:
             lengths = length(alone[0]), length(measured)
@@ -77,9 +77,9 @@ def overview(family: str, kernel: File, generation: File) -> str:
 
 
 def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return what each version is compared with; None for the first.
+    """Return the version that each is compared with; None for the first.
 
-    That is the version before it, or the one that its header names: `From: v12`.
+    This is the version before it, or the one that its header names: `From: v12`.
     """
     names = {version.name: name for name, version in versions.items()}
     found: dict[str, str | None] = {}
@@ -91,7 +91,7 @@ def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]
 
 
 def sections(family: str, measured: Sequence[File]) -> str:
-    """Return a section for each version of a ladder: its header's words, then what was measured.
+    """Return a section for each version of a ladder: its header, then the measurements.
 
     A version is compared with its predecessor.
     """
@@ -116,7 +116,7 @@ def sections(family: str, measured: Sequence[File]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Mark as code, or escape, what Markdown would take for its own."""
+    """Mark identifiers as code and escape Markdown's special characters."""
     text = re.sub(r"__\w+__|\w+<[^>]*>", lambda name: f"`{name[0]}`", text)
     return text.replace("*", "\\*")
 
@@ -126,9 +126,9 @@ def _capital(text: str) -> str:
 
 
 def _chosen(file: File, name: str) -> list[Row]:
-    """Return the rows of the cell that stands for a backend, the backend's own first.
+    """Return the rows of a backend's representative cell, the backend's own row first.
 
-    It is in the first shape that the backend was tried in, at the length that stands for it.
+    The cell has the first shape the backend was measured in, and detail_length().
     """
     for group in group_by(main_rows(file), cell_name).values():
         if mine := [row for row in group if row.contender == name]:
@@ -139,7 +139,7 @@ def _chosen(file: File, name: str) -> list[Row]:
 
 
 def _compared(group: Sequence[Row], before: str | None, what: str, form: str) -> str:
-    """Return a median with its spread, and how many times as fast as another version that is."""
+    """Return a median with its spread, and the speedup over another version."""
     row = group[0]
     if not row.samples:
         return f"{what.rsplit(' ', 1)[0]}: {row.status}, {row.reason}"
@@ -187,7 +187,7 @@ def _profile_facts(file: File, name: str, before: str | None) -> list[str]:
 
 
 def _inspection_facts(file: File, name: str, before: str | None) -> list[str]:
-    """Return every number of a first version; of another, those that changed."""
+    """Return all figures of a first version, and of another those that changed."""
     mine, others = _counts(file, name), _counts(file, before)
     if not any(metric in mine for metric in INSPECTED):
         return []

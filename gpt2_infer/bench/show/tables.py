@@ -50,17 +50,17 @@ _NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts; as a str it is Markdown."""
+    """A table of texts; str() returns Markdown."""
 
     title: str
     head: list[str]
     rows: Sequence[tuple[str, ...]]
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By the name of what they are about."""
+    """Notes below the table, by contender."""
 
     @property
     def has_ties(self) -> bool:
-        """Whether a figure is left out because the samples do not tell it."""
+        """Whether some figure is omitted because it is within the spread."""
         return any(WITHIN_SPREAD in row for row in self.rows)
 
     def __str__(self) -> str:
@@ -72,23 +72,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a line of a table is made from."""
+    """The data behind one line of a table."""
 
     file: File
     block: Sequence[Row]
-    """Every row of the table."""
+    """All rows of the table."""
     rows: Sequence[Row]
-    """Those of this line."""
+    """The rows of this line."""
     row: Row | None
-    """The one that a cell of the table is about, if it was measured."""
+    """The row behind the current table cell, if it was measured."""
 
     def value(self, metric: str) -> float | None:
-        """Return the figure of a metric on this line."""
+        """Return this line's value of a metric; None if there is none."""
         return next((r.samples[0] for r in self.rows if r.metric == metric and r.samples), None)
 
     @property
     def first(self) -> Row:
-        """The row that stands for the line."""
+        """The first row of the line."""
         return self.rows[0]
 
 
@@ -97,26 +97,26 @@ Text = Callable[[Entry], str]
 
 @dataclass(frozen=True)
 class Column:
-    """A column, or, with `over`, one column for each value that `over` takes in the table."""
+    """A column, or, with `over`, one column per value of `over` in the table."""
 
     head: str
-    """May name {at}, the value of `over` or the layout's length, and {baseline}."""
+    """A format of {at}, the value of `over` or the layout's length, and {baseline}."""
     text: Text
     over: Callable[[Row], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables of one kind of study."""
+    """The table layout for one kind of study."""
 
     title: Callable[[str, File, Sequence[Row]], str]
     columns: Sequence[Column]
     block: Callable[[Row], Hashable] = lambda _: None
-    """A table for each value."""
+    """The key of a table: one table per value."""
     line: Callable[[Row], Hashable] = lambda row: (row.contender, *sorted(row.cell.items()))
-    """A line for each value."""
+    """The key of a line: one line per value."""
     at: Callable[[Sequence[Row]], int] | None = None
-    """The length that a column without `over` is about."""
+    """The length shown in columns without `over`."""
     keeps: Callable[[Entry], bool] = lambda _: True
     notes: Callable[[Sequence[Row]], Mapping[str, str]] = lambda rows: {
         row.contender: row.reason for row in rows if row.reason
@@ -124,7 +124,7 @@ class Layout:
 
 
 def pivot(name: str, file: File, rows: Iterable[Row], layout: Layout) -> list[Table]:
-    """Return the tables of some rows; a column that is blank throughout is left out."""
+    """Return the tables of some rows, without columns that are entirely blank."""
     found = []
     for block in group_by(rows, layout.block).values():
         at = layout.at(block) if layout.at else None
@@ -158,7 +158,7 @@ def _about(line: Entry, column: Column, value: Any) -> Entry:
 
 
 def render(name: str, file: File) -> str:
-    """Return the tables of a results file as Markdown; `name` is what they call it."""
+    """Return the tables of a results file as Markdown; `name` is the file's name in them."""
     return "\n".join(map(str, tables(name, file)))
 
 
@@ -177,12 +177,12 @@ def tables(name: str, file: File) -> list[Table]:
 
 
 def are_numbers(column: Iterable[str]) -> bool:
-    """Return whether a column of texts, some of them blank, is to be aligned to the right."""
+    """Return whether a column holds only numbers or blanks, to be right-aligned."""
     return all(map(_NUMBER.match, filter(None, column)))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of texts; a column of numbers is aligned to the right."""
+    """Return a Markdown table of texts; columns of numbers are right-aligned."""
     align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
 
@@ -191,7 +191,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _timed(text: Callable[[Row], str]) -> Text:
-    """Return a text about the row of a cell; blank if it has no samples."""
+    """Return a text about a cell's row; blank if it has no samples."""
     return lambda line: text(line.row) if line.row and line.row.samples else ""
 
 
@@ -213,7 +213,7 @@ def _count(metric: str, form: str, unit: float = 1) -> Text:
 
 
 def _beside(metric: str, form: str, unit: float) -> Text:
-    """Return the median of another metric of the same contender in the same cell."""
+    """Return the median of another metric for the same contender and cell."""
 
     def text(line: Entry) -> str:
         found = line.row and line.file.beside(line.row, metric)
@@ -234,7 +234,7 @@ def _code(line: Entry) -> str:
 
 
 def _untimed(rows: Iterable[Row]) -> dict[str, str]:
-    """Say of each backend why it has no time, or that its text was compared with none."""
+    """Note for each backend why it has no time, or that its text was not compared."""
     rows = [*rows]
     notes = {row.contender: f"{row.status}: {row.reason}" for row in rows if not row.samples}
     for row in rows:
@@ -274,7 +274,7 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
         f"error against float64 are at N={chosen}"
     )
     checks = [row.check for row in block if row.check and length(row) == chosen]
-    # Where plain PyTorch has no row of its own; for float64 it is float32's, scaled.
+    # Only if plain PyTorch has no row; not for float64, where it is float32's error, scaled.
     if BASELINE not in {row.contender for row in timed} and cell.dtype != "float64":
         naive = [check.naive_error for check in checks if check.naive_error]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
@@ -391,7 +391,7 @@ GENERATION = Layout(
 
 
 def _after_warm_up(line: Entry) -> float | None:
-    """Seconds without the warm-up, which transformers does not have."""
+    """Return the seconds without warm-up, which transformers does not have."""
     if not line.first.samples:
         return None
     return (line.file.beside(line.first, "generation") or line.first).median
@@ -434,7 +434,7 @@ BESIDE_TRANSFORMERS = Layout(
 
 
 def tokens_per_second(row: Row) -> float:
-    """Return the new tokens of all rows of a whole text per second."""
+    """Return new tokens per second over a whole text, all rows of the batch together."""
     return int(row.cell["batch"]) * int(row.cell["new_tokens"]) / row.median
 
 
@@ -444,12 +444,12 @@ def _least_and_most(row: Row) -> str:
 
 
 def _step_us(row: Row) -> float:
-    """Microseconds of one step, the prompt's share included."""
+    """Return microseconds per step, prompt included."""
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 
 def _gb_per_second(row: Row) -> float | None:
-    """Bytes of weights over time; None in recompute, where arithmetic is what takes time."""
+    """Return GB/s of weights read; None in recompute, which is bound by arithmetic."""
     if _is_recompute(row):
         return None
     return float(row.extra["weight_bytes"] / _step_us(row) / 1e3)
@@ -505,7 +505,7 @@ DECODE = Layout(
 
 
 def _job_tokens_per_second(line: Entry) -> str:
-    """New tokens over the median sample, less what a job takes to start."""
+    """Return new tokens per second of the median sample, without the startup time."""
     if not line.first.samples:
         return ""
     start = line.file.beside(line.first, "start")
@@ -688,7 +688,7 @@ LAYOUTS = {
 
 
 def predictions(measured: Sequence[Row] = ()) -> Layout:
-    """Return the layout of predictions, beside what was measured of the same version files."""
+    """Return the layout of predictions, with measured times of the same version files."""
 
     def text(line: Entry) -> str:
         if not (row := line.row):
@@ -719,7 +719,7 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 
 
 def is_of(prediction: Row, timed: Row) -> bool:
-    """Return whether a row timed the version file that was predicted, in the same cell."""
+    """Return whether a row timed the predicted version file in the same cell."""
     extra = prediction.extra
     digests = {extra["version_digest"], *extra.get("measured_digests", ())}
     same_file = {timed.extra.get("version_digest"), timed.extra.get("source_digest")} & digests
@@ -728,12 +728,12 @@ def is_of(prediction: Row, timed: Row) -> bool:
 
 
 def measured_time(prediction: Row, timed: Iterable[Row]) -> float | None:
-    """Return the median of the same version file in the same cell, if it was measured."""
+    """Return the measured median of the same version file in the same cell, if any."""
     return next((row.median for row in timed if row.samples and is_of(prediction, row)), None)
 
 
 def accuracy(file: File, timed: Sequence[Row]) -> str:
-    """Say how far predictions are from what was measured."""
+    """Summarize how far predictions are from measurements."""
     ratios = {
         (row.contender, length(row)): row.median / found
         for row in file.rows

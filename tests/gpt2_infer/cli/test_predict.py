@@ -62,7 +62,7 @@ def test_other_files_among_the_results_are_named_and_left_out(
     assert main(["predict", "CUSTOM_CUDA_VERSION_12"]) == 0
     out, err = capsys.readouterr()
     assert "no results" in out
-    assert err.startswith("left out: results/a.json is not a results file")
+    assert err.startswith("skipped: results/a.json is not a results file")
     assert err.endswith("(and 1 more)\n")
 
 

@@ -1,8 +1,8 @@
-"""A page on kernels and results: one file that works from disk, with no network.
+"""The report on kernels and results: one HTML file that works from disk, without a network.
 
-It needs the extra `report`: Jinja2, and Pygments for the colours of the source. Nothing on it
-depends on when or where it is made, so the same input gives the same bytes. Each line of source and
-each map is on it once: the script puts two versions side by side from their line numbers.
+It needs the extra `report`: Jinja2, and Pygments for highlighting. The page does not depend on when
+or where it is made, so the same input gives the same bytes. Each line of source and each map is
+stored once; the script puts two versions side by side from their line numbers.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def make_page(
     predict: Collection[str] = (),
     timeout_s: float = 600.0,
 ) -> str:
-    """Return the page, as HTML, of versions by name and of results files.
+    """Return the HTML page on versions, by name, and results files.
 
-    shape: what the versions are run with in the emulator. gpu: a name of gpus(), to show
-    predicted times for; None for no prediction. predict: the versions to predict where the results
-    have no prediction of them. A version whose accesses cannot be counted is shown with the reason.
-    Raises ResultsError, RequestError, or BuildError where a version does not compile.
+    shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
+    for, a name in gpus(); None for no predictions. predict: the versions to predict if the
+    results have no prediction of them. If a version's accesses cannot be counted, the reason is
+    shown. Raises ResultsError, RequestError, or BuildError if a version does not compile.
     """
     if gpu:
-        find_gpu(gpu)  # or refuse it, before minutes of counting
+        find_gpu(gpu)  # fail on an unknown name before minutes of counting
     measured = [Measured(path, read(path)) for path in files]
     kernels = _record(versions, shape, timeout_s)
     predictions: dict[str, Picture | str] = {}
@@ -121,16 +121,16 @@ def make_page(
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart, as the documents have it."""
+    """A chart as in the documents."""
 
     title: str
     svg: bytes
     words: Sequence[str] = ()
-    """What else there is to say, a sentence each."""
+    """Further remarks, one sentence each."""
 
     @property
     def drawing(self) -> Markup:
-        """The chart as an image in itself: its names and styles are not the page's."""
+        """The chart as a self-contained image, apart from the page's ids and styles."""
         content = base64.b64encode(self.svg).decode()
         source = f"data:image/svg+xml;base64,{content}"
         return Markup('<img class="chart" alt="{}" src="{}">').format(self.title, source)
@@ -138,7 +138,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing in the page's own colours, and the same in figures."""
+    """A drawing in the page's own colours, and its data as a table."""
 
     title: str
     drawing: Markup
@@ -155,12 +155,12 @@ class Measured:
 
     @property
     def slug(self) -> str:
-        """The name in an address of the page."""
+        """The identifier in the page's URL fragments."""
         return re.sub(r"[^a-z0-9]+", "-", self.path.stem.lower())
 
     @property
     def tables(self) -> list[Table]:
-        """The tables that the documents show, too."""
+        """The same tables as in the documents."""
         return tables(self.path.name, self.file)
 
     @property
@@ -171,7 +171,7 @@ class Measured:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """The samples that no such GPU can take."""
+        """Warnings about samples that are faster than the GPU can be."""
         for row in main_rows(self.file) if self.file.study["kind"] == "kernel" else ():
             count, floor = beneath(row, self.file.provenance.limits) or (0, 0.0)
             if count:
@@ -183,7 +183,7 @@ class Measured:
 
     @property
     def provenance(self) -> list[tuple[str, str]]:
-        """Where the results come from."""
+        """The provenance of the results, as labels and texts."""
         found = self.file.provenance
         facts = {
             "date": found.date,
@@ -208,9 +208,10 @@ def _listed(found: Mapping[str, object]) -> str:
 def _prediction(
     kernel: Kernel, gpu: str, shape: Shape, files: Sequence[File], *, makes: bool
 ) -> Picture | str:
-    """Chart a version's prediction, in GPT-2's shape at the length that stands for a kernel.
+    """Chart a version's prediction for 12 heads and 1,024 tokens.
 
-    Return why there is none, if so. makes: whether to make the one that the files do not have.
+    Returns the reason instead if there is no prediction. makes: whether to predict if the files
+    have no prediction.
     """
     card, version = find_gpu(gpu), kernel.version
     cell = KernelCell(
@@ -260,7 +261,7 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
             return Kernel(name, version, head_dim, None, "; ".join(error.reasons))
         return Kernel(name, version, head_dim, recording)
 
-    # The bar comes first, so that it stands above those of the runs.
+    # Created first, so that it is shown above the bars of the runs.
     bar = tqdm(desc="counting accesses", total=len(versions), unit="", disable=None)
     with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         kernels = []
@@ -271,14 +272,14 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
 
 
 class _Names(dict[str, str]):
-    """Names of what is on the page once, however often it is shown."""
+    """Names for contents that the page stores once and shows several times."""
 
     def __init__(self, letter: str) -> None:
         super().__init__()
         self._letter = letter
 
     def __call__(self, content: str) -> tuple[str, bool]:
-        """Return the name of a content, and whether it is new."""
+        """Return the name of a content and whether it is new."""
         new = f"{self._letter}{len(self)}"
         name = self.setdefault(content, new)
         return name, name == new
@@ -307,7 +308,7 @@ def _turns(found: Recording) -> Drawing:
 
 
 def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:
-    """Return what was counted, as JSON."""
+    """Return the counts as JSON."""
     found = {
         kernel.name: {
             "source_digest": hashlib.sha256(kernel.version.path.read_bytes()).hexdigest(),
@@ -320,7 +321,7 @@ def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:
 
 
 def _count(access: Access) -> dict[str, Any]:
-    """Return an access with the offsets as runs: first lane, last lane, offset, step."""
+    """Return an access with its offsets as runs: first lane, last lane, offset, step."""
     found = dataclasses.asdict(access)
     found["costliest"]["offsets"] = source.runs(access.costliest.offsets)
     return found
@@ -340,7 +341,7 @@ def _digest(text: str) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Return HTML of a text in which backquotes mark code."""
+    """Convert a text with code in backquotes to HTML."""
     return Markup("").join(_spans(text))
 
 

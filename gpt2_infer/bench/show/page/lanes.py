@@ -1,6 +1,6 @@
-"""Which bank or sector each lane goes to, and when each warp runs, as SVG.
+"""Draw which bank or sector each lane accesses, and when each warp runs, as SVG.
 
-The colours are classes of page.css.
+The colours are classes in page.css.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _svg(width: float, height: float, label: str, parts: Iterable[str]) -> Marku
 
 
 def lane_map(access: Access) -> tuple[int, Markup]:
-    """Draw which bank or sector each lane goes to; return the width and the drawing.
+    """Draw which bank or sector each lane accesses; return the width and the drawing.
 
-    Banks where lanes want different words are striped as well as coloured. Of global memory only
-    the sectors that are touched are columns.
+    Banks where lanes need different words are striped as well as coloured. For global memory only
+    the accessed sectors are columns.
     """
     size, unit = access.bytes, 4 if access.memory == "shared" else 32
     touched = [
@@ -70,13 +70,13 @@ def lane_map(access: Access) -> tuple[int, Markup]:
 
 
 def lanes() -> Markup:
-    """Draw the numbers of the lanes, which every map has."""
+    """Draw the lane numbers, which all maps share."""
     parts = [_text(-6, (lane + 1) * _CELL, f"{lane}") for lane in (0, 8, 16, 24, 31)]
     return Markup("".join([_text(-6, -18, "lane"), *parts]))
 
 
 def _runs(cells: set[tuple[int, int]]) -> str:
-    """Return lines through neighbouring cells, along rows or columns: whichever is shorter."""
+    """Return an SVG path through adjacent cells, along rows or columns, whichever is shorter."""
 
     def along(axis: int) -> str:
         found, last = list[str](), (-1, -1)
@@ -97,7 +97,7 @@ def _runs(cells: set[tuple[int, int]]) -> str:
 
 
 def turns(found: Sequence[Turn], label: str) -> Markup:
-    """Draw the turns of a block's warps, one after the other, between its barriers."""
+    """Draw the turns of a block's warps in order, between its barriers."""
     warps = max(turn.warp for turn in found) + 1
     row = 14 if warps <= 16 else 8
     total = sum(turn.accesses for turn in found)

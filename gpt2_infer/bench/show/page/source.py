@@ -1,4 +1,4 @@
-"""A kernel's source beside what each line asks of memory, and what a step changes in both."""
+"""A kernel's source with the memory accesses of each line, and the changes between versions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COUNTERS = {
     "conflicts": "wavefronts lost to bank conflicts",
     "sectors": "of global memory, 32 bytes each",
 }
-_LEVELS = 8  # of heat
-_SHORTEST = 4  # lines that are worth a link instead
-# Elements, which are shorter than classes.
+_LEVELS = 8  # number of heat levels
+_SHORTEST = 4  # lines that are worth replacing by a link
+# Elements, because they are shorter than classes.
 _TAGS = {
     Comment.Preproc: "em",
     Comment: "i",
@@ -45,7 +45,7 @@ class Line:
     html: Markup
     accesses: list[Access] = field(default_factory=list)
     heat: dict[str, int] = field(default_factory=dict)
-    """By counter, 0 to 8: its part of the largest of any line."""
+    """The line's count relative to the largest of any line, 0 to 8, by counter."""
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Same:
-    """Lines without accesses that the older version has, too, by their numbers there."""
+    """Unchanged lines without accesses, by their numbers in the older version."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ class Same:
 
 @dataclass
 class Kernel:
-    """A version: its source and what was counted of it, or why nothing was."""
+    """A version: its source and its counts, or why it could not be counted."""
 
     name: str
     version: VersionHeader
@@ -71,11 +71,11 @@ class Kernel:
     recording: Recording | None
     refused: str = ""
     old: Kernel | None = None
-    """The version it grew from, if that is before it on the page."""
+    """Its predecessor, if that comes earlier on the page."""
 
     @property
     def slug(self) -> str:
-        """The name in an address of the page."""
+        """The identifier in the page's URL fragments."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     @cached_property
@@ -96,12 +96,12 @@ class Kernel:
 
     @cached_property
     def body(self) -> list[Line]:
-        """The source after the comment that opens it, which differs in every version."""
+        """The source without the opening comment, which differs in every version."""
         return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
 
     @property
     def rows(self) -> Iterator[Line | Same]:
-        """The body, with a link instead of lines that the older version has, too."""
+        """The body, with links in place of lines that the older version also has."""
         old, new, done = self.old.body if self.old else [], self.body, 0
         for a, b, size in _matcher(old, new).get_matching_blocks():
             yield from new[done:b]
@@ -116,7 +116,7 @@ class Kernel:
 
     @cached_property
     def totals(self) -> dict[tuple[str, str], int]:
-        """Sums over all accesses, by kind of access, e.g. "shared load", and counter."""
+        """Sums over all accesses, by kind of access, such as "shared load", and counter."""
         accesses = self.recording.accesses if self.recording else []
         return {
             (f"{memory} {kind}", counter): sum(
@@ -150,7 +150,7 @@ def _highlight(text: str) -> Iterator[Markup]:
 
 
 def _joined(line: Markup) -> Markup:
-    """Mark neighbours of the same kind once."""
+    """Merge adjacent elements of the same kind."""
     return Markup(re.sub(r"</(\w+)>( *)<\1>", r"\2", line))
 
 
@@ -159,12 +159,12 @@ def _joined(line: Markup) -> Markup:
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines of an older version, and those in their place in a newer one."""
+    """Lines of an older version and their replacement in a newer one."""
 
     places: tuple[str, str]
     """"61\u201364", "61", or "after 60" for no line."""
     changes: list[str]
-    """How the sums of the counters differ."""
+    """Differences between the sums of the counters."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,12 @@ class Comparison:
 
     @property
     def slug(self) -> str:
-        """The name in an address of the page."""
+        """The identifier in the page's URL fragments."""
         return f"{self.old.slug}--{self.new.slug}"
 
     @property
     def totals(self) -> Table:
-        """The counters of both."""
+        """The counters of both versions."""
         rows = [
             (kind, counter, f"{before:,}", f"{after:,}", _difference(before, after))
             for (kind, counter), before in self.old.totals.items()
@@ -234,7 +234,7 @@ def _difference(before: int, after: int) -> str:
 
 
 def runs(offsets: Sequence[int | None]) -> list[tuple[int, int, int, int]]:
-    """Return runs of lanes: first, last, the first one's offset, the step from lane to lane."""
+    """Return runs of lanes: first lane, last lane, first offset, step from lane to lane."""
     found: list[tuple[int, int, int, int]] = []
     for lane, offset in enumerate(offsets):
         if offset is None:
@@ -250,7 +250,7 @@ def runs(offsets: Sequence[int | None]) -> list[tuple[int, int, int, int]]:
 
 
 def busy_banks(access: Access) -> set[tuple[int, int]]:
-    """Return lane and bank where other lanes that are served with it want another word."""
+    """Return (lane, bank) pairs in conflict: lanes served together need different words."""
     group = 32 if access.bytes <= 4 else max(1, 128 // access.bytes)
     wanted = [
         (lane, (offset + byte) // 4)
