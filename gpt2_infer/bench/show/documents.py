@@ -16,7 +16,8 @@ from pathlib import Path
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import group_by, length, main_rows, spread_percent, where
-from gpt2_infer.bench.show.tables import BACKEND, Column, Entry, Layout
+from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Text, pivot
+from gpt2_infer.bench.show.tables import BACKEND
 
 
 def show(task: str) -> None:
@@ -114,7 +115,7 @@ def wavefronts(task: str, profile: str) -> None:
         == (shape.seqlen, shape.batch, shape.num_heads)
     ]
 
-    def share(kind: str) -> tables.Text:
+    def share(kind: str) -> Text:
         def text(line: Entry) -> str:
             mine = line.first.extra.get(f"{kind}_wavefronts", 0)
             found = counted[line.first.contender, f"shared_{kind}_wavefronts"]
@@ -133,7 +134,7 @@ def wavefronts(task: str, profile: str) -> None:
 
 
 def _show(path: Path, file: File, rows: list[Row], layout: Layout) -> None:
-    _print("\n".join(map(str, tables.pivot(_link(path), file, rows, layout))))
+    _print("\n".join(map(str, pivot(_link(path), file, rows, layout))))
 
 
 @functools.cache

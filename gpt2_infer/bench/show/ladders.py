@@ -18,7 +18,7 @@ from gpt2_infer.bench.show.figures import (
     main_rows,
     ratio,
 )
-from gpt2_infer.bench.show.tables import markdown
+from gpt2_infer.bench.show.pivot import markdown
 
 PROFILED = {
     "shared_load_bank_conflicts": ("{:,.0f}", "bank conflicts on shared loads"),

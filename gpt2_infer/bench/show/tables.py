@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-from tabulate import tabulate
+from collections.abc import Callable, Iterable, Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, KernelCell, Row, Shape
 from gpt2_infer.bench.show.figures import (
-    TIE,
-    WITHIN_SPREAD,
     attention_share,
     cell_name,
     detail_length,
     figure,
-    group_by,
     has_shapes,
     how,
     length,
@@ -32,6 +24,7 @@ from gpt2_infer.bench.show.figures import (
     with_spread,
     within_budget,
 )
+from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, Text, pivot
 
 # What a profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
 THROUGHPUTS = {
@@ -42,119 +35,6 @@ THROUGHPUTS = {
     "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
     "global stores, GB/s": ("global_store_bytes", 1),
 }
-_NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
-
-
-# ---- The pivot -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts; str() returns Markdown."""
-
-    title: str
-    head: list[str]
-    rows: Sequence[tuple[str, ...]]
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Notes below the table, by contender."""
-
-    @property
-    def has_ties(self) -> bool:
-        """Whether some figure is omitted because it is within the spread."""
-        return any(WITHIN_SPREAD in row for row in self.rows)
-
-    def __str__(self) -> str:
-        text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
-        if self.has_ties:
-            text += f"\n`{WITHIN_SPREAD}`: {TIE}.\n"
-        return text + "".join(f"\n`{name}`: {note}\n" for name, note in self.notes.items())
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The data behind one line of a table."""
-
-    file: File
-    block: Sequence[Row]
-    """All rows of the table."""
-    rows: Sequence[Row]
-    """The rows of this line."""
-    row: Row | None
-    """The row behind the current table cell, if it was measured."""
-
-    def value(self, metric: str) -> float | None:
-        """Return this line's value of a metric; None if there is none."""
-        return next((r.samples[0] for r in self.rows if r.metric == metric and r.samples), None)
-
-    @property
-    def first(self) -> Row:
-        """The first row of the line."""
-        return self.rows[0]
-
-
-Text = Callable[[Entry], str]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column, or, with `over`, one column per value of `over` in the table."""
-
-    head: str
-    """A format of {at}, the value of `over` or the layout's length, and {baseline}."""
-    text: Text
-    over: Callable[[Row], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The table layout for one kind of study."""
-
-    title: Callable[[str, File, Sequence[Row]], str]
-    columns: Sequence[Column]
-    block: Callable[[Row], Hashable] = lambda _: None
-    """The key of a table: one table per value."""
-    line: Callable[[Row], Hashable] = lambda row: (row.contender, *sorted(row.cell.items()))
-    """The key of a line: one line per value."""
-    at: Callable[[Sequence[Row]], int] | None = None
-    """The length shown in columns without `over`."""
-    keeps: Callable[[Entry], bool] = lambda _: True
-    notes: Callable[[Sequence[Row]], Mapping[str, str]] = lambda rows: {
-        row.contender: row.reason for row in rows if row.reason
-    }
-
-
-def pivot(name: str, file: File, rows: Iterable[Row], layout: Layout) -> list[Table]:
-    """Return the tables of some rows, without columns that are entirely blank."""
-    found = []
-    for block in group_by(rows, layout.block).values():
-        at = layout.at(block) if layout.at else None
-        lines = [
-            Entry(file, block, mine, next((r for r in mine if at is None or length(r) == at), None))
-            for mine in group_by(block, layout.line).values()
-        ]
-        lines = [line for line in lines if layout.keeps(line)]
-        columns: dict[str, list[str]] = {}
-        for column in layout.columns:
-            values = [at] if column.over is None else dict.fromkeys(map(column.over, block))
-            for value in sorted(values) if _are_lengths(values) else values:
-                head = column.head.format(at=value, baseline=file.study.get("baseline"))
-                texts = [column.text(_about(line, column, value)) for line in lines]
-                if any(texts):
-                    columns[head] = texts
-        cells = [*zip(*columns.values(), strict=True)]
-        title = layout.title(name, file, block)
-        found.append(Table(title, [*columns], cells, layout.notes(block)))
-    return found
-
-
-def _are_lengths(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int) for value in values)
-
-
-def _about(line: Entry, column: Column, value: Any) -> Entry:
-    if column.over is None:
-        return line
-    return replace(line, row=next((r for r in line.rows if column.over(r) == value), None))
 
 
 def render(name: str, file: File) -> str:
@@ -174,17 +54,6 @@ def tables(name: str, file: File) -> list[Table]:
     if kind == "prediction":
         return pivot(name, file, file.rows, predictions())
     return pivot(name, file, main_rows(file) if kind == "batch" else file.rows, LAYOUTS[kind])
-
-
-def are_numbers(column: Iterable[str]) -> bool:
-    """Return whether a column holds only numbers or blanks, to be right-aligned."""
-    return all(map(_NUMBER.match, filter(None, column)))
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of texts; columns of numbers are right-aligned."""
-    align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
-    return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
 
 
 # ---- Cells of a table ----------------------------------------------------------------------------

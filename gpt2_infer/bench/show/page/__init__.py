@@ -38,7 +38,8 @@ from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.ladders import predecessors
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Comparison, Kernel
-from gpt2_infer.bench.show.tables import Table, are_numbers, is_of, tables
+from gpt2_infer.bench.show.pivot import Table, are_numbers
+from gpt2_infer.bench.show.tables import is_of, tables
 
 __all__ = ["make_page"]
 

@@ -16,7 +16,7 @@ from pygments.token import Comment, Keyword, Literal
 from attention_kernels.inspection.accesses import Access, Recording
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.show.figures import group_by
-from gpt2_infer.bench.show.tables import Table
+from gpt2_infer.bench.show.pivot import Table
 
 COUNTERS = {
     "requests": "warps executing an access",
