@@ -98,7 +98,7 @@ def test_padding_on_the_right_changes_nothing(save_checkpoint):
         with pytest.raises(RequestError, match="tokens must be"):
             model(wrong)
     for count in (0, 65):
-        with pytest.raises(RequestError, match=rf"from 1 to 64 of them .*, not {count}"):
+        with pytest.raises(RequestError, match=rf"from 1 to 64 tokens .*, not {count}"):
             model(torch.zeros(1, count, dtype=torch.long))
 
 

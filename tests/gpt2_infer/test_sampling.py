@@ -75,7 +75,7 @@ def test_a_row_draws_the_same_whatever_shares_its_batch():
     ("fields", "words"),
     [
         ({"temperature": -0.1}, "temperature must be"),
-        ({"temperature": 1e-40}, r"temperature must be 0 \(greedy\) or 1e-06 and more"),
+        ({"temperature": 1e-40}, r"temperature must be 0 \(greedy\) or 1e-06 or more"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"temperature": math.inf}, "temperature must be"),
         ({"temperature": 1.0, "top_k": -1}, "top-k must be"),
