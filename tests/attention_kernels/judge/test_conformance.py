@@ -15,12 +15,12 @@ from attention_kernels import (
     BackendSpec,
     UnavailableBackendError,
     UnsupportedError,
-    conformance,
     get_backend,
     ladder,
     register,
 )
 from attention_kernels.contract import Kernels
+from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import (
     Case,
     DecodeCase,
