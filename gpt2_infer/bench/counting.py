@@ -59,7 +59,7 @@ class Counting(Subject[Shape]):
                 metrics |= found
                 row.samples = [sum(found[name] for name in found if name.endswith("requests"))]
             row.extra["change"] = version.title
-            units = {metric: _unit(metric) for metric in metrics}
+            units = {metric: selection.unit_of(metric) for metric in metrics}
             yield Contender(
                 row,
                 beside=[
@@ -83,12 +83,6 @@ def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
     except UnsupportedError as error:
         return "; ".join(error.reasons)
     return totals(accesses)
-
-
-def _unit(metric: str) -> str:
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:

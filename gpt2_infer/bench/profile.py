@@ -65,19 +65,11 @@ class Profile(Subject[Shape]):
             raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
         for op, name in ops.items():
             first, *others = (
-                Row(contender=name, metric=metric, unit=_unit(metric), samples=[value])
+                Row(contender=name, metric=metric, unit=selection.unit_of(metric), samples=[value])
                 for metric, value in combined(launches[op]).items()
             )
             first.extra["kernels"] = len(launches[op])
             yield Contender(first, beside=others)
-
-
-def _unit(metric: str) -> str:
-    if metric == DURATION:
-        return "us"
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
 
 
 def _specs(family: str) -> list[BackendSpec]:

@@ -124,6 +124,15 @@ def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
     )
 
 
+def unit_of(metric: str) -> str:
+    """Return the unit in which a metric of a profile or an inspection is recorded."""
+    if metric.endswith("_us"):
+        return "us"
+    if metric.endswith("percent"):
+        return "%"
+    return "bytes" if metric.endswith("bytes") else "count"
+
+
 def with_baseline(
     baseline: BackendSpec,
     specs: Sequence[BackendSpec],

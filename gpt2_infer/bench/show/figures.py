@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row
@@ -192,11 +192,3 @@ def roofs(row: Row, limits: dict[str, float]) -> dict[str, float]:
         if name in limits
     }
     return {words: roof for words, roof in found.items() if roof}
-
-
-def median_of(rows: Collection[Row], at: int, form: str) -> str:
-    """Return the median of the row with a length, or its status; blank without such a row."""
-    for row in rows:
-        if length(row) == at:
-            return form.format(row.median) if row.samples else row.status
-    return ""

@@ -15,7 +15,6 @@ from gpt2_infer.bench.show.figures import (
     how,
     length,
     main_rows,
-    median_of,
     quantiles,
     ratio,
     times,
@@ -62,6 +61,17 @@ def tables(name: str, file: File) -> list[Table]:
 def _timed(text: Callable[[Row], str]) -> Text:
     """Return a text about a cell's row; blank if it has no samples."""
     return lambda line: text(line.row) if line.row and line.row.samples else ""
+
+
+def _median(form: str) -> Text:
+    """Return a text with the median of a cell's row, or with its status if it has no samples."""
+
+    def text(line: Entry) -> str:
+        if line.row is None:
+            return ""
+        return form.format(line.row.median) if line.row.samples else line.row.status
+
+    return text
 
 
 def _first(text: Callable[[Row], str]) -> Text:
@@ -168,7 +178,7 @@ KERNELS = Layout(
         PRECISION,
         Column(
             "N={at}, us",
-            lambda line: median_of([line.row], length(line.row), "{:.1f}") if line.row else "",
+            _median("{:.1f}"),
             over=length,
         ),
         Column("20 % .. 80 %", _if_one_length(_timed(lambda row: quantiles(row.samples)))),
@@ -244,7 +254,7 @@ GENERATION = Layout(
         PRECISION,
         Column(
             "{at} tokens, s",
-            lambda line: median_of([line.row], length(line.row), "{:.3f}") if line.row else "",
+            _median("{:.3f}"),
             over=length,
         ),
         Column(
