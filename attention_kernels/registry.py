@@ -387,11 +387,26 @@ def get_backend(name: str) -> BackendSpec:
     Raises UnknownBackendError, which suggests similar names.
     """
     _discover()
-    key = name.strip().upper().replace("-", "_")
+    key = _key(name)
     try:
         return _specs[key]
     except KeyError:
         raise UnknownBackendError(name, _nearest(key), _specs) from None
+
+
+def registered(name: str) -> BackendSpec | None:
+    """Return the backend of that name, like get_backend(), but import no plug-in to find it."""
+    importlib.import_module("attention_kernels.backends")
+    return _specs.get(_key(name))
+
+
+def stand_in(name: str) -> BackendSpec:
+    """Return the backend of that name or, if no module in this process has it, a stand-in."""
+    return registered(name) or unavailable(_key(name), "", "It did not load.", ("cpu",), "")
+
+
+def _key(name: str) -> str:
+    return name.strip().upper().replace("-", "_")
 
 
 def _nearest(key: str) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.kernels import usual_head_dim
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="BACKEND", help="backend name or version file, *.cu, of no ladder")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
-    add("--seed", type=SEED, default=0, help="seed of the inputs (default: %(default)s)")
+    add("--seed", type=SEED, help="seed of the inputs (default: drawn)")
     add(
         "--timeout",
         type=seconds,
@@ -47,51 +47,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels import ladder
+    from attention_kernels import registry
 
-    spec = ladder.resolve(arguments.name)
-    device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
-    if spec.chooses is not None:
+    names = [arguments.name]
+    if (spec := registry.registered(arguments.name)) and spec.chooses is not None:
         import torch
 
+        device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
         rungs = {
             spec.chosen(torch.float32, head_dim, device, seqlen).name
             for head_dim, seqlen in itertools.product(spec.head_dims, (1, None))
         }
-        passed = [_verify(arguments, name, ladder.resolve(name), device) for name in sorted(rungs)]
-    else:
-        passed = [_verify(arguments, arguments.name, spec, device)]
+        names = sorted(rungs)
+    passed = [_verify(arguments, name) for name in names]
     show("PASSED" if all(passed) else "FAILED")
     return 0 if all(passed) else EXIT_FAILED
 
 
-def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device: str) -> bool:
+def _verify(arguments: argparse.Namespace, name: str) -> bool:
     """Check one backend, by name or version file, and print the findings."""
-    from attention_kernels import UnsupportedError
-    from attention_kernels.inspection.sanitize import sanitize
-    from attention_kernels.judge.isolation import verify_in_child
+    from attention_kernels.judge.conformance import verify
 
-    dtypes = tuple(arguments.dtypes or ())
-    if unknown := [name for name in dtypes if name not in spec.dtypes]:
-        raise UnsupportedError(
-            spec.name, [f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"]
-        )
+    if arguments.sanitize and not _sanitized(name, arguments.device):
+        return False
+    report = verify(
+        name,
+        arguments.device or "",
+        dtypes=tuple(arguments.dtypes or ()),
+        seed=arguments.seed,
+        timeout_s=arguments.timeout,
+        progress=True,
+    )
+    spec, device = report.spec, report.device
     is_emulated = device in spec.emulated_on
-    where = f"{spec.name} on {device}{', emulated' if is_emulated else ''}"
-    if arguments.sanitize:
-        print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
-        if faults := sanitize([name], device):
-            show(f"{where}, sanitized")
-            for fault in faults:
-                show(f"  FAILED: {fault}")
-            show("  the suite did not run")
-            return False
-    options: dict[str, Any] = {"dtypes": dtypes, "seed": arguments.seed, "progress": True}
-    report = verify_in_child(name, device, timeout_s=arguments.timeout, **options)
     sanitized = ", sanitized" if arguments.sanitize else ""
     ran = f"{report.checks} of {report.total}" if report.stopped else report.checks
-    counted = f": {ran} checks, seed {report.seed}" if report.checks else ""
-    show(f"{where}{counted}{sanitized}")
+    counted = f": {ran} checks, seed {report.seed}" if report.total else ""
+    show(f"{_where(spec, device)}{counted}{sanitized}")
     if spec.error_slack != 1:
         show(f"  its budgets are {spec.error_slack:g} times its precision class's, as it declares")
     _print_findings(report)
@@ -104,16 +96,39 @@ def _verify(arguments: argparse.Namespace, name: str, spec: BackendSpec, device:
         passed = _nvcc_compiles(spec.version)
     if passed and is_emulated:
         show("  no timing: it ran in the CPU emulator, which says nothing about its speed")
-    elif passed and not arguments.no_timing and spec.has_attention():
-        passed = _short_timing(spec, name, device, dtypes or spec.dtypes)
+    elif passed and not arguments.no_timing and report.has_attention:
+        dtypes = tuple(arguments.dtypes or spec.dtypes)
+        passed = _short_timing(spec, name, device, dtypes)
     return passed
+
+
+def _where(spec: BackendSpec, device: str) -> str:
+    return f"{spec.name} on {device}{', emulated' if device in spec.emulated_on else ''}"
+
+
+def _sanitized(name: str, device: str | None) -> bool:
+    """Print what the sanitizers of the device find; return whether that is nothing."""
+    from attention_kernels import ladder
+    from attention_kernels.inspection.sanitize import sanitize
+
+    spec = ladder.resolve(name)
+    device = device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    where = _where(spec, device)
+    print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
+    faults = sanitize([name], device)
+    if faults:
+        show(f"{where}, sanitized")
+        for fault in faults:
+            show(f"  FAILED: {fault}")
+        show("  the suite did not run")
+    return not faults
 
 
 def _print_findings(report: Report) -> None:
     """Print the refusals and the first few failures; similar failures are shown once."""
     for refusal in report.refusals:
         show(f"  refused: {refusal}")
-    if report.checks and report.failures:
+    if report.total and report.failures:
         stopped = ", and the suite stopped there" if report.stopped else ""
         show(f"  {len(report.failures)} of them failed{stopped}")
     alike: dict[str, list[Failure]] = {}

@@ -34,8 +34,9 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
-from attention_kernels.judge.conformance import Inputs, poison_freed_memory
+from attention_kernels.judge.calls import Request
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
+from attention_kernels.judge.worker import Runner
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
@@ -364,16 +365,16 @@ class _Layers:
         self.dtype = dtype_name(q.dtype)
         layer = len(self.apart)
         right = truth(q, k, v, softmax_scale, is_causal)
+        options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
+        request = Request("attention", [(q, k, v)], **options)
         outputs, budget = [], 0.0
         for spec, places in zip(self.specs, self.places, strict=True):
-            poison_freed_memory(q)  # it may contain the right answer
-            # A backend that overwrites its inputs must not affect the other or the reference.
-            inputs = Inputs(q=q, k=k, v=v)
-            o = spec.attention(**inputs.given, softmax_scale=softmax_scale, is_causal=is_causal)
+            found = Runner(spec, q.device.type).call(request)
+            o = found.o[0].to(q.device)
             verdict = right.judge(o, self.precision(spec), spec.error_slack)
             if not 0 < verdict.budget < math.inf:
                 raise RequestError(no_budget(f"the attention of layer {layer}", q.dtype))
-            verdict = dataclasses.replace(verdict, fault=verdict.fault or inputs.fault(o))
+            verdict = dataclasses.replace(verdict, fault=verdict.fault or found.fault)
             places.append(_place(layer, o, right.reference, verdict))
             outputs.append(o)
             budget += verdict.budget

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attention_kernels import KernelError, get_backend, ladder
-from attention_kernels.judge.conformance import _race_checks, verify
+from attention_kernels.judge.conformance import race_checks, run_check, verify
+from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.test_cuda import NAMES, for_each
 from tests.conftest import usable
@@ -70,7 +71,7 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
     assert count == 1
     file = tmp_path / source.name
     file.write_text(text, "utf-8")
-    (failure,) = verify(ladder.resolve(str(file)), "cpu", max_failures=1).failures
+    (failure,) = verify(ladder.resolve(str(file)), "cpu", seed=0, max_failures=1).failures
     assert failure.what.startswith("races in shared memory, seqlen 130")
     reads = next(n for n, line in enumerate(text.splitlines(), 1) if "const float s = sS[" in line)
     assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
@@ -79,6 +80,7 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
 @for_each([*NAMES, *DECODERS])
 def test_a_version_has_no_race(name):
     spec = usable(name, "cpu")
-    checks = _race_checks(spec, "cpu", [getattr(torch, spec.dtypes[0])], 0)
-    for _, check in itertools.islice(checks, 2):  # of the first head_dim
-        check()
+    runner = Runner(spec, "cpu")
+    checks = race_checks(runner, [getattr(torch, spec.dtypes[0])], 0)
+    for _, steps in itertools.islice(checks, 2):  # of the first head_dim
+        run_check(runner, steps())

@@ -9,7 +9,7 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.isolation import verify_in_child
+from attention_kernels.judge.conformance import verify
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.cli import main
 
@@ -65,7 +65,7 @@ def strange(tmp_path, monkeypatch, clean_registry):
 )
 def test_a_plug_in_that_does_not_return(does, reported, strange):
     strange(calls=does)
-    report = verify_in_child("strange", "cpu", timeout_s=2, max_failures=1)
+    report = verify("strange", "cpu", timeout_s=2, max_failures=1)
     (failure,) = report.failures
     assert failure.what.startswith("seqlen 2, head_dim 32")
     assert failure.why.startswith(reported)
@@ -112,11 +112,11 @@ def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     register(name="MINE", family="test", summary="Wrong.", precisions={"float32": "ieee-fp32"})(
         lambda: Kernels(wrong)
     )
-    report = verify_in_child("MINE", "cpu", max_failures=1)
+    report = verify("MINE", "cpu", max_failures=1)
     assert report.failures[0].why.startswith("error ")
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_time_limit_is_a_number_of_seconds(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
-        verify_in_child("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
+        verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)

@@ -1,0 +1,238 @@
+"""Calls of a backend as data.
+
+The judge lays out the inputs of some calls in one block of memory, and says in a Calls message what
+to do with them. The outputs come back in a second block. The judge owns both, and keeps the
+originals of the inputs, so nothing that a kernel does to its inputs reaches the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from attention_kernels.contract import dtype_name
+from attention_kernels.errors import (
+    AttentionError,
+    KernelError,
+    OutputError,
+    UnavailableBackendError,
+    UnsupportedError,
+)
+from attention_kernels.judge.reference import extent
+
+# Bytes around every storage in a block of inputs, and their value, which is NaN in every dtype.
+GUARD, GUARD_BYTE = 4096, 0xFF
+ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
+NAMES = {"attention": ("q", "k", "v"), "decode": ("q", "k_cache", "v_cache", "seqlens")}
+Op: TypeAlias = Literal["attention", "decode"]
+# An op's name and, in the emulator, the error that every failed launch begins with.
+_OP = re.compile(
+    r"attention_kernels::\w+: (cudaErrorLaunchFailure: unspecified launch failure: (?=.))?"
+)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class View(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor in a block: in which storage, and where in it, in elements."""
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """Which calls to make on which inputs."""
+
+    op: Op
+    storages: list[tuple[int, int]]
+    """The first byte and the size of each storage in the block."""
+    sets: list[list[View]]
+    """The tensors of each set of inputs, q first."""
+    order: list[int]
+    """The set that each call uses."""
+    softmax_scale: float | None = None
+    is_causal: bool = True
+    again: int = 0
+    """How many of the first outputs come back once more as they are after the last call."""
+    threads: int = 0
+    """The number of torch's threads; 0: the default."""
+    races: bool = False
+    """Whether to call the build that reports races in shared memory; emulated kernels only."""
+    clock: bool = False
+    """Whether the calls are timed: on CUDA as a graph, if the backend allows it."""
+
+    @property
+    def given_bytes(self) -> int:
+        """The size of the block of inputs."""
+        start, size = self.storages[-1]
+        return start + _aligned(size) + GUARD
+
+    @property
+    def taken_bytes(self) -> int:
+        """The size of the block of outputs."""
+        return sum(_aligned(_bytes(q)) for q in self._outputs)
+
+    @property
+    def _outputs(self) -> list[View]:
+        """The q of each output, which has its shape and dtype."""
+        return [self.sets[place][0] for place in (*self.order, *self.order[: self.again])]
+
+    def outputs(self, block: Tensor) -> list[Tensor]:
+        """Return the outputs in a block of uint8: one per call, then the first of them again."""
+        found, at = [], 0
+        for q in self._outputs:
+            found.append(block[at : at + _bytes(q)].view(_dtype(q)).view(q.shape))
+            at += _aligned(_bytes(q))
+        return found
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a message; tensors are in the blocks."""
+
+    status: Literal["done", "refused", "failed", "unavailable", "unknown"] = "done"
+    text: str = ""
+    """What went wrong, or what was asked for."""
+    reasons: list[str] = []
+    """For a refusal: every reason. For an unknown backend: similar names."""
+    seconds: float = 0.0
+    """For timed calls: their time by the worker's clock."""
+
+    def check(self, name: str) -> None:
+        """Raise the error that the reply reports, if any."""
+        if self.status == "refused":
+            raise UnsupportedError(name, self.reasons)
+        if self.status == "unavailable":
+            raise UnavailableBackendError(name, self.text)
+        if self.status == "failed":
+            raise CallError(self.text)
+
+
+class CallError(AttentionError, RuntimeError):
+    """A kernel failed in its own process; the text says how."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What came back from a request."""
+
+    o: list[Tensor]
+    """The output of each call, on the CPU."""
+    again: list[Tensor]
+    """The first outputs as they were after the last call."""
+    fault: str = ""
+    """Which input the calls changed, if any."""
+
+
+class Request:
+    """Calls and their inputs, of which this is the judge's own copy."""
+
+    def __init__(self, op: Op, sets: Sequence[Sequence[Tensor]], **options: Any) -> None:
+        """Lay out sets of tensors on the CPU. options: the other fields of Calls."""
+        self.sets = sets
+        self.block, storages, views = pack(sets)
+        self.calls = Calls(op, storages, views, **{"order": [0], **options})
+
+    def outputs(self, given: Tensor, taken: Tensor) -> Outputs:
+        """Copy the outputs from the blocks, which a kernel may still write to."""
+        after = given[: len(self.block)].clone()
+        found = self.calls.outputs(taken[: self.calls.taken_bytes].clone())
+        count = len(self.calls.order)
+        return Outputs(found[:count], found[count:], self._changed(after))
+
+    def _changed(self, after: Tensor) -> str:
+        if torch.equal(after, self.block):
+            return ""
+        names, storages = NAMES[self.calls.op], self.calls.storages
+        blocks = (unpack(split(x, storages), self.calls.sets) for x in (self.block, after))
+        for one, other in zip(*blocks, strict=True):
+            for name, x, y in zip(names, one, other, strict=True):
+                differs = _bits(x) != _bits(y)
+                if differs.any():
+                    where = f": {extent(differs)}" if differs.dim() == 4 else ""
+                    return f"it changed its input {name}{where}"
+        byte = int((after != self.block).nonzero()[0])
+        near = max(n for n, (start, _) in enumerate(storages) if n == 0 or start - GUARD <= byte)
+        views = (view for one in self.calls.sets for view in zip(names, one, strict=True))
+        name = next(name for name, view in views if view.storage == near)
+        return f"it wrote outside its input {name}, between rows or around them"
+
+
+def pack(
+    sets: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, list[tuple[int, int]], list[list[View]]]:
+    """Copy sets of tensors into one block of uint8; return it, its storages and the views.
+
+    Strides and the memory between rows are kept. Tensors that share a storage still do.
+    """
+    contents: dict[int, Tensor] = {}
+    for x in (x for one in sets for x in one):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in contents:
+            contents[storage.data_ptr()] = x.new_empty(0, dtype=torch.uint8).set_(storage)
+    storages, at = [], GUARD
+    for content in contents.values():
+        storages.append((at, content.numel()))
+        at += _aligned(content.numel()) + GUARD
+    block = torch.full((at,), GUARD_BYTE, dtype=torch.uint8)
+    for part, content in zip(split(block, storages), contents.values(), strict=True):
+        part.copy_(content)
+    numbers = {pointer: number for number, pointer in enumerate(contents)}
+
+    def view(x: Tensor) -> View:
+        storage, offset = numbers[x.untyped_storage().data_ptr()], int(x.storage_offset())
+        return View(storage, dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), offset)
+
+    return block, storages, [[view(x) for x in one] for one in sets]
+
+
+def split(block: Tensor, storages: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the storages in a block of uint8."""
+    return [block[start : start + size] for start, size in storages]
+
+
+def unpack(storages: Sequence[Tensor], sets: Sequence[Sequence[View]]) -> list[list[Tensor]]:
+    """Return the tensors of each set, given their storages as tensors of uint8."""
+
+    def tensor(view: View) -> Tensor:
+        whole = storages[view.storage].view(_dtype(view))
+        offset = whole.storage_offset() + view.offset
+        return whole.as_strided(view.shape, view.strides, offset)
+
+    return [[*map(tensor, one)] for one in sets]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes(view: View) -> int:
+    return torch.Size(view.shape).numel() * _dtype(view).itemsize
+
+
+def _dtype(view: View) -> torch.dtype:
+    return getattr(torch, view.dtype)  # type: ignore[no-any-return]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_BITS[x.element_size()])
+
+
+def describe_error(error: BaseException) -> str:
+    """Return a kernel's exception in one line, without the backend's name."""
+    cause = error.__cause__
+    if isinstance(error, KernelError) and cause and _OP.search(str(cause)):
+        error = cause  # the emulator's or CUDA's own message, which names the place
+    line = " ".join(str(error).splitlines()[:1])
+    words = _OP.sub("", line, count=1)
+    if isinstance(error, KernelError | OutputError):
+        words = re.sub(r"^attention backend \w+ ", "it ", words)
+    kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
+    return kind + words

@@ -1,0 +1,490 @@
+"""The process that a kernel runs in, and nothing else does.
+
+A Worker loads a backend in a process of its own, gives it inputs and takes outputs. The judge makes
+the inputs, holds the reference and the budgets, and loads nothing of the backend's. Replies are
+small messages of a fixed form; tensors are in memory that the judge owns and copies once, so what a
+kernel writes later changes nothing. Workers are forked from a server that has torch imported.
+
+A process of the same user could read the judge's memory, or trace it. So on Linux the judge makes
+itself "not dumpable", which denies both to every process but root's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from attention_kernels import ladder, registry
+from attention_kernels.errors import (
+    AttentionError,
+    UnavailableBackendError,
+    UnknownBackendError,
+    UnsupportedError,
+    describe,
+)
+from attention_kernels.inspection.child import check_time_limit, ending
+from attention_kernels.judge.calls import Calls, Outputs, Reply, Request, describe_error, unpack
+from attention_kernels.registry import BackendSpec
+
+TIMEOUT_S = 300.0  # for one request
+LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
+ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
+LARGEST_MESSAGE = 2**16
+_PR_SET_DUMPABLE = 4
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a worker says of its backend."""
+
+    device: str
+    has_attention: bool
+    has_decode: bool
+    name: str
+    family: str
+    summary: str
+    precisions: dict[str, str]
+    head_dims: tuple[int, ...]
+    device_types: tuple[str, ...]
+    emulated_on: tuple[str, ...]
+    needs_contiguous: bool
+    cuda_graphs: bool
+    error_slack: float
+
+
+class EndedError(AttentionError, RuntimeError):
+    """A worker ended or hung; the text says how."""
+
+    def __init__(self, how: str, *, killed: bool = False) -> None:
+        super().__init__(how)
+        self.killed = killed
+        """Whether a signal ended it."""
+
+
+class Runner:
+    """A backend that answers requests, one at a time, in this process.
+
+    Nothing keeps its kernel from the judge. So it serves backends that only this process knows, in
+    a test or a notebook; all others have a Worker.
+    """
+
+    def __init__(self, spec: BackendSpec, device: str) -> None:
+        self.spec, self.device = spec, device
+        self._given, self._taken = _Block(None), _Block(None)
+
+    @functools.cached_property
+    def _caller(self) -> Caller:
+        return Caller(self.spec, self.device, self._given, self._taken)
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its kernels run in the CPU emulator."""
+        return self.device in self.spec.emulated_on
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it has an attention kernel."""
+        return self.spec.has_attention()
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether it has a decode kernel."""
+        return self.spec.has_decode(self.device)
+
+    def send(self, request: Request) -> None:
+        """Start on a request."""
+        self._request = request
+        self._given.grow(request.calls.given_bytes)
+        self._taken.grow(request.calls.taken_bytes)
+        self._given.tensor[: len(request.block)] = request.block
+
+    def receive(self) -> Outputs:
+        """Return the outputs of the request that was sent.
+
+        Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
+        """
+        self._reply().check(self.spec.name)
+        return self._request.outputs(self._given.tensor, self._taken.tensor)
+
+    def call(self, request: Request) -> Outputs:
+        """Send a request and receive its outputs."""
+        self.send(request)
+        return self.receive()
+
+    def close(self) -> None:
+        """End its process, if it has one."""
+
+    def _reply(self) -> Reply:
+        return self._caller.call(self._request.calls)
+
+
+class Worker(Runner):
+    """A backend in a process of its own: a name, or a version file of no ladder.
+
+    device: "cuda", "cpu", or "" for cuda if the backend runs there, else cpu. timeout_s: the limit
+    of a request in seconds. Raises UnavailableBackendError if the backend cannot be built or
+    loaded, EndedError if loading it ends the process, UnknownBackendError, HeaderError or
+    ArgumentError.
+    """
+
+    def __init__(self, what: str, device: str = "", *, timeout_s: float = TIMEOUT_S) -> None:
+        check_time_limit(timeout_s)
+        self.timeout_s = timeout_s
+        known = _known(what)
+        memory = _memory(), _memory()
+        self._given, self._taken = map(_Block, memory)
+        _hide()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._connection, theirs = context.Pipe()
+        files = [_File(fd) for fd in (*memory, 2)]
+        self._process = context.Process(
+            target=_serve, args=(theirs, files, what, device, dict(os.environ)), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        name = known.name if known else what
+        try:
+            reply = self._receive(max(timeout_s, LOADING_TIMEOUT_S))
+            if reply.status == "unknown":
+                raise UnknownBackendError(what, reply.reasons, ())
+            if reply.status == "failed":
+                raise EndedError(reply.text)
+            reply.check(name)
+            self._facts = msgspec.json.decode(reply.text, type=Facts)
+        except msgspec.DecodeError as error:
+            self.close()
+            raise EndedError("it answered what no worker answers") from error
+        except BaseException:
+            self.close()
+            raise
+        spec = known or BackendSpec(
+            loader=functools.partial(_loaded_elsewhere, name),
+            **{
+                field: value
+                for field, value in msgspec.structs.asdict(self._facts).items()
+                if field not in ("device", "has_attention", "has_decode")
+            },
+        )
+        self.spec, self.device = spec, self._facts.device
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it has an attention kernel."""
+        return self._facts.has_attention
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether it has a decode kernel."""
+        return self._facts.has_decode
+
+    def send(self, request: Request) -> None:
+        """Start on a request."""
+        super().send(request)
+        self._say(msgspec.json.encode(request.calls))
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+        self._given.close()
+        self._taken.close()
+
+    def _say(self, message: bytes) -> None:
+        try:
+            self._connection.send_bytes(message)
+        except OSError:
+            self._reply()  # says how it ended
+
+    def _reply(self) -> Reply:
+        return self._receive(self.timeout_s)
+
+    def _receive(self, timeout_s: float) -> Reply:
+        try:
+            if not self._connection.poll(timeout_s):
+                self._process.kill()
+                raise EndedError(f"it did not end within {timeout_s:g} s")
+            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
+        except (EOFError, OSError):
+            self._process.join(ENDING_TIMEOUT_S)
+        except msgspec.DecodeError:
+            pass
+        self._process.kill()
+        if (status := self._process.exitcode) is None:
+            raise EndedError("it broke off the connection to the judge")
+        raise EndedError(f"it {ending(status)}", killed=status < 0)
+
+
+def open_runner(
+    what: str | BackendSpec, device: str = "", *, timeout_s: float = TIMEOUT_S
+) -> Runner:
+    """Return a Worker, or a Runner for a spec or a backend that only this process has registered.
+
+    Raises the errors of Worker.
+    """
+    if isinstance(what, BackendSpec):
+        device = device or _device(what)
+        if reason := what.unavailable_reason(device):
+            raise UnavailableBackendError(what.name, reason)
+        return Runner(what, device)
+    try:
+        return Worker(what, device, timeout_s=timeout_s)
+    except UnknownBackendError:
+        if spec := _known(what):
+            return open_runner(spec, device)
+        raise
+
+
+def _known(what: str) -> BackendSpec | None:
+    """Return the backend without importing any plug-in; None if only a plug-in can have it."""
+    return ladder.resolve(what) if what.endswith(".cu") else registry.registered(what)
+
+
+def _device(spec: BackendSpec) -> str:
+    return "cpu" if spec.unavailable_reason("cuda") else "cuda"
+
+
+def _loaded_elsewhere(name: str) -> Any:
+    raise UnavailableBackendError(name, "it is loaded in its own process")
+
+
+@functools.cache
+def _hide() -> None:
+    """Deny other processes of this user to read this one's memory or to trace it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+# ---- Memory that two processes share -------------------------------------------------------------
+
+
+def _memory() -> int:
+    """Return the descriptor of new shared memory, which no process can make smaller."""
+    fd = os.memfd_create("attention", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+class _Block:
+    """A block of memory that grows: shared through a descriptor, or private."""
+
+    def __init__(self, fd: int | None) -> None:
+        self.fd = fd
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        """Make room for `size` bytes; the contents may be lost."""
+        if len(self.tensor) >= size:
+            return
+        if self.fd is None:
+            self._mapped = mmap.mmap(-1, size)
+        else:
+            if os.fstat(self.fd).st_size < size:
+                os.ftruncate(self.fd, size)
+            self._mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def storage(self, start: int, size: int) -> Tensor:
+        """Return part of the block as a tensor of its own storage."""
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class _File:
+    """A file descriptor that goes to the process as one of its arguments."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], _File], tuple[Any]]:
+        return _adopt, (reduction.DupFd(self.fd),)
+
+
+def _adopt(file: Any) -> _File:
+    return _File(file.detach())
+
+
+# ---- In the worker's process ---------------------------------------------------------------------
+
+
+def _serve(
+    connection: Connection, files: list[_File], what: str, device: str, environment: dict[str, str]
+) -> None:
+    """Load a backend and answer requests until the judge ends this process."""
+    given, taken, stderr = files
+    os.dup2(stderr.fd, 2)
+    os.dup2(2, 1)  # only the judge prints the verdict
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    def answer(reply: Reply) -> None:
+        connection.send_bytes(msgspec.json.encode(reply))
+
+    def wait(reply: Reply) -> bytes:
+        answer(reply)
+        return connection.recv_bytes()
+
+    try:
+        spec = ladder.resolve(what)
+        device = device or _device(spec)
+        if reason := spec.unavailable_reason(device):
+            raise UnavailableBackendError(spec.name, reason)
+        spec.prepare(device)
+        caller = Caller(spec, device, _Block(given.fd), _Block(taken.fd), wait)
+        answer(Reply(text=msgspec.json.encode(_facts(spec, device)).decode()))
+    except UnknownBackendError as error:
+        return answer(Reply("unknown", reasons=error.nearest))
+    except BaseException as error:
+        return answer(_failure(error))
+    while True:
+        answer(caller.call(msgspec.json.decode(connection.recv_bytes(), type=Calls)))
+
+
+def _facts(spec: BackendSpec, device: str) -> Facts:
+    return Facts(
+        device,
+        spec.has_attention(),
+        spec.has_decode(device),
+        precisions=dict(spec.precisions),
+        **{
+            name: getattr(spec, name)
+            for name in Facts.__struct_fields__[3:]
+            if name != "precisions"
+        },
+    )
+
+
+def _failure(error: BaseException) -> Reply:
+    if isinstance(error, UnsupportedError):
+        return Reply("refused", reasons=error.reasons)
+    if isinstance(error, UnavailableBackendError):
+        return Reply("unavailable", error.reason)
+    if isinstance(error, AttentionError | RuntimeError):
+        return Reply("failed", describe_error(error))
+    return Reply("failed", f"it raised {describe(error)}")
+
+
+def _die_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
+class Caller:
+    """Makes calls of a backend on a device, on inputs and for outputs in two blocks."""
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        device: str,
+        given: _Block,
+        taken: _Block,
+        wait: Callable[[Reply], bytes] = lambda _: b"",
+    ) -> None:
+        self.spec, self.device, self.given, self.taken = spec, device, given, taken
+        self.wait = wait
+
+    def call(self, calls: Calls) -> Reply:
+        """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
+        try:
+            self.given.grow(calls.given_bytes)
+            self.taken.grow(calls.taken_bytes)
+            return self._call(calls)
+        except BaseException as error:  # also a KeyboardInterrupt: the user's ends the process
+            return _failure(error)
+
+    def _call(self, calls: Calls) -> Reply:
+        on_host = [self.given.storage(*place) for place in calls.storages]
+        on_device = [storage.to(self.device) for storage in on_host]
+        sets = unpack(on_device, calls.sets)
+        outputs = calls.outputs(self.taken.tensor)
+        kernel = self._kernel(calls)
+        settings = _settings()
+        first: list[Tensor] = []
+        # As a server would: with its own number of threads, in inference mode.
+        mode = torch.inference_mode() if calls.threads else contextlib.nullcontext()
+        with threads(calls.threads), mode:
+            for call, one in enumerate(sets[place] for place in calls.order):
+                poison_freed_memory(one[0])
+                o = kernel(*one)
+                if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
+                    return Reply("failed", "its output shares the memory of an input")
+                outputs[call].copy_(o)
+                if call < calls.again:
+                    first.append(o)
+        for call, o in enumerate(first, len(calls.order)):
+            outputs[call].copy_(o)
+        for host, device in zip(on_host, on_device, strict=True):
+            if host is not device:
+                host.copy_(device)
+        for name, value in _settings().items():
+            if value != settings[name]:
+                text = f"it changed torch's {name} from {settings[name]} to {value}"
+                return Reply("failed", text)
+        return Reply()
+
+    def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
+        spec = self._race_checked if calls.races else self.spec
+        scale = calls.softmax_scale
+        if calls.op == "decode":
+            return functools.partial(spec.decode, softmax_scale=scale)
+        return functools.partial(spec.attention, softmax_scale=scale, is_causal=calls.is_causal)
+
+    @functools.cached_property
+    def _race_checked(self) -> BackendSpec:
+        version = self.spec.version
+        assert version is not None
+        return ladder.backend(self.spec.name, self.spec.family, ladder.race_checked(version))
+
+
+def poison_freed_memory(like: Tensor) -> None:
+    """Allocate and free several blocks of NaN of an output's size.
+
+    An allocator that reuses one of them for the output, as CUDA's does, exposes elements that the
+    kernel does not write. The CPU emulator fills every output with NaN itself.
+    """
+    block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
+    poison = [block.clone() for _ in range(6)]
+    del block, poison
+
+
+def _settings() -> dict[str, object]:
+    """Return the torch settings that a kernel must not change for the rest of a model."""
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+    }
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Set the number of torch's threads for a while; 0 leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
