@@ -316,7 +316,8 @@ class BackendSpec:
         except BaseException as error:
             raise KernelError(self.name, f"raised {describe(error)}") from error
         q = tensors[0]
-        if not isinstance(o, Tensor):
+        # A subclass could compute its numbers when somebody looks at them.
+        if type(o) is not Tensor and not (torch.compiler.is_compiling() and isinstance(o, Tensor)):
             raise OutputError(self.name, type(o).__name__, _kind(q))
         if o.shape != q.shape or o.dtype != q.dtype or o.device != q.device:
             raise OutputError(self.name, _kind(o), _kind(q))

@@ -104,6 +104,8 @@ class Reply(msgspec.Struct, frozen=True):
     """For a refusal: every reason. For an unknown backend: similar names."""
     seconds: float = 0.0
     """For timed calls: their time by the worker's clock."""
+    workspace: int = 0
+    """For timed calls on CUDA: the peak memory of a call in bytes, inputs and output apart."""
 
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""

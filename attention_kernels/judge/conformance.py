@@ -34,6 +34,7 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
+from attention_kernels.judge.caller import threads
 from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
@@ -52,7 +53,7 @@ from attention_kernels.judge.cases import (
     usual_head_dim,
 )
 from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
-from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner, threads
+from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
 from attention_kernels.registry import BackendSpec
 
 __all__ = [

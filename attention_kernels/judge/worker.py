@@ -11,23 +11,22 @@ itself "not dumpable", which denies both to every process but root's.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import functools
-import mmap
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from attention_kernels import ladder, registry
@@ -35,11 +34,10 @@ from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
-    UnsupportedError,
-    describe,
 )
 from attention_kernels.inspection.child import check_time_limit, ending
-from attention_kernels.judge.calls import Calls, Outputs, Reply, Request, describe_error, unpack
+from attention_kernels.judge.caller import Block, Caller, failure
+from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
@@ -76,6 +74,19 @@ class EndedError(AttentionError, RuntimeError):
         """Whether a signal ended it."""
 
 
+@dataclass(frozen=True)
+class Timing:
+    """The outputs of timed calls, and their seconds by the worker's clock and by the judge's."""
+
+    outputs: list[Tensor]
+    workspace: int
+    """The peak memory of a call on CUDA in bytes, inputs and output apart."""
+    whole: float
+    whole_outside: float
+    half: float
+    half_outside: float
+
+
 class Runner:
     """A backend that answers requests, one at a time, in this process.
 
@@ -85,7 +96,7 @@ class Runner:
 
     def __init__(self, spec: BackendSpec, device: str) -> None:
         self.spec, self.device = spec, device
-        self._given, self._taken = _Block(None), _Block(None)
+        self._given, self._taken = Block(), Block()
 
     @functools.cached_property
     def _caller(self) -> Caller:
@@ -126,8 +137,37 @@ class Runner:
         self.send(request)
         return self.receive()
 
+    def time(self, request: Request) -> Timing:
+        """Time the calls of a request, all of them and then the first half, by two clocks.
+
+        Raises the errors of receive().
+        """
+        self.send(request)
+        replies: list[Reply] = []
+        seconds: list[float] = []
+        outputs: list[Tensor] = []
+
+        def between(reply: Reply) -> bytes:
+            """Stop the judge's clock, take the worker's reply to a step, and start the clock."""
+            seconds.append(time.perf_counter() - started[0])
+            reply.check(self.spec.name)
+            replies.append(reply)
+            if len(replies) == 3:
+                outputs[:] = request.outputs(self._given.tensor, self._taken.tensor).o
+            started[0] = time.perf_counter()
+            return b"go"
+
+        started = [time.perf_counter()]
+        between(self._take_steps(between))
+        ready, whole, _, half = replies
+        return Timing(outputs, ready.workspace, whole.seconds, seconds[1], half.seconds, seconds[3])
+
     def close(self) -> None:
         """End its process, if it has one."""
+
+    def _take_steps(self, between: Callable[[Reply], bytes]) -> Reply:
+        self._caller.wait = between
+        return self._reply()
 
     def _reply(self) -> Reply:
         return self._caller.call(self._request.calls)
@@ -147,7 +187,7 @@ class Worker(Runner):
         self.timeout_s = timeout_s
         known = _known(what)
         memory = _memory(), _memory()
-        self._given, self._taken = map(_Block, memory)
+        self._given, self._taken = map(Block, memory)
         _hide()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
@@ -198,11 +238,16 @@ class Worker(Runner):
         super().send(request)
         self._say(msgspec.json.encode(request.calls))
 
+    def _take_steps(self, between: Callable[[Reply], bytes]) -> Reply:
+        for _ in range(3):
+            self._say(between(self._reply()))
+        return self._reply()
+
     def close(self) -> None:
         """End the process."""
-        self._connection.close()
         self._process.kill()
         self._process.join()
+        self._connection.close()
         self._given.close()
         self._taken.close()
 
@@ -281,34 +326,6 @@ def _memory() -> int:
     return fd
 
 
-class _Block:
-    """A block of memory that grows: shared through a descriptor, or private."""
-
-    def __init__(self, fd: int | None) -> None:
-        self.fd = fd
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-    def grow(self, size: int) -> None:
-        """Make room for `size` bytes; the contents may be lost."""
-        if len(self.tensor) >= size:
-            return
-        if self.fd is None:
-            self._mapped = mmap.mmap(-1, size)
-        else:
-            if os.fstat(self.fd).st_size < size:
-                os.ftruncate(self.fd, size)
-            self._mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
-        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
-
-    def storage(self, start: int, size: int) -> Tensor:
-        """Return part of the block as a tensor of its own storage."""
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
-
-    def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-
-
 class _File:
     """A file descriptor that goes to the process as one of its arguments."""
 
@@ -351,12 +368,12 @@ def _serve(
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         spec.prepare(device)
-        caller = Caller(spec, device, _Block(given.fd), _Block(taken.fd), wait)
+        caller = Caller(spec, device, Block(given.fd), Block(taken.fd), wait)
         answer(Reply(text=msgspec.json.encode(_facts(spec, device)).decode()))
     except UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
     except BaseException as error:
-        return answer(_failure(error))
+        return answer(failure(error))
     while True:
         answer(caller.call(msgspec.json.decode(connection.recv_bytes(), type=Calls)))
 
@@ -375,116 +392,7 @@ def _facts(spec: BackendSpec, device: str) -> Facts:
     )
 
 
-def _failure(error: BaseException) -> Reply:
-    if isinstance(error, UnsupportedError):
-        return Reply("refused", reasons=error.reasons)
-    if isinstance(error, UnavailableBackendError):
-        return Reply("unavailable", error.reason)
-    if isinstance(error, AttentionError | RuntimeError):
-        return Reply("failed", describe_error(error))
-    return Reply("failed", f"it raised {describe(error)}")
-
-
 def _die_with_parent() -> None:
     if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)
-
-
-class Caller:
-    """Makes calls of a backend on a device, on inputs and for outputs in two blocks."""
-
-    def __init__(
-        self,
-        spec: BackendSpec,
-        device: str,
-        given: _Block,
-        taken: _Block,
-        wait: Callable[[Reply], bytes] = lambda _: b"",
-    ) -> None:
-        self.spec, self.device, self.given, self.taken = spec, device, given, taken
-        self.wait = wait
-
-    def call(self, calls: Calls) -> Reply:
-        """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
-        try:
-            self.given.grow(calls.given_bytes)
-            self.taken.grow(calls.taken_bytes)
-            return self._call(calls)
-        except BaseException as error:  # also a KeyboardInterrupt: the user's ends the process
-            return _failure(error)
-
-    def _call(self, calls: Calls) -> Reply:
-        on_host = [self.given.storage(*place) for place in calls.storages]
-        on_device = [storage.to(self.device) for storage in on_host]
-        sets = unpack(on_device, calls.sets)
-        outputs = calls.outputs(self.taken.tensor)
-        kernel = self._kernel(calls)
-        settings = _settings()
-        first: list[Tensor] = []
-        # As a server would: with its own number of threads, in inference mode.
-        mode = torch.inference_mode() if calls.threads else contextlib.nullcontext()
-        with threads(calls.threads), mode:
-            for call, one in enumerate(sets[place] for place in calls.order):
-                poison_freed_memory(one[0])
-                o = kernel(*one)
-                if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
-                    return Reply("failed", "its output shares the memory of an input")
-                outputs[call].copy_(o)
-                if call < calls.again:
-                    first.append(o)
-        for call, o in enumerate(first, len(calls.order)):
-            outputs[call].copy_(o)
-        for host, device in zip(on_host, on_device, strict=True):
-            if host is not device:
-                host.copy_(device)
-        for name, value in _settings().items():
-            if value != settings[name]:
-                text = f"it changed torch's {name} from {settings[name]} to {value}"
-                return Reply("failed", text)
-        return Reply()
-
-    def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
-        spec = self._race_checked if calls.races else self.spec
-        scale = calls.softmax_scale
-        if calls.op == "decode":
-            return functools.partial(spec.decode, softmax_scale=scale)
-        return functools.partial(spec.attention, softmax_scale=scale, is_causal=calls.is_causal)
-
-    @functools.cached_property
-    def _race_checked(self) -> BackendSpec:
-        version = self.spec.version
-        assert version is not None
-        return ladder.backend(self.spec.name, self.spec.family, ladder.race_checked(version))
-
-
-def poison_freed_memory(like: Tensor) -> None:
-    """Allocate and free several blocks of NaN of an output's size.
-
-    An allocator that reuses one of them for the output, as CUDA's does, exposes elements that the
-    kernel does not write. The CPU emulator fills every output with NaN itself.
-    """
-    block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
-    poison = [block.clone() for _ in range(6)]
-    del block, poison
-
-
-def _settings() -> dict[str, object]:
-    """Return the torch settings that a kernel must not change for the rest of a model."""
-    return {
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "default dtype": torch.get_default_dtype(),
-        "number of threads": torch.get_num_threads(),
-    }
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads for a while; 0 leaves it as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 import pytest
 
 from attention_kernels import ArgumentError, register
@@ -14,11 +11,6 @@ from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.cli import main
 
 PLUGIN = """
-import os, sys, time
-from attention_kernels import register
-from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention
-
 @register(
     name="STRANGE", family="plug-in", summary="A plug-in of a test.",
     precisions={"float32": "ieee-fp32"}, head_dims=(32,), device_types=("cpu",),
@@ -28,28 +20,17 @@ def load():
     def attention(q, k, v, scale, causal):
         if q.shape[1] == 2:
             WHAT
-        return naive_attention(q, k, v, scale, causal)
+        return right(q, k, v, scale, causal)
     return Kernels(attention)
 """
-METADATA = "Metadata-Version: 2.1\nName: strange\nVersion: 1\n"
-ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
 
 
 @pytest.fixture
-def strange(tmp_path, monkeypatch, clean_registry):
+def strange(plugin):
     """strange(calls=..., loads=...): install a plug-in that does so when called or loaded."""
 
     def strange(calls="pass", loads=""):
-        (tmp_path / "strange_plugin.py").write_text(
-            PLUGIN.replace("WHAT", calls).replace("LOADS", loads)
-        )
-        folder = tmp_path / "strange-1.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(METADATA)
-        (folder / "entry_points.txt").write_text(ENTRY_POINTS)
-        monkeypatch.syspath_prepend(str(tmp_path))  # the child gets this process's path
-        monkeypatch.delitem(sys.modules, "strange_plugin", raising=False)
-        importlib.import_module("strange_plugin")
+        plugin(PLUGIN.replace("WHAT", calls).replace("LOADS", loads))
 
     return strange
 

@@ -1,0 +1,293 @@
+"""What happens in the process of a kernel: calls are made, and timed.
+
+A Caller reads its inputs from one block of memory and copies the outputs to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attention_kernels import ladder
+from attention_kernels.errors import (
+    AttentionError,
+    UnavailableBackendError,
+    UnsupportedError,
+    describe,
+)
+from attention_kernels.judge.calls import Calls, Reply, describe_error, unpack
+from attention_kernels.registry import BackendSpec
+
+
+class Block:
+    """A block of memory that grows: shared through a descriptor, or private."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = fd
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        """Make room for `size` bytes; the contents may be lost."""
+        if len(self.tensor) >= size:
+            return
+        if self.fd is None:
+            self._mapped = mmap.mmap(-1, size)
+        else:
+            if os.fstat(self.fd).st_size < size:
+                os.ftruncate(self.fd, size)
+            self._mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def storage(self, start: int, size: int) -> Tensor:
+        """Return part of the block as a tensor of its own storage."""
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
+
+    def close(self) -> None:
+        """Close the descriptor, if it has one."""
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class Caller:
+    """Makes calls of a backend on a device, on inputs and for outputs in two blocks."""
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        device: str,
+        given: Block,
+        taken: Block,
+        wait: Callable[[Reply], bytes] = lambda _: b"",
+    ) -> None:
+        self.spec, self.device, self.given, self.taken = spec, device, given, taken
+        self.wait = wait
+        self._timed: _Timed | None = None
+
+    def call(self, calls: Calls) -> Reply:
+        """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
+        try:
+            self.given.grow(calls.given_bytes)
+            self.taken.grow(calls.taken_bytes)
+            return self._time(calls) if calls.clock else self._call(calls)
+        except BaseException as error:  # also a KeyboardInterrupt: the user's ends the process
+            return failure(error)
+
+    def _time(self, calls: Calls) -> Reply:
+        """Time all calls, hand over their outputs, and time the first half of the calls.
+
+        The judge is told before and after each of these, and has a clock of its own.
+        """
+        on_host = [self.given.storage(*place) for place in calls.storages]
+        layout = calls.storages, calls.sets
+        if self._timed is None or self._timed.layout != layout:
+            self._timed = None  # frees its memory first
+            self._timed = _Timed(
+                layout,
+                self._kernel(calls),
+                on_host,
+                calls,
+                self.device,
+                graphs=self.spec.cuda_graphs,
+            )
+        timed, outputs = self._timed, calls.outputs(self.taken.tensor)
+        timed.renew(on_host)
+        self.wait(Reply(workspace=timed.workspace))
+        self.wait(Reply(seconds=timed.run(2, outputs)))
+        timed.hand_over(outputs)
+        self.wait(Reply())
+        return Reply(seconds=timed.run(1, outputs))
+
+    def _call(self, calls: Calls) -> Reply:
+        self._timed = None
+        on_host = [self.given.storage(*place) for place in calls.storages]
+        on_device = [storage.to(self.device) for storage in on_host]
+        sets = unpack(on_device, calls.sets)
+        outputs = calls.outputs(self.taken.tensor)
+        kernel = self._kernel(calls)
+        settings = _settings()
+        first: list[Tensor] = []
+        # As a server would: with its own number of threads, in inference mode.
+        mode = torch.inference_mode() if calls.threads else contextlib.nullcontext()
+        with threads(calls.threads), mode:
+            for call, one in enumerate(sets[place] for place in calls.order):
+                poison_freed_memory(one[0])
+                o = kernel(*one)
+                if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
+                    return Reply("failed", "its output shares the memory of an input")
+                outputs[call].copy_(o)
+                if call < calls.again:
+                    first.append(o)
+        for call, o in enumerate(first, len(calls.order)):
+            outputs[call].copy_(o)
+        for host, device in zip(on_host, on_device, strict=True):
+            if host is not device:
+                host.copy_(device)
+        for name, value in _settings().items():
+            if value != settings[name]:
+                text = f"it changed torch's {name} from {settings[name]} to {value}"
+                return Reply("failed", text)
+        return Reply()
+
+    def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
+        spec = self._race_checked if calls.races else self.spec
+        scale = calls.softmax_scale
+        if calls.op == "decode":
+            return functools.partial(spec.decode, softmax_scale=scale)
+        return functools.partial(spec.attention, softmax_scale=scale, is_causal=calls.is_causal)
+
+    @functools.cached_property
+    def _race_checked(self) -> BackendSpec:
+        version = self.spec.version
+        assert version is not None
+        return ladder.backend(self.spec.name, self.spec.family, ladder.race_checked(version))
+
+
+class _Timed:
+    """Calls to time, in two halves; their inputs stay where they are and get new numbers.
+
+    On CUDA each half is a graph, if the backend allows it, and the outputs are copied within the
+    judge's time, so that nothing can be left for later. On the CPU they go to the judge's memory
+    at once.
+    """
+
+    def __init__(
+        self,
+        layout: object,
+        kernel: Callable[..., Tensor],
+        on_host: Sequence[Tensor],
+        calls: Calls,
+        device: str,
+        *,
+        graphs: bool,
+    ) -> None:
+        self.layout, self.workspace = layout, 0
+        self.is_cuda = device == "cuda"
+        self._storages = [storage.to(device, copy=True) for storage in on_host]
+        unpacked = unpack(self._storages, calls.sets)
+        sets = [unpacked[place] for place in calls.order]
+
+        def half(part: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+            return [kernel(*one) for one in part]
+
+        middle = len(sets) // 2
+        self._halves: list[Callable[[], list[Tensor]]] = [
+            functools.partial(half, part) for part in (sets[:middle], sets[middle:])
+        ]
+        if not self.is_cuda:
+            return
+        self.workspace = _workspace(lambda: kernel(*sets[0]))
+        if graphs:
+            self._halves = [_graph(half) for half in self._halves]
+        self._staged = [
+            torch.empty(one[0].shape, dtype=one[0].dtype, device=device) for one in sets
+        ]
+        self.run(2, [])
+
+    def renew(self, on_host: Sequence[Tensor]) -> None:
+        """Copy new numbers to the inputs, after an untimed run, so that a GPU's clock is up."""
+        if not self.is_cuda:
+            for ours, new in zip(self._storages, on_host, strict=True):
+                ours.copy_(new)
+            return
+        on_device = [new.to("cuda") for new in on_host]
+        self.run(2, [])
+        for ours, new in zip(self._storages, on_device, strict=True):
+            ours.copy_(new)
+        torch.cuda.synchronize()
+
+    def run(self, halves: int, outputs: Sequence[Tensor]) -> float:
+        """Make the calls of one half or both; return their seconds."""
+        if not self.is_cuda:
+            started = time.perf_counter()
+            found = [o for half in self._halves[:halves] for o in half()]
+            seconds = time.perf_counter() - started
+            for o, output in zip(found, outputs, strict=False):
+                output.copy_(o)
+            return seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        parts = [half() for half in self._halves[:halves]]
+        end.record()
+        found = [o for part in parts for o in part]
+        torch._foreach_copy_(self._staged[: len(found)], found)
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def hand_over(self, outputs: Sequence[Tensor]) -> None:
+        """Copy the outputs of the last run to the judge's memory, if they are not there."""
+        if self.is_cuda:
+            for o, output in zip(self._staged, outputs, strict=True):
+                output.copy_(o)
+
+
+def _graph(calls: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """Capture calls in a CUDA graph; return a function that replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = calls()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def _workspace(call: Callable[[], Tensor]) -> int:
+    """Return the peak memory of a call on CUDA beyond its inputs and output, in bytes."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = call()
+    return int(torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size())
+
+
+def failure(error: BaseException) -> Reply:
+    """Return the reply that reports an exception."""
+    if isinstance(error, UnsupportedError):
+        return Reply("refused", reasons=error.reasons)
+    if isinstance(error, UnavailableBackendError):
+        return Reply("unavailable", error.reason)
+    if isinstance(error, AttentionError | RuntimeError):
+        return Reply("failed", describe_error(error))
+    return Reply("failed", f"it raised {describe(error)}")
+
+
+def poison_freed_memory(like: Tensor) -> None:
+    """Allocate and free several blocks of NaN of an output's size.
+
+    An allocator that reuses one of them for the output, as CUDA's does, exposes elements that the
+    kernel does not write. The CPU emulator fills every output with NaN itself.
+    """
+    block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
+    poison = [block.clone() for _ in range(6)]
+    del block, poison
+
+
+def _settings() -> dict[str, object]:
+    """Return the torch settings that a kernel must not change for the rest of a model."""
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+    }
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Set the number of torch's threads for a while; 0 leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,137 @@
+"""The clock: what is timed is what is judged, and two clocks must agree.
+
+A sample is the mean time of calls on sets of inputs, each with numbers of its own, which are new
+in every sample and together larger than a GPU's L2. The worker reports the time of all calls by
+CUDA events, or by its own clock on the CPU. The judge takes part of every output and compares it
+with the reference. It also times the same from outside, all calls and then half of them: the
+difference is the time of the other half, without what starting and answering cost. A kernel that
+leaves work for later, or a clock that was tampered with, makes the two differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention_kernels.contract import dtype_name
+from attention_kernels.errors import AttentionError
+from attention_kernels.judge.calls import Request
+from attention_kernels.judge.cases import Case, Layout
+from attention_kernels.judge.reference import truth
+from attention_kernels.judge.worker import Runner
+
+ROWS = 64  # judged of each timed output, of one head
+# How much longer calls may take by the judge's clock: a share of their time, microseconds per call
+# and, on the CPU, where the judge's time includes a copy of the output, microseconds per megabyte.
+SHARE, CALL_US, COPY_US_PER_MB = 0.15, {"cuda": 2.0, "cpu": 20.0}, 1000.0
+
+
+class RejectedTimeError(AttentionError):
+    """A measured time that does not count; the text is the rule that it broke, with its figures."""
+
+
+class Numbers:
+    """Inputs of timed calls: sets of one case, with new numbers in each round."""
+
+    def __init__(self, case: Case, sets: int) -> None:
+        self.case, self.sets = case, sets
+        self._round = 0
+        self._requests: dict[bool, Request] = {}
+
+    def request(self, number: int, *, contiguous: bool) -> Request:
+        """Return the request of a round, the same for all backends with the same layout."""
+        if number != self._round:
+            self._round, self._requests = number, {}
+            self._seed = secrets.randbelow(2**62)
+        if contiguous not in self._requests:
+            layout: Layout = "contiguous" if contiguous else "fused"
+            case = dataclasses.replace(self.case, layout=layout)
+            inputs = [
+                dataclasses.replace(case, seed=self._seed + number).inputs("cpu")
+                for number in range(self.sets)
+            ]
+            self._requests[contiguous] = Request(
+                "attention",
+                inputs,
+                order=[*range(self.sets)],
+                softmax_scale=case.softmax_scale,
+                is_causal=case.is_causal,
+                clock=True,
+            )
+        return self._requests[contiguous]
+
+
+class Clock:
+    """Times a backend on the numbers of a cell.
+
+    floor_us: the least time of a call that the device allows, in microseconds; 0 if unknown.
+    """
+
+    def __init__(self, runner: Runner, numbers: Numbers, *, floor_us: float = 0.0) -> None:
+        self.runner, self.numbers, self.floor_us = runner, numbers, floor_us
+        self.workspace = 0
+        """The peak memory of a call on CUDA in bytes, inputs and output apart."""
+        self._inside: list[float] = []
+        self._outside: list[float] = []
+
+    def sample(self) -> float:
+        """Return microseconds per call, a mean over all sets.
+
+        Raises RejectedTimeError if an output is wrong or the time is too short to be true,
+        UnsupportedError, CallError or EndedError.
+        """
+        contiguous = self.runner.spec.needs_contiguous
+        request = self.numbers.request(len(self._inside) + 1, contiguous=contiguous)
+        found = self.runner.time(request)
+        self.workspace = found.workspace
+        count = len(found.outputs)
+        inside = found.whole * 1e6 / count
+        outside = (found.whole_outside - found.half_outside) * 1e6 / (count - count // 2)
+        self._inside.append(inside)
+        self._outside.append(outside)
+        self._judge(request.sets, found.outputs)
+        if inside < self.floor_us:
+            raise RejectedTimeError(
+                f"its time is beneath what the device can do: {inside:.3g} us, and reading the "
+                f"inputs, computing and writing the output take at least {self.floor_us:.3g} us"
+            )
+        return inside
+
+    def check(self) -> None:
+        """Compare the clocks over all samples; raises RejectedTimeError."""
+        inside, outside = map(statistics.median, (self._inside, self._outside))
+        spread = sum(max(x) - min(x) for x in (self._inside, self._outside))
+        device = self.runner.device
+        allowed = SHARE * inside + CALL_US[device] + spread
+        if device == "cpu":
+            q = self.numbers.request(len(self._inside), contiguous=False).sets[0][0]
+            allowed += COPY_US_PER_MB * q.numel() * q.element_size() / 2**20
+        if outside > inside + allowed:
+            raise RejectedTimeError(
+                f"the clocks disagree: {inside:.3g} us per call by its own, {outside:.3g} us from "
+                "outside"
+            )
+
+    def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+        """Judge some rows of one head of every output, drawn anew for each sample."""
+        case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
+        entry, head = secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)
+        end = 1 + secrets.randbelow(case.seqlen)
+        rows, keys = slice(max(0, end - ROWS), end), slice(end if case.is_causal else None)
+
+        def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
+            return torch.stack([x[entry, part, head : head + 1] for x in tensors]).to(device)
+
+        q, k, v = zip(*sets, strict=True)
+        right = truth(
+            of_all(q, rows), of_all(k, keys), of_all(v, keys), case.softmax_scale, case.is_causal
+        )
+        precision = spec.precisions[dtype_name(case.dtype)]
+        verdict = right.judge(of_all(outputs, rows), precision, spec.error_slack)
+        if not verdict.passed:
+            raise RejectedTimeError(f"the timed outputs are wrong: {verdict}")

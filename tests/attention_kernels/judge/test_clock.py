@@ -1,0 +1,228 @@
+"""No trick of a table passes as right or is timed as right, in a worker; an honest kernel is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+
+import pytest
+
+from attention_kernels.judge.cases import Case
+from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
+from attention_kernels.judge.conformance import KERNEL_ERRORS, describe_error, judged, run_check
+from attention_kernels.judge.worker import Worker
+from tests.conftest import DEVICES
+
+CASE = Case(64, 32, num_heads=2)
+LONG = Case(384, 64, num_heads=4)  # of a few milliseconds
+REGISTERED = """
+@register(name="STRANGE", family="plug-in", summary="A cheat.", device_types=("cpu", "cuda"),
+          precisions={"float32": "ieee-fp32"}, cuda_graphs=GRAPHS)
+def load():
+    return Kernels(attention)
+"""
+# What the cheat does, how, and what catches it: (name, source, words).
+CHEATS = {
+    "patches_the_judge": (
+        """
+def attention(q, k, v, scale, causal):
+    return torch.zeros(q.shape, device=q.device)
+from attention_kernels.judge import conformance, reference
+conformance._judge = lambda *_: reference.Verdict(0.0, 1.0, 0.0)
+reference.truth = reference.judge = None
+""",
+        "error",
+    ),
+    "skips_work_while_timed": (
+        """
+def attention(q, k, v, scale, causal):
+    if any("_time" in frame.function for frame in inspect.stack()):
+        return torch.zeros(q.shape, device=q.device)
+    return right(q, k, v, scale, causal)
+""",
+        "the timed outputs are wrong",
+    ),
+    "is_lazy": (
+        """
+class Lazy(torch.Tensor):
+    pass
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal).as_subclass(Lazy)
+""",
+        "it returned Lazy instead of",
+    ),
+    "keeps_results_by_pointer": (
+        """
+memo = {}
+def attention(q, k, v, scale, causal):
+    key = q.data_ptr(), k.data_ptr(), q.shape
+    if key not in memo:
+        memo[key] = right(q, k, v, scale, causal)
+    return memo[key].clone()
+""",
+        "the timed outputs are wrong",
+    ),
+    "keeps_results_by_shape": (
+        """
+@functools.cache
+def memo(shape):
+    return []
+def attention(q, k, v, scale, causal):
+    kept = memo(q.shape)
+    if not kept:
+        kept.append(right(q, k, v, scale, causal))
+    return kept[0].clone()
+""",
+        "the timed outputs are wrong",
+    ),
+    "slows_the_clock": (
+        """
+real = time.perf_counter
+time.perf_counter = lambda: real() / 100
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+""",
+        "the clocks disagree",
+    ),
+    "stops_the_events": (
+        """
+torch.cuda.Event.elapsed_time = lambda *_: 1e-3
+time.perf_counter = lambda: 0.0
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+""",
+        "the clocks disagree|beneath what the device can do",
+    ),
+    "leaves_the_work_to_a_thread": (
+        """
+def attention(q, k, v, scale, causal):
+    o = torch.empty(q.shape, device=q.device)
+    def work():
+        time.sleep(0.05)
+        o.copy_(right(q, k, v, scale, causal))
+    threading.Thread(target=work).start()
+    return o
+""",
+        "error|the timed outputs are wrong",
+    ),
+    "looks_for_the_answer": (
+        """
+def attention(q, k, v, scale, causal):
+    right_ones = [
+        x for x in gc.get_objects()
+        if isinstance(x, torch.Tensor) and x.shape == q.shape and x.dtype == torch.float64
+    ]
+    return right_ones[0].float() if right_ones else torch.zeros(q.shape, device=q.device)
+""",
+        "error",
+    ),
+    "answers_for_the_worker": (
+        """
+def attention(q, k, v, scale, causal):
+    from multiprocessing.connection import Connection
+    for x in gc.get_objects():
+        if type(x) is Connection:
+            for _ in range(9):
+                x.send_bytes(json.dumps({"status": "done", "seconds": 1e-9}).encode())
+    return torch.zeros(q.shape, device=q.device)
+""",
+        "error|the timed outputs are wrong",
+    ),
+    "returns_old_memory": (
+        """
+def attention(q, k, v, scale, causal):
+    return torch.empty(q.shape, device=q.device)
+""",
+        "error",
+    ),
+    "falls_back_to_the_library": (
+        """
+def attention(q, k, v, scale, causal):
+    try:
+        raise RuntimeError("not written yet")
+    except RuntimeError:
+        return torch.zeros(q.shape, device=q.device)
+""",
+        "error",
+    ),
+}
+# What needs a GPU: graphs and streams.
+GPU_CHEATS = {
+    "launches_nothing_while_captured": (
+        """
+kept = {}
+def attention(q, k, v, scale, causal):
+    if torch.cuda.is_current_stream_capturing():
+        return kept.setdefault(q.data_ptr(), torch.empty(q.shape, device=q.device))
+    return right(q, k, v, scale, causal)
+""",
+        "the timed outputs are wrong|it raised|failed",
+    ),
+    "replays_a_copy_of_earlier_results": (
+        """
+memo = {}
+def attention(q, k, v, scale, causal):
+    key = q.data_ptr(), q.shape
+    if key not in memo and not torch.cuda.is_current_stream_capturing():
+        memo[key] = right(q, k, v, scale, causal)
+    return memo[key].clone() if key in memo else torch.zeros(q.shape, device=q.device)
+""",
+        "the timed outputs are wrong",
+    ),
+    "works_on_a_stream_of_its_own": (
+        """
+side = None
+def attention(q, k, v, scale, causal):
+    global side
+    side = side or torch.cuda.Stream()
+    o = torch.empty(q.shape, device=q.device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000)
+        o.copy_(right(q, k, v, scale, causal))
+    return o
+""",
+        "error|the timed outputs are wrong|the clocks disagree|it raised|failed",
+    ),
+}
+
+
+def fate(case, device, sets=8, rounds=3):
+    """What the judge finds of STRANGE: checked once, timed, and its clocks compared."""
+    with contextlib.closing(Worker("STRANGE", device)) as worker:
+        try:
+            verdict = run_check(worker, judged(worker, CASE))
+            if not verdict.passed:
+                return str(verdict)
+            clock = Clock(worker, Numbers(case, sets), floor_us=0.01)
+            for _ in range(rounds):
+                clock.sample()
+            clock.check()
+        except (RejectedTimeError, *KERNEL_ERRORS) as error:
+            return describe_error(error)
+        return "passed"
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("name", [*CHEATS, *GPU_CHEATS])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cheat_is_neither_passed_nor_timed(name, graphs, device, plugin):
+    if device == "cpu" and (graphs or name in GPU_CHEATS):
+        pytest.skip("needs CUDA")
+    source, words = (CHEATS | GPU_CHEATS)[name]
+    plugin(source + REGISTERED.replace("GRAPHS", str(graphs)))
+    found = fate(LONG, device)
+    assert re.search(words, found), found
+
+
+def test_an_honest_kernel_is_timed(plugin):
+    plugin(
+        "def attention(q, k, v, scale, causal):\n    return right(q, k, v, scale, causal)\n"
+        + REGISTERED.replace("GRAPHS", "True")
+    )
+    assert fate(LONG, "cpu") == "passed"
+
+
+def test_no_other_process_of_the_user_reads_or_traces_the_judge():
+    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")):
+        assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE
