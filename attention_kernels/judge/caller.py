@@ -80,7 +80,7 @@ class Caller:
             return failure(error)
 
     def _time(self, calls: Calls) -> Reply:
-        """Time all calls, hand over their outputs, and time the first half of the calls.
+        """Time the calls once, hand over their outputs, and time as many passes as the judge asks.
 
         The judge is told before and after each of these, and has a clock of its own.
         """
@@ -94,15 +94,15 @@ class Caller:
                 on_host,
                 calls,
                 self.device,
-                graphs=self.spec.cuda_graphs,
+                graph=self.spec.cuda_graphs,
             )
         timed, outputs = self._timed, calls.outputs(self.taken.tensor)
         timed.renew(on_host)
         self.wait(Reply(workspace=timed.workspace))
-        self.wait(Reply(seconds=timed.run(2, outputs)))
+        self.wait(Reply(seconds=timed.run()))
         timed.hand_over(outputs)
-        self.wait(Reply())
-        return Reply(seconds=timed.run(1, outputs))
+        passes = int(self.wait(Reply()))
+        return Reply(seconds=timed.run(passes))
 
     def _call(self, calls: Calls) -> Reply:
         self._timed = None
@@ -150,11 +150,10 @@ class Caller:
 
 
 class _Timed:
-    """Calls to time, in two halves; their inputs stay where they are and get new numbers.
+    """Calls to time; their inputs stay where they are and get new numbers.
 
-    On CUDA each half is a graph, if the backend allows it, and the outputs are copied within the
-    judge's time, so that nothing can be left for later. On the CPU they go to the judge's memory
-    at once.
+    On CUDA they are a graph, if the backend allows it. Outputs are kept until the clock has
+    stopped, so that no call can be left out because nobody looks at its output.
     """
 
     def __init__(
@@ -165,66 +164,56 @@ class _Timed:
         calls: Calls,
         device: str,
         *,
-        graphs: bool,
+        graph: bool,
     ) -> None:
         self.layout, self.workspace = layout, 0
         self.is_cuda = device == "cuda"
         self._storages = [storage.to(device, copy=True) for storage in on_host]
         unpacked = unpack(self._storages, calls.sets)
         sets = [unpacked[place] for place in calls.order]
+        self._outputs: list[Tensor] = []
 
-        def half(part: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-            return [kernel(*one) for one in part]
+        def one_pass() -> list[Tensor]:
+            return [kernel(*one) for one in sets]
 
-        middle = len(sets) // 2
-        self._halves: list[Callable[[], list[Tensor]]] = [
-            functools.partial(half, part) for part in (sets[:middle], sets[middle:])
-        ]
-        if not self.is_cuda:
-            return
-        self.workspace = _workspace(lambda: kernel(*sets[0]))
-        if graphs:
-            self._halves = [_graph(half) for half in self._halves]
-        self._staged = [
-            torch.empty(one[0].shape, dtype=one[0].dtype, device=device) for one in sets
-        ]
-        self.run(2, [])
+        self._pass: Callable[[], list[Tensor]] = one_pass
+        if self.is_cuda:
+            self.workspace = _workspace(lambda: kernel(*sets[0]))
+            if graph:
+                self._pass = _graph(one_pass)
+            self.run()
 
     def renew(self, on_host: Sequence[Tensor]) -> None:
-        """Copy new numbers to the inputs, after an untimed run, so that a GPU's clock is up."""
-        if not self.is_cuda:
-            for ours, new in zip(self._storages, on_host, strict=True):
-                ours.copy_(new)
-            return
-        on_device = [new.to("cuda") for new in on_host]
-        self.run(2, [])
+        """Copy new numbers to the inputs; on a GPU after an untimed run, so that its clock is up."""
+        on_device = [new.to("cuda") for new in on_host] if self.is_cuda else on_host
+        if self.is_cuda:
+            self.run()
         for ours, new in zip(self._storages, on_device, strict=True):
             ours.copy_(new)
-        torch.cuda.synchronize()
+        if self.is_cuda:
+            torch.cuda.synchronize()
 
-    def run(self, halves: int, outputs: Sequence[Tensor]) -> float:
-        """Make the calls of one half or both; return their seconds."""
+    def run(self, passes: int = 1) -> float:
+        """Make all calls, `passes` times; return the seconds, and keep the outputs."""
+        self._outputs.clear()
         if not self.is_cuda:
             started = time.perf_counter()
-            found = [o for half in self._halves[:halves] for o in half()]
+            found = [self._pass() for _ in range(passes)]
             seconds = time.perf_counter() - started
-            for o, output in zip(found, outputs, strict=False):
-                output.copy_(o)
-            return seconds
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        parts = [half() for half in self._halves[:halves]]
-        end.record()
-        found = [o for part in parts for o in part]
-        torch._foreach_copy_(self._staged[: len(found)], found)
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        else:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            found = [self._pass() for _ in range(passes)]
+            end.record()
+            torch.cuda.synchronize()  # all streams
+            seconds = start.elapsed_time(end) / 1e3
+        self._outputs += found[-1]
+        return float(seconds)
 
     def hand_over(self, outputs: Sequence[Tensor]) -> None:
-        """Copy the outputs of the last run to the judge's memory, if they are not there."""
-        if self.is_cuda:
-            for o, output in zip(self._staged, outputs, strict=True):
-                output.copy_(o)
+        """Copy the outputs of the last pass to the judge's memory."""
+        for o, output in zip(self._outputs, outputs, strict=True):
+            output.copy_(o)
 
 
 def _graph(calls: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:

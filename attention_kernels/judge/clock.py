@@ -3,9 +3,9 @@
 A sample is the mean time of calls on sets of inputs, each with numbers of its own, which are new
 in every sample and together larger than a GPU's L2. The worker reports the time of all calls by
 CUDA events, or by its own clock on the CPU. The judge takes part of every output and compares it
-with the reference. It also times the same from outside, all calls and then half of them: the
-difference is the time of the other half, without what starting and answering cost. A kernel that
-leaves work for later, or a clock that was tampered with, makes the two differ.
+with the reference. Then the same calls are repeated for some time, and the judge's own clock runs
+from its word to start until the answer that everything has ended. A kernel that leaves work for
+later, or a clock that was tampered with, makes the two clocks differ.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.cases import Case, Layout
 from attention_kernels.judge.reference import truth
-from attention_kernels.judge.worker import Runner
+from attention_kernels.judge.worker import PASSES_S, Runner
 
 ROWS = 64  # judged of each timed output, of one head
-# How much longer calls may take by the judge's clock: a share of their time, microseconds per call
-# and, on the CPU, where the judge's time includes a copy of the output, microseconds per megabyte.
-SHARE, CALL_US, COPY_US_PER_MB = 0.15, {"cuda": 2.0, "cpu": 20.0}, 1000.0
+# How much longer a pass may take by the judge's clock: a share of its time, and what it costs to
+# start, to synchronize and to answer, in seconds per repetition.
+SHARE, ANSWER_S = 0.1, 1e-3
 
 
 class RejectedTimeError(AttentionError):
@@ -90,8 +90,8 @@ class Clock:
         found = self.runner.time(request)
         self.workspace = found.workspace
         count = len(found.outputs)
-        inside = found.whole * 1e6 / count
-        outside = (found.whole_outside - found.half_outside) * 1e6 / (count - count // 2)
+        inside = found.once * 1e6 / count
+        outside = found.outside * 1e6 / count
         self._inside.append(inside)
         self._outside.append(outside)
         self._judge(request.sets, found.outputs)
@@ -105,12 +105,8 @@ class Clock:
     def check(self) -> None:
         """Compare the clocks over all samples; raises RejectedTimeError."""
         inside, outside = map(statistics.median, (self._inside, self._outside))
-        spread = sum(max(x) - min(x) for x in (self._inside, self._outside))
-        device = self.runner.device
-        allowed = SHARE * inside + CALL_US[device] + spread
-        if device == "cpu":
-            q = self.numbers.request(len(self._inside), contiguous=False).sets[0][0]
-            allowed += COPY_US_PER_MB * q.numel() * q.element_size() / 2**20
+        spread = max(self._inside) - min(self._inside)
+        allowed = SHARE * inside + ANSWER_S / PASSES_S * inside + spread
         if outside > inside + allowed:
             raise RejectedTimeError(
                 f"the clocks disagree: {inside:.3g} us per call by its own, {outside:.3g} us from "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,8 @@ TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**16
+# Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
+PASSES_S, MOST_PASSES = 0.02, 1000
 _PR_SET_DUMPABLE = 4
 
 
@@ -76,15 +79,17 @@ class EndedError(AttentionError, RuntimeError):
 
 @dataclass(frozen=True)
 class Timing:
-    """The outputs of timed calls, and their seconds by the worker's clock and by the judge's."""
+    """The outputs of timed calls, and their seconds."""
 
     outputs: list[Tensor]
     workspace: int
     """The peak memory of a call on CUDA in bytes, inputs and output apart."""
-    whole: float
-    whole_outside: float
-    half: float
-    half_outside: float
+    once: float
+    """By the worker's clock, with numbers that it saw for the first time."""
+    often: float
+    """By the worker's clock, a mean over several passes."""
+    outside: float
+    """By the judge's clock, a mean over the same passes."""
 
 
 class Runner:
@@ -138,7 +143,7 @@ class Runner:
         return self.receive()
 
     def time(self, request: Request) -> Timing:
-        """Time the calls of a request, all of them and then the first half, by two clocks.
+        """Time the calls of a request once and then several times, by two clocks.
 
         Raises the errors of receive().
         """
@@ -146,21 +151,27 @@ class Runner:
         replies: list[Reply] = []
         seconds: list[float] = []
         outputs: list[Tensor] = []
+        passes = 0
+        started = time.perf_counter()
 
         def between(reply: Reply) -> bytes:
             """Stop the judge's clock, take the worker's reply to a step, and start the clock."""
-            seconds.append(time.perf_counter() - started[0])
+            nonlocal passes, started
+            seconds.append(time.perf_counter() - started)
             reply.check(self.spec.name)
             replies.append(reply)
             if len(replies) == 3:
-                outputs[:] = request.outputs(self._given.tensor, self._taken.tensor).o
-            started[0] = time.perf_counter()
-            return b"go"
+                outputs.extend(request.outputs(self._given.tensor, self._taken.tensor).o)
+                wanted = PASSES_S / max(replies[1].seconds, PASSES_S / MOST_PASSES)
+                passes = math.ceil(wanted)
+            started = time.perf_counter()
+            return str(passes).encode()
 
-        started = [time.perf_counter()]
         between(self._take_steps(between))
-        ready, whole, _, half = replies
-        return Timing(outputs, ready.workspace, whole.seconds, seconds[1], half.seconds, seconds[3])
+        ready, once, _, often = replies
+        return Timing(
+            outputs, ready.workspace, once.seconds, often.seconds / passes, seconds[3] / passes
+        )
 
     def close(self) -> None:
         """End its process, if it has one."""

@@ -209,6 +209,10 @@ def fate(case, device, sets=8, rounds=3):
 def test_a_cheat_is_neither_passed_nor_timed(name, graphs, device, plugin):
     if device == "cpu" and (graphs or name in GPU_CHEATS):
         pytest.skip("needs CUDA")
+    if device == "cuda" and name == "slows_the_clock":
+        pytest.skip("events are the clock")
+    if name == "launches_nothing_while_captured" and not graphs:
+        pytest.skip("nothing is captured")
     source, words = (CHEATS | GPU_CHEATS)[name]
     plugin(source + REGISTERED.replace("GRAPHS", str(graphs)))
     found = fate(LONG, device)
