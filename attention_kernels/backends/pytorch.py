@@ -63,8 +63,9 @@ def load_naive() -> Kernels:
     return Kernels(_naive, _naive_decode, backward=True)
 
 
-def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
+def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
     is_flash = kernel == SDPBackend.FLASH_ATTENTION
+    decode_device_types = ("cpu",) if is_flash else ("cuda", "cpu")  # on CUDA it takes no mask
 
     def run(
         q: Tensor,
@@ -149,7 +150,7 @@ def _sentence(message: str) -> str:
 )
 def load_math() -> Kernels:
     """Load SDPBackend.MATH only."""
-    return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH, ("cuda", "cpu"))
+    return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH)
 
 
 def _flash_probe(device_type: str) -> str | None:
@@ -170,7 +171,7 @@ def load_flash() -> Kernels:
 
     On CUDA it takes float16 and bfloat16 only, and cannot decode, because it takes no mask.
     """
-    return _sdpa("PYTORCH_SDPA_FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION, ("cpu",))
+    return _sdpa("PYTORCH_SDPA_FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION)
 
 
 @register(
@@ -183,7 +184,7 @@ def load_flash() -> Kernels:
 )
 def load_efficient() -> Kernels:
     """Load SDPBackend.EFFICIENT_ATTENTION only."""
-    return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION, ("cuda",))
+    return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION)
 
 
 @register(
@@ -196,4 +197,4 @@ def load_efficient() -> Kernels:
 )
 def load_cudnn() -> Kernels:
     """Load SDPBackend.CUDNN_ATTENTION only."""
-    return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION, ("cuda",))
+    return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import contract
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header
@@ -34,6 +33,7 @@ from attention_kernels.registry import (
     get_backend,
     list_backends,
     unavailable,
+    untraced,
 )
 
 SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
@@ -231,12 +231,10 @@ class _Op:
             self.failed.pop(device_type, None)
             self.loaded.add(device_type)
 
+    @untraced
     def _prepare(self, device_type: str) -> bool:
         self.prepare(device_type)
         return True
-
-    # torch.compile must not trace it; see BackendSpec._load().
-    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __call__(self, q: Tensor, *others: Any) -> Tensor:
         """Run the op; build it first if necessary."""
@@ -251,7 +249,7 @@ class _Op:
         """Return the op's own reasons to refuse a call of attention."""
         self.prepare(q.device.type)
         if self.version.layout == "contiguous":
-            q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         reasons: list[str] = []
         # A single row shows whether the kernel launches and the tensors begin aligned. The empty
         # slices run nothing, but check all sizes and strides except those of the empty dimension.

@@ -75,22 +75,15 @@ def test_any_other_text_is_refused_with_the_nearest_names(text):
 
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_one_wrong_letter_names_the_right_backend(name, data):
-    # In a version's number any digit may be the wrong one: there, no name is nearer than others.
+    # Not in a version's number, where several names are equally near.
     at = data.draw(st.integers(0, len(name.rstrip("0123456789")) - 1))
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(name[:at] + "%" + name[at + 1 :])
     assert name in caught.value.nearest
 
 
-@given(st.text(max_size=20))
+@pytest.mark.parametrize("name", ["", "lower", "A-DASH", "A NAME", "1ST", "_A", "\u00c4", "A\n"])
 def test_only_upper_case_identifiers_are_names(name):
-    valid = (
-        bool(name)
-        and name[0] in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        and all(c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_" for c in name)
-    )
-    if valid:
-        return
     with pytest.raises(ValueError, match="a backend's name must be upper case"):
         register(name=name, **FIELDS)(lambda: Kernels(None))
 
@@ -118,24 +111,18 @@ def test_registering_and_loading(clean_registry):
         {"precisions": {"float32": "exact"}},
         {"precisions": {}},
         {"summary": "no full stop"},
+        {"summary": "Two\nlines."},
         {"device_types": ("tpu",)},
+        {"error_slack": 5},
     ],
 )
-def test_fields_that_are_off_are_refused(change):
-    with pytest.raises(ValueError, match="TEST_OFF"):
-        register(name="TEST_OFF", **(FIELDS | change))(lambda: Kernels(None))
+def test_invalid_fields_are_refused(change):
+    with pytest.raises(ValueError, match=r"TEST_INVALID: .* must be "):
+        register(name="TEST_INVALID", **(FIELDS | change))(lambda: Kernels(None))
 
 
 def raise_assertion(*_: object) -> Tensor:
     raise AssertionError("no")
-
-
-class OddError(BaseException):
-    """An exception of a plug-in's own that `except Exception` does not catch."""
-
-
-def raise_odd(*_):
-    raise OddError("odd")
 
 
 def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
@@ -145,7 +132,6 @@ def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
     for name, loader, words in (
         ("TEST_BROKEN", load, "its loader raised OSError: no such library (test_registry.py:"),
         ("TEST_EXIT", lambda: sys.exit(3), "its loader raised SystemExit: 3 (test_registry.py:"),
-        ("TEST_ODD", raise_odd, "its loader raised OddError: odd (test_registry.py:"),
         ("TEST_NONE", lambda: None, "its loader returned NoneType instead of Kernels"),
     ):
         register(name=name, **FIELDS)(loader)
@@ -158,9 +144,6 @@ def test_a_probe_that_fails_is_a_reason(clean_registry):
     register(name="TEST_PROBE", probe=raise_assertion, **FIELDS)(Kernels)
     reason = get_backend("TEST_PROBE").unavailable_reason("cpu")
     assert reason.startswith("its probe raised AssertionError: no (test_registry.py:")
-    register(name="TEST_ODD_PROBE", probe=raise_odd, **FIELDS)(Kernels)
-    reason = get_backend("TEST_ODD_PROBE").unavailable_reason("cpu")
-    assert reason.startswith("its probe raised OddError: odd")
 
 
 Q = torch.randn(1, 1, 2, 8)
@@ -177,17 +160,12 @@ CALLS = {
         (raise_assertion, KernelError, "raised AssertionError: no (test_registry.py:"),
         (lambda *_: {}["tile"], KernelError, "raised KeyError: 'tile' (test_registry.py:"),
         (lambda *_: Q @ Q, KernelError, "raised RuntimeError: Expected size"),
-        (raise_odd, KernelError, "raised OddError: odd (test_registry.py:"),
         (lambda *_: sys.exit(), KernelError, "raised SystemExit: no message (test_"),
         (lambda *_: None, OutputError, "returned NoneType instead of (1, 1, 2, 8)"),
         (lambda q, *_: q.mT, OutputError, "returned (1, 1, 8, 2) torch.float32 on cpu instead of"),
         (lambda q, *_: q.double(), OutputError, "returned (1, 1, 2, 8) torch.float64"),
         (lambda q, *_: q.to("meta"), OutputError, "returned (1, 1, 2, 8) torch.float32 on meta"),
-        (
-            lambda *_: Q.mT.contiguous().mT,
-            OutputError,
-            "returned strides (16, 16, 1, 2) instead",
-        ),
+        (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
     ],
 )
@@ -265,14 +243,10 @@ def test_needs_contiguous_is_met(clean_registry):
         seen.clear()
 
 
-def test_missing_modules_and_devices_are_reasons(clean_registry):
-    register(name="TEST_MODULE", modules=("not_a_module", "os"), **FIELDS)(Kernels)
-    assert (
-        "needs the Python package not_a_module" in get_backend("TEST_MODULE").unavailable_reason()
-    )
-    register(name="TEST_CPU", device_types=("cpu",), **FIELDS)(lambda: Kernels(None))
-    assert get_backend("TEST_CPU").unavailable_reason("cpu") is None
-    assert "runs on cpu only" in get_backend("TEST_CPU").unavailable_reason("cuda")
+def test_a_device_type_that_it_does_not_run_on_is_a_reason():
+    spec = BackendSpec(name="TEST_CPU", loader=Kernels, device_types=("cpu",), **FIELDS)
+    assert spec.unavailable_reason("cpu") is None
+    assert "runs on cpu only" in spec.unavailable_reason("cuda")
 
 
 @pytest.mark.parametrize(
@@ -283,13 +257,13 @@ def test_missing_modules_and_devices_are_reasons(clean_registry):
         ((12, 0), None),
     ],
 )
-def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry, monkeypatch):
+def test_a_device_that_is_too_old_is_a_reason(capability, reason, monkeypatch):
     capabilities = {None: (9, 0), 1: capability}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
-    register(name="TEST_OLD", min_compute_capability=(8, 0), **FIELDS)(Kernels)
-    assert get_backend("TEST_OLD").unavailable_reason("cuda:1") == reason
-    assert get_backend("TEST_OLD").unavailable_reason("cuda") is None
+    spec = BackendSpec(name="TEST_OLD", loader=Kernels, min_compute_capability=(8, 0), **FIELDS)
+    assert spec.unavailable_reason("cuda:1") == reason
+    assert spec.unavailable_reason("cuda") is None
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:
@@ -311,11 +285,7 @@ def load():
 BAD_PLUGINS = {
     "raises": ("raise ImportError('no libfoo')", "failed to load: ImportError: no libfoo (raises"),
     "exits": ("import sys; sys.exit(0)", "failed to load: SystemExit: 0 (exits.py:1)"),
-    "odd": (
-        "class Odd(BaseException): pass\nraise Odd('no GPU in\\nthis rack')",
-        "failed to load: Odd: no GPU in (odd.py:2)",
-    ),
-    "empty": ("", "registers no backend: empty"),
+    "two_lines": ("raise OSError('no GPU in\\nthis rack')", "failed to load: OSError: no GPU in ("),
 }
 
 
@@ -343,11 +313,9 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
         install_plugin(tmp_path, name, code)
     reasons = discover()
     assert reasons.pop("PLUGGED_IN") is None
-    assert reasons.keys() == {name.upper() for name in BAD_PLUGINS}
+    assert reasons.keys() == {f"PLUGIN_{name.upper()}" for name in BAD_PLUGINS}
     for name, (_, words) in BAD_PLUGINS.items():
-        assert words in reasons[name.upper()]
-    # What is imported before discovery registers nothing then, and is no fault.
-    assert "GOOD_PLUGIN" not in discover()
+        assert words in reasons[f"PLUGIN_{name.upper()}"]
     monkeypatch.setenv("ATTENTION_KERNELS_PLUGINS", "off")
     assert discover() == {}
 
@@ -403,7 +371,7 @@ assert discovering.wait(30)
     plugins = registry._plugins
 
     def found():
-        discovering.set()  # and holds the lock of discovery
+        discovering.set()  # this thread holds discovery's lock
         return plugins()
 
     monkeypatch.setattr(registry, "_plugins", found)
@@ -420,16 +388,17 @@ assert discovering.wait(30)
     assert [spec.name for spec in list_backends()] == ["PLUGGED_IN"]
 
 
-def test_a_slow_plugin_is_named_while_it_loads(tmp_path, discover, monkeypatch, capsys):
-    install_plugin(tmp_path, "slow", "import time; time.sleep(1)\n" + GOOD_PLUGIN)
-    monkeypatch.setattr(registry, "SLOW_PLUGIN_S", 0.1)
-    assert discover() == {"PLUGGED_IN": None}
-    err = capsys.readouterr().err
-    assert err.startswith("still loading the attention plug-in slow (ATTENTION_KERNELS_PLUGINS=")
+def test_a_slow_plugin_is_named(tmp_path, discover, monkeypatch, capsys):
+    install_plugin(tmp_path, "slow", GOOD_PLUGIN)
+    discover()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(registry, "SLOW_PLUGIN_S", 0.0)
+    discover()
+    assert capsys.readouterr().err.startswith("the attention plug-in slow took 0 s to load (ATTEN")
 
 
-def test_half_a_registry_is_never_gone_on_with(monkeypatch):
-    """A module of our own that cannot be imported fails every call, not only the first."""
+def test_a_registry_that_is_incomplete_is_never_used(monkeypatch):
+    """If one of our modules cannot be imported, every call fails, not only the first."""
 
     def fail(name):
         raise ImportError(name)
