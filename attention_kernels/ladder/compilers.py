@@ -127,8 +127,8 @@ def extra_flags() -> list[str]:
 
 
 @functools.cache
-def identity(compiler: str, _mtime: float) -> str:
-    """Return a compiler's --version output, cached until its file changes."""
+def identity(compiler: str) -> str:
+    """Return a compiler's --version output, cached."""
     return execute([compiler, "--version"])[1]
 
 
