@@ -263,7 +263,7 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
     gxx = str(find_gxx())
     compilers = [identity(name) for name in sorted({flags[0], gxx})]
-    common = [gxx, compilers, extra, torch.__version__, torch.__file__]
+    common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
         where, purpose = f"sm_{arch.replace(',', '_')}", f"sm_{arch.replace(',', ', sm_')}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import device_reasons
 from gpt2_infer.engines.cached import Cached
@@ -372,7 +372,7 @@ class Step:
             config.layer_norm_epsilon,
         )
         self._bytes = torch.frombuffer(self._params, dtype=torch.uint8)
-        self._op = load_struct_op(shape.version(), device.type, "the fused decode step")
+        self._op = load_op(shape.version(), device.type, "the fused decode step")
 
     def __call__(self) -> None:
         """Enqueue the step on the current stream."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
@@ -131,7 +131,7 @@ def choose(m: int, n: int, k: int, multiprocessors: int) -> Plan:
 @functools.cache
 def _op(device_type: str) -> Callable[..., None]:
     version = header.parse_header(SOURCE, "matrix_product_")
-    return load_struct_op(version, device_type, "the matrix product")
+    return load_op(version, device_type, "the matrix product")
 
 
 class Product:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
@@ -34,7 +34,7 @@ def run(kind, a, b, sums, device):
     """Return what a warp makes of each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
     params = Params(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
-    op = load_struct_op(header.parse_header(FILE, "probe_"), device, "the probe")
+    op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
     op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()
 

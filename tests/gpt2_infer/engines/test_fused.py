@@ -12,7 +12,7 @@ from attention_kernels import ladder
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.diverge.backends import unregistered
@@ -114,9 +114,9 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
     dtype, lengths, tolerance, monkeypatch
 ):
     def load(version, *rest):
-        return load_struct_op(ladder.race_checked(version), *rest)
+        return load_op(ladder.race_checked(version), *rest)
 
-    monkeypatch.setattr(fused, "load_struct_op", load)
+    monkeypatch.setattr(fused, "load_op", load)
     model = random_model(CONFIG, dtype)
     last = state_after(model, lengths)
     last = State(
