@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ def find_nvcc() -> str | None:
 
     None if it is not found; a variable that names a missing file does not fall through to the next.
     """
-    return _find(_named_nvcc(), ("nvcc", *_pip_nvcc()))
+    return _find(_named_nvcc(), itertools.chain(["nvcc"], _pip_nvcc()))
 
 
 def find_gxx() -> str | None:
@@ -65,14 +66,11 @@ def _named_gxx() -> tuple[str, str] | None:
     return ("CXX", os.environ["CXX"]) if os.environ.get("CXX") else None
 
 
-def _pip_nvcc() -> list[str]:
+def _pip_nvcc() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
-    return [
-        str(path)
-        for root in (spec.submodule_search_locations or () if spec else ())
-        for pattern in ("cu[0-9]*/bin/nvcc", "cuda_nvcc/bin/nvcc")
-        for path in sorted(Path(root).glob(pattern), reverse=True)
-    ]
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        for pattern in ("cu[0-9]*/bin/nvcc", "cuda_nvcc/bin/nvcc"):
+            yield from map(str, sorted(Path(root).glob(pattern), reverse=True))
 
 
 def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
@@ -85,21 +83,8 @@ def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
 def missing_compiler(target: Target) -> str | None:
     """Return why a target cannot be built for if a compiler is missing, else None.
 
-    Called by every generate(), so the result of a successful search is cached.
+    Called by every generate(), so it must be fast.
     """
-    asked = target, *map(os.environ.get, _COMPILER_VARIABLES)
-    if asked in _found:
-        return None
-    if not (reason := _missing_compiler(target)):
-        _found.add(asked)
-    return reason
-
-
-_COMPILER_VARIABLES = ("PATH", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
-_found: set[tuple[str | None, ...]] = set()
-
-
-def _missing_compiler(target: Target) -> str | None:
     if sys.platform != "linux":
         return "its kernels are built on Linux only"
     if find_gxx() is None:
