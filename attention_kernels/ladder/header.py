@@ -210,8 +210,8 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
             values[field] = f"{values[field]} {line}".strip()
     if missing := [name for name in dict.fromkeys((*FIELDS, *values)) if not values.get(name)]:
         raise HeaderError(f"the header lacks {', '.join(missing)}")
-    start, *others = OPTIONAL
-    ordered = (start, *FIELDS[:5], *others, *FIELDS[5:])
+    from_field, *others = OPTIONAL
+    ordered = (from_field, *FIELDS[:5], *others, *FIELDS[5:])
     if list(values) != [name for name in ordered if name in values]:
         raise HeaderError(f"the header must be in the order {', '.join(ordered)}")
     if values["Layout"] not in LAYOUTS:
