@@ -97,7 +97,7 @@ class BackendSpec:
     chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
         default=None, repr=False
     )
-    """For an alias: the function from dtype, head_dim, device and seqlen to the backend."""
+    """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class BackendSpec:
         device: torch.device | str,
         seqlen: int | None = None,
     ) -> BackendSpec:
-        """Return the backend that serves such calls: itself, or the one that an alias picks.
+        """Return self or, for an alias, the backend that it picks for such calls.
 
         seqlen: the longest; None if unknown. Raises UnsupportedError or UnavailableBackendError if
         an alias finds no backend.
