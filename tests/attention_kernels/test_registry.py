@@ -290,19 +290,30 @@ BAD_PLUGINS = {
 
 
 @pytest.fixture
-def discover(tmp_path, monkeypatch):
-    """discover(): {name: reason} of the plug-ins in tmp_path, as a new process would find them."""
+def forget(tmp_path, monkeypatch):
+    """forget(): make the next use of the registry discover the plug-ins in tmp_path alone."""
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = {*sys.modules}
 
-    def discover() -> dict[str, str | None]:
+    def forget() -> None:
         monkeypatch.setattr(registry, "_specs", {})
         monkeypatch.setattr(registry, "_discovered", False)
+        for name in {*sys.modules} - modules:
+            del sys.modules[name]
+
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def discover(forget):
+    """discover(): {name: reason} of the plug-ins in tmp_path, as a new process would find them."""
+
+    def discover() -> dict[str, str | None]:
+        forget()
         return {spec.name: spec.unavailable_reason("cpu") for spec in list_backends()}
 
-    yield discover
-    for name in {*sys.modules} - modules:
-        del sys.modules[name]
+    return discover
 
 
 def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
@@ -335,14 +346,10 @@ def test_discovery_patches_nothing_that_other_threads_use(tmp_path, discover):
     assert discover() == {"PLUGGED_IN": None}
 
 
-def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(
-    tmp_path, discover, monkeypatch
-):
+def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(tmp_path, forget):
     install_plugin(tmp_path, "good_plugin", "import time; time.sleep(0.2)\n" + GOOD_PLUGIN)
-    discover()
-    sys.modules.pop("good_plugin")
-    monkeypatch.setattr(registry, "_specs", {})
-    monkeypatch.setattr(registry, "_discovered", False)
+    list_backends()
+    forget()
     ready = threading.Barrier(8)
 
     def use(thread: int) -> str:
@@ -353,38 +360,12 @@ def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(
         assert [*threads.map(use, range(8))] == ["PLUGGED_IN"] * 8
 
 
-def test_importing_a_plugin_in_one_thread_while_another_lists_backends_ends(
-    tmp_path, discover, monkeypatch
-):
-    """Each holds the lock that the other one wants, if registering takes discovery's lock."""
-    monkeypatch.setattr(registry, "_specs", {})
-    monkeypatch.setattr(registry, "_discovered", False)
-    importing, discovering = threading.Event(), threading.Event()
-    monkeypatch.setattr(registry, "_test_events", (importing, discovering), raising=False)
-    waits = """
-from attention_kernels import registry
-importing, discovering = registry._test_events
-importing.set()
-assert discovering.wait(30)
-"""
-    install_plugin(tmp_path, "good_plugin", waits + GOOD_PLUGIN)
-    plugins = registry._plugins
-
-    def found():
-        discovering.set()  # this thread holds discovery's lock
-        return plugins()
-
-    monkeypatch.setattr(registry, "_plugins", found)
-    threads = [
-        threading.Thread(target=importlib.import_module, args=["good_plugin"], daemon=True),
-        threading.Thread(target=list_backends, daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-        assert importing.wait(30)
-    for thread in threads:
-        thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in threads)
+def test_a_plugin_that_another_thread_imports_does_not_wait_for_discovery(tmp_path, forget):
+    """Discovery holds its lock while it waits for that import: a deadlock if registering did."""
+    install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
+    forget()
+    with registry._lock, ThreadPoolExecutor(1) as thread:
+        thread.submit(importlib.import_module, "good_plugin").result(timeout=30)
     assert [spec.name for spec in list_backends()] == ["PLUGGED_IN"]
 
 
