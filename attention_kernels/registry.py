@@ -46,7 +46,6 @@ DECODES_ONLY = "it has a decode kernel only"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Loader = Callable[[], Kernels]
-_Loader = TypeVar("_Loader", bound=Loader)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -323,13 +322,13 @@ _specs: dict[str, BackendSpec] = {}
 _lock = threading.RLock()
 
 
-def register(**fields: Any) -> Callable[[_Loader], _Loader]:
+def register(**fields: Any) -> Callable[[Loader], Loader]:
     """Register the decorated loader as a backend; `fields` are those of BackendSpec.
 
     Raises ValueError for a name that is taken or an invalid field, TypeError for an unknown field.
     """
 
-    def decorate(loader: _Loader) -> _Loader:
+    def decorate(loader: Loader) -> Loader:
         add(BackendSpec(loader=loader, **fields))
         return loader
 
@@ -378,7 +377,7 @@ def get_backend(name: str) -> BackendSpec:
     try:
         return _specs[key]
     except KeyError:
-        raise UnknownBackendError(name, _nearest(key), _specs) from None
+        raise UnknownBackendError(name, _nearest(key)) from None
 
 
 def _nearest(key: str) -> list[str]:
