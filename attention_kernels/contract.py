@@ -136,7 +136,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether nothing but a shape can be wrong with 4-d tensors: fast, for every call."""
+    """Return whether 4-d tensors have valid dtypes, devices, last strides and sizes, fast."""
     return (
         q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device

@@ -341,7 +341,7 @@ def add(spec: BackendSpec) -> None:
         raise ValueError(
             f"a backend's name must be upper case letters, digits and '_', not {spec.name!r}"
         )
-    # Does not take the discovery lock: a plug-in that another thread imports must not wait for it.
+    # Takes no lock: discovery holds one while it waits for a plug-in that another thread imports.
     if _specs.setdefault(spec.name, spec) is not spec:
         raise ValueError(f"an attention backend named {spec.name} is already registered")
 

@@ -345,7 +345,7 @@ def _run_ninja(plans: Sequence[_Plan], cache: Path, folder: Path) -> dict[str, P
             built[op] = BuildError(f"{file}, or what it includes, changed while it was built")
         else:
             built[op] = _keep(library, cache)
-            if binding_object.exists():  # until the first version that shares it is kept
+            if binding_object.exists():  # not yet moved for another version
                 _keep(binding_object, cache)
     return built
 

@@ -1,4 +1,4 @@
-"""transformers' own models with the backends of the registry, against transformers' eager."""
+"""Models of transformers with every backend, compared with transformers' eager attention."""
 
 from __future__ import annotations
 

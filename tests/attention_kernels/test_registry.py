@@ -168,7 +168,7 @@ CALLS = {
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
     ],
 )
-def test_what_a_kernel_does_wrong_is_one_sentence(call, kernel, error, words):
+def test_a_kernels_fault_is_one_sentence(call, kernel, error, words):
     kernels = Kernels(kernel, kernel)
     spec = BackendSpec(name="TEST_WRONG", loader=lambda: kernels, **FIELDS)
     with pytest.raises(error) as caught:
@@ -178,7 +178,7 @@ def test_what_a_kernel_does_wrong_is_one_sentence(call, kernel, error, words):
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, torch.OutOfMemoryError, UnsupportedError])
-def test_what_is_not_the_kernels_fault_comes_through(raised):
+def test_other_exceptions_come_through(raised):
     def kernel(*_: object) -> Tensor:
         raise raised("TEST", []) if raised is UnsupportedError else raised
 
@@ -227,7 +227,7 @@ def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
     assert names == ["NAIVE_PYTORCH", "DECODE_SPLIT_KV_VERSION_1", "NAIVE_PYTORCH"]
 
 
-def test_needs_contiguous_is_met(clean_registry):
+def test_needs_contiguous_makes_inputs_contiguous(clean_registry):
     seen = []
 
     def kernel(q, k, v, softmax_scale, is_causal):
@@ -360,7 +360,7 @@ def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(tmp_p
 
 
 def test_a_plugin_that_another_thread_imports_does_not_wait_for_discovery(tmp_path, forget):
-    """Discovery holds its lock while it waits for that import: a deadlock if registering did."""
+    """Discovery holds its lock while it waits for that import, so waiting would be a deadlock."""
     install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
     forget()
     with registry._lock, ThreadPoolExecutor(1) as thread:
@@ -377,7 +377,7 @@ def test_a_slow_plugin_is_named(tmp_path, discover, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("the attention plug-in slow took 0 s to load (ATTEN")
 
 
-def test_a_registry_that_is_incomplete_is_never_used(monkeypatch):
+def test_an_incomplete_registry_is_never_used(monkeypatch):
     """If one of our modules cannot be imported, every call fails, not only the first."""
 
     def fail(name):

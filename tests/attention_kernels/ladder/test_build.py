@@ -1,4 +1,4 @@
-"""The cache of built libraries: what is found there, and what is built again."""
+"""The cache of built libraries: what is reused, and what is rebuilt."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_second_build_is_a_hit(first, calls, capsys):
     "name",
     ["attention.h", "common.cuh", "binding.cpp", "emulator/cuda_emulator.h", "fp32/v01_first.cu"],
 )
-def test_a_changed_file_is_built_again(csrc, first, calls, name):
-    """Also if it was put back with its old date, or changed with a date long past."""
+def test_a_changed_file_causes_a_rebuild(csrc, first, calls, name):
+    """Contents decide, not dates: neither an old date nor the original one."""
     before = build.build(first, "emulator")
     text = (csrc / name).read_text()
     (csrc / name).write_text(text + "// more\n")
@@ -45,7 +45,7 @@ def test_a_changed_file_is_built_again(csrc, first, calls, name):
     assert build.build(first, "emulator") == before
 
 
-def test_changed_flags_are_built_again(first, calls, monkeypatch):
+def test_changed_flags_cause_a_rebuild(first, calls, monkeypatch):
     libraries = {build.build(first, "emulator")}
     assert sum("-DTHIS" in call for call in calls()) == 1
     for old, new in (("-DTHIS", "-DTHAT"), ("contiguous", "strided")):
@@ -59,13 +59,13 @@ def test_changed_flags_are_built_again(first, calls, monkeypatch):
 
 
 def replace_compiler() -> None:
-    """Put another version of the compiler in its place; a new process would ask for its version."""
+    """Replace the compiler by another version, and ask for that as a new process would."""
     compiler = Path(os.environ["CXX"])
     compiler.write_text(compiler.read_text().replace("noting", "watching"))
     compilers.identity.cache_clear()
 
 
-def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
+def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     libraries = {build.build(first, "emulator")}
     monkeypatch.setattr("torch.__version__", "9.9.9")
     libraries.add(build.build(first, "emulator"))
@@ -75,8 +75,8 @@ def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["fp32", ".", "fp32/a b"])
-def test_what_the_version_includes_is_part_of_it(folder, csrc, first, calls):
-    """Also what that includes, and whatever its name; what is in a comment is not."""
+def test_a_changed_include_causes_a_rebuild(folder, csrc, first, calls):
+    """Includes count at any depth and with any file name, but not in a comment."""
     text = first.path.read_text() + f'#include "{folder}/tiles.cuh"\n// #include "no/such.h"\n'
     first.path.write_text(text)
     (csrc / folder / "parts").mkdir(parents=True)
@@ -100,8 +100,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_library_is_built_again_and_never_overwritten(damage, first, calls):
-    """A process that has mapped it would die of a bus error, or run half of another."""
+def test_a_damaged_library_is_replaced_and_never_overwritten(damage, first, calls):
+    """A process that has mapped it would die of a bus error or run parts of both."""
     library = build.build(first, "emulator")
     data, inode = library.read_bytes(), library.stat().st_ino
     library.write_bytes(damage(data))
@@ -127,7 +127,9 @@ def test_binding_is_compiled_once_and_again_if_it_is_damaged(csrc, first, calls)
 
 @pytest.mark.parametrize("what", ["cache", "library"])
 @pytest.mark.parametrize("how", ["owner", "group", "others"])
-def test_what_another_user_could_have_planted_is_refused(what, how, first, calls, monkeypatch):
+def test_files_that_another_user_could_have_written_are_refused(
+    what, how, first, calls, monkeypatch
+):
     library = build.build(first, "emulator")
     path = library if what == "library" else library.parent
     if how != "owner":
@@ -136,7 +138,7 @@ def test_what_another_user_could_have_planted_is_refused(what, how, first, calls
         os.chown(path, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        path = library.parent  # both are another user's now
+        path = library.parent  # now another user owns both
     with pytest.raises(BuildError) as caught:
         build.build(first, "emulator")
     told = f"{path} belongs to another user" if how == "owner" else f"chmod go-w {path}, or name"
@@ -144,7 +146,7 @@ def test_what_another_user_could_have_planted_is_refused(what, how, first, calls
     assert str(caught.value).endswith("name another folder with ATTENTION_KERNELS_CACHE")
 
 
-def test_what_is_built_is_trusted_whatever_the_umask(first, calls):
+def test_built_files_are_trusted_whatever_the_umask(first, calls):
     umask = os.umask(0)
     try:
         library = build.build(first, "emulator")
@@ -234,7 +236,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
         wait_for(calls)
         assert list(cache.glob("*.build-*"))
         builder.kill()
-        builder.wait()  # its compilers run on, as they would
+        builder.wait()  # its compilers keep running
         assert build.build(first, "emulator").exists()
         assert not list(cache.glob("*.build-*"))
     finally:
@@ -242,7 +244,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
         builder.communicate()
 
 
-def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch, capsys):
+def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
     import filelock
 
     build.build(first, "emulator")
@@ -250,7 +252,7 @@ def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch
     for path in build.cache_entries():
         if path != lock:
             path.unlink()
-    running = lock.with_suffix(".build-1")  # the folder of the build that has the lock
+    running = lock.with_suffix(".build-1")  # the folder of the build that holds the lock
     running.mkdir()
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
     with filelock.FileLock(lock):
@@ -259,7 +261,7 @@ def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch
     assert "waiting for another process" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_made_costs_one_warning(first, calls, tmp_path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_created_is_one_warning(first, calls, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "file" / "cache"))
     library = build.build(first, "emulator")
@@ -284,7 +286,7 @@ def test_a_read_only_cache_is_read(csrc, first, calls, monkeypatch, capsys):
     assert "cannot be written (Read-only file system)" in capsys.readouterr().err
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_the_default_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("ATTENTION_KERNELS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_dir() == tmp_path / "attention_kernels"
@@ -315,8 +317,8 @@ def test_one_failed_version_does_not_stop_the_others(csrc, first, calls, capfd):
     assert "v02_second.cu for the CPU emulator" in capfd.readouterr().err
 
 
-def test_what_else_nvcc_depends_on_is_built_again(first, calls, monkeypatch):
-    """The flags that it takes from the environment, and its host compiler."""
+def test_whatever_else_nvcc_depends_on_causes_a_rebuild(first, calls, monkeypatch):
+    """It depends on flags from the environment, and on its host compiler."""
     monkeypatch.setenv("CUDACXX", os.environ["CXX"])
 
     def stems() -> list[str]:

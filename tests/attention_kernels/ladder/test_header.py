@@ -9,7 +9,7 @@ from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import HeaderError
 
 
-def test_every_version_file_has_a_header_that_reads():
+def test_every_version_file_has_a_valid_header():
     found = header.versions()
     assert [version.number for version in found] == [*range(1, len(found) + 1)]
     for version in found:
@@ -30,7 +30,7 @@ def test_a_header_is_read_field_by_field(csrc):
 
 @pytest.fixture
 def read(csrc):
-    """read(added, old, new): the header of a file with a line added after Layout, or changed."""
+    """read(added, old, new): the header of a file after adding lines below Layout or a change."""
     file = csrc / "fp32" / "v01_first.cu"
     text = file.read_text()
 
@@ -153,7 +153,7 @@ def test_optional_fields_are_read(read):
     assert spec.precisions == {"float32": "3xtf32"}
 
 
-def test_versions_are_found_by_number_and_nothing_else_is(csrc):
+def test_versions_are_sorted_by_number_and_other_files_ignored(csrc):
     for name in ("v10_tenth.cu", "v9_ninth.cu", "notes.cu", "v11.cu", "vnext_idea.cu"):
         (csrc / "fp32" / name).write_text("")
     names = [path.name for path in header.version_files(csrc / "fp32")]

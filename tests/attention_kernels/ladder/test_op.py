@@ -1,4 +1,4 @@
-"""From version files to backends: a ladder that somebody edits, and kernels that decode."""
+"""Version files as backends: a ladder under development, and kernels that decode."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def decoder() -> BackendSpec:
     return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
 
 
-def test_a_files_backend_has_the_files_name_and_two_of_one_name_are_refused_together(tmp_path):
+def test_a_files_backend_has_its_name_and_two_of_one_name_are_refused(tmp_path):
     files = [tmp_path / folder / "v01_twice.cu" for folder in ("a", "b")]
     for file in files:
         file.parent.mkdir()
@@ -182,7 +182,7 @@ def test_a_file_that_changes_after_it_was_loaded_is_an_error(tmp_path):
         ladder.resolve(str(file)).prepare("cpu")
 
 
-def test_a_kernel_with_parameters_of_its_own_is_no_backend(tmp_path):
+def test_a_struct_kernel_is_not_a_backend(tmp_path):
     text = (DECODER / "v01_warp_per_head.cu").read_text()
     (tmp_path / "v01_step.cu").write_text(text.replace("Role:   decode", "Role:   struct"))
     with pytest.raises(header.HeaderError, match="its role is struct, so it is not a backend"):
