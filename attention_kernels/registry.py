@@ -264,7 +264,7 @@ class BackendSpec:
 
     def has_decode(self, device_type: str) -> bool:
         """Return whether it has a decode kernel for that device type (loads the backend)."""
-        return self.load().decode_on(device_type) is not None
+        return device_type in self.device_types and self.load().decode_on(device_type) is not None
 
     def decode(
         self,
