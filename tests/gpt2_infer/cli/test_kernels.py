@@ -55,7 +55,7 @@ def test_an_architecture_is_a_compute_capability(word, capsys):
         (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family selects a whole ladder"),
         (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 supports head_dim 7"),
         (["{0}/v01_none.cu"], "there is no file {0}/v01_none.cu"),
-        (["{0}/v01_folder.cu"], "{0}/v01_folder.cu is not a file"),
+        (["{0}/v01_folder.cu"], "there is no file {0}/v01_folder.cu"),
         (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
     ],
 )
