@@ -258,12 +258,9 @@ class GPT2(nn.Module):
         check_backend(attention or default_backend(device.type), config, dtype, device)
         if decode_attention is not None:
             check_backend(decode_attention, config, dtype, device, decode=True)
-        model = checkpoint.load(
-            lambda: cls(config, attention=attention, decode_attention=decode_attention),
-            device,
-            dtype,
-            seed,
-        )
+        with torch.device("meta"):
+            model = cls(config, attention=attention, decode_attention=decode_attention)
+        checkpoint.load_into(model, device, dtype, seed)
         model.tokenizer = checkpoint.tokenizer
         model._head_weight.data = with_room(model._head_weight.data)
         return model.requires_grad_(False).eval()

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_infer import GPT2, ConfigError, RequestError, WeightsError
+from gpt2_infer import GPT2, RequestError, WeightsError
 from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.config import named_config
 from gpt2_infer.tokenizer import Tokenizer
@@ -30,16 +28,12 @@ def test_sharded_equals_single(save_checkpoint, tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     (tmp_path / "sharded" / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
     (tmp_path / "sharded" / "merges.txt").write_bytes((folder / "merges.txt").read_bytes())
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(shards) > 2
     assert torch.equal(logits(load(tmp_path / "sharded")), logits(load(folder)))
-
-
-def test_an_index_that_names_a_missing_file(save_checkpoint):
-    folder, _ = save_checkpoint()
-    index = {"weight_map": {"wte.weight": "model-1.safetensors", "wpe.weight": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names missing files: model-1\.safetensors"):
-        load(folder)
+    shards[-1].unlink()
+    with pytest.raises(WeightsError, match=r"sharded does not fit its configuration: missing "):
+        load(tmp_path / "sharded")
 
 
 def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
@@ -73,21 +67,6 @@ def test_a_tied_checkpoint_may_hold_the_head_alone(save_checkpoint):
     assert torch.equal(logits(load(folder)), expected)
 
 
-def test_a_tensor_under_two_names_is_refused(save_checkpoint):
-    folder, _ = save_checkpoint()
-    rewrite(folder, lambda t: t | {"wte.weight": torch.zeros_like(t["transformer.wte.weight"])})
-    with pytest.raises(WeightsError, match=r"wte\.weight is stored twice"):
-        load(folder)
-
-
-def test_shards_lie_in_the_folder(save_checkpoint):
-    folder, _ = save_checkpoint()
-    index = {"weight_map": {"wte.weight": "../other/model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names files in other folders: \.\./other"):
-        load(folder)
-
-
 def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
 
@@ -102,10 +81,10 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
     with pytest.raises(WeightsError) as caught:
         load(folder)
     for words in (
-        "missing h.0.ln_1.weight (32,)",
-        "missing ln_f.bias (32,)",
+        "missing h.0.ln_1.weight [32]",
+        "missing ln_f.bias [32]",
         "unexpected score.weight",
-        "h.1.attn.c_attn.weight is (32, 95) and should be (32, 96)",
+        "h.1.attn.c_attn.weight is [32, 95] and should be [32, 96]",
         "h.0.mlp.c_fc.bias is I8",
     ):
         assert words in str(caught.value)
@@ -121,14 +100,6 @@ def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
     assert text.endswith("; and 6 more")
 
 
-def test_the_number_of_layers_is_compared_before_a_model_is_made(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 10**6}))
-    with pytest.raises(WeightsError, match="n_layer is 1000000, but its weights have 2 layers"):
-        load(folder)
-
-
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=8191, tokenizer=False)
     demo = open_checkpoint("demo").folder
@@ -138,30 +109,18 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
         load(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file(keep, save_checkpoint):
+def test_a_truncated_file(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
+    file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(WeightsError, match=r"model\.safetensors is truncated or corrupt"):
-        load(folder)
-
-
-def test_a_corrupt_header(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    file = folder / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[8:40] = b"\xff" * 32
-    file.write_bytes(data)
-    with pytest.raises(WeightsError, match="is truncated or corrupt"):
         load(folder)
 
 
 def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    expected = r"only pytorch_model\.bin.*never from a pickle.*save_pretrained"
-    with pytest.raises(WeightsError, match=expected):
+    with pytest.raises(WeightsError, match=r"never read from a pickle.*save_pretrained"):
         load(folder)
 
 
@@ -170,11 +129,12 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
     [
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "cannot be read as JSON"),
-        ("config.json", "[]", "is not a JSON object"),
-        ("config.json", "[" * 200_000, "is nested too deeply"),
-        ("config.json", '{"n_embd": ' + "9" * 5000 + "}", "cannot be read as JSON: Exceeds"),
+        ("config.json", "[]", "Expected `object`, got `array`"),
+        ("config.json", "caf\udce9", "cannot be read as JSON"),
         ("vocab.json", "{", "holds no readable tokenizer"),
-        ("model.safetensors", None, "holds no weights"),
+        ("model.safetensors", None, "has neither model.safetensors nor its shards"),
+        ("model.safetensors", "", "model.safetensors is truncated or corrupt"),
+        ("model.safetensors", "\xff" * 100, "model.safetensors is truncated or corrupt"),
     ],
 )
 def test_folders_that_are_incomplete_or_spoiled(file, content, words, save_checkpoint):
@@ -182,7 +142,7 @@ def test_folders_that_are_incomplete_or_spoiled(file, content, words, save_check
     if content is None:
         (folder / file).unlink()
     else:
-        (folder / file).write_text(content)
+        (folder / file).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(WeightsError) as caught:
         load(folder)
     assert words in str(caught.value)
@@ -259,23 +219,6 @@ def test_a_half_filled_cache_offline_is_a_hub_out_of_reach(save_checkpoint, tmp_
         load("someone/tiny")
 
 
-def test_a_pickle_only_repository_is_refused_as_such(save_checkpoint, monkeypatch):
-    import huggingface_hub
-
-    class Entry:
-        rfilename = "pytorch_model.bin"
-
-    class Info:
-        siblings = (Entry,)
-
-    folder, _ = save_checkpoint()
-    (folder / "model.safetensors").unlink()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
-    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: Info)
-    with pytest.raises(WeightsError, match=r"someone/old holds only pytorch_model\.bin.*convert"):
-        load("someone/old")
-
-
 def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
@@ -289,9 +232,9 @@ def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatc
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "a/b/c", ""])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "~nobody/x", "a/b/c", "x" * 300])
 def test_what_is_neither_a_folder_nor_a_hub_id(name):
-    with pytest.raises(WeightsError, match="there is no folder"):
+    with pytest.raises(WeightsError, match="is neither a local folder nor a model on the"):
         load(name)
 
 
@@ -303,20 +246,13 @@ def test_what_is_neither_a_folder_nor_a_hub_id(name):
         {"device": 1.5},
         {"dtype": 5},
         {"tokenizer": 3},
-        {"random_weights": True, "seed": "x"},
-        {"random_weights": True, "seed": 2**70},
+        {"seed": "x"},
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_by_name(wrong):
-    name = "the seed" if "seed" in wrong else next(iter(wrong))
-    with pytest.raises(RequestError, match=f"^{name} must be "):
+    (name,) = wrong
+    with pytest.raises(RequestError, match=f"^(the )?{name} must be "):
         GPT2.from_pretrained(**({"model": "demo", "device": "cpu"} | wrong))
-
-
-def test_a_pipe_in_the_folder_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(WeightsError, match=r"config\.json cannot be read as JSON: .*Not a regular"):
-        open_checkpoint(str(tmp_path))
 
 
 def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):
@@ -357,27 +293,6 @@ def test_named_sizes_are_the_published_ones(name, parameters):
     with torch.device("meta"):
         model = GPT2(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-
-
-def test_the_demo_model_is_small_and_complete(demo):
-    folder = open_checkpoint("demo").folder
-    assert (folder / "model.safetensors").stat().st_size < 16e6
-    assert {"README.md", "vocab.json", "merges.txt", "config.json"} <= {
-        f.name for f in folder.iterdir()
-    }
-    config = demo.config
-    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (6, 256, 4, 1024)
-    assert config.vocab_size == 8192
-    assert demo.tokenizer.decode([8191]) == "<|endoftext|>"
-
-
-def test_an_end_of_text_id_that_is_no_id_is_refused(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 1.5}))
-    (folder / "generation_config.json").unlink()
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        load(folder)
 
 
 def test_a_device_that_torch_does_not_know():
