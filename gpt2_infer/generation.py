@@ -24,7 +24,7 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
-from gpt2_infer.stream import FinishReason, TextStream, Watcher
+from gpt2_infer.stream import FinishReason, Watcher
 
 
 @dataclass
@@ -125,15 +125,10 @@ def run(
     if request.config != model.config:
         raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
-    tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
-    if wants_text and tokenizer is None:
+    if on_text and request.tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
-    eos = () if request.ignore_eos else model.config.eos_token_id
-    watchers = []
-    for row in range(len(request.rows)):
-        stream = TextStream(tokenizer) if tokenizer and wants_text else None
-        watchers.append(Watcher(row, eos, request.stops, stream, on_text))
-    watch = wants_text or bool(eos) or progress
+    watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]
+    watch = progress or bool(watchers[0].stream or watchers[0].eos)
     try:
         return _generate(model, request, watchers, watch=watch, progress=progress)
     except torch.OutOfMemoryError:
@@ -171,9 +166,6 @@ def _generate(
             _see(engine, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
-    texts = []
-    if model.tokenizer is not None:
-        texts = [w.text if w.stream else model.tokenizer.decode(w.tokens) for w in watchers]
     seconds = marks.seconds()  # the start, the first token, ... the end
     generation = Generation(
         prompts=request.rows,
@@ -188,7 +180,7 @@ def _generate(
         prefill_s=seconds[1] if len(seconds) > 1 else 0.0,
         generation_s=seconds[-1] if seconds else 0.0,
         intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])],
-        texts=texts,
+        texts=[w.whole_text() for w in watchers] if request.tokenizer else [],
     )
     if not interrupted:
         keep()

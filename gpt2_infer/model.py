@@ -91,19 +91,13 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
         _find_at_once(self)
 
-    def forward(
-        self, x: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None
-    ) -> Tensor:
-        """Attend within each sequence, and fill the cache if given.
-
-        x: (batch * seqlen, n_embd). shape: (batch, seqlen).
-        """
-        return self.attend(self.c_attn.forward(x), shape, backend, cache)
-
     def attend(
         self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
     ) -> Tensor:
-        """Attend as forward() does, from c_attn's output, (batch * seqlen, 3 * n_embd)."""
+        """Attend within each sequence, and fill the cache if given.
+
+        qkv: c_attn's output, (batch * seqlen, 3 * n_embd). shape: (batch, seqlen).
+        """
         rows, dtype = qkv.shape[0], qkv.dtype
         qkv = qkv.view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
@@ -393,7 +387,8 @@ class GPT2(nn.Module):
         backend = self.attention
         x = self.embed(tokens)
         for block in self.blocks():
-            heads = block.attn.forward(_layer_norm(block.ln_1, x), tokens.shape, backend, cache)
+            qkv = block.attn.c_attn.forward(_layer_norm(block.ln_1, x))
+            heads = block.attn.attend(qkv, tokens.shape, backend, cache)
             if block is self.h[-1]:
                 # From here on positions are independent: keep only those whose logits are wanted.
                 x, heads = (
@@ -402,9 +397,10 @@ class GPT2(nn.Module):
                 )
             x = block.finish(x, heads)
         if cache is not None:
-            cache.seqlens.copy_(
-                seqlens if seqlens is not None else torch.full_like(cache.seqlens, seqlen)
-            )
+            if seqlens is None:
+                cache.seqlens.fill_(seqlen)
+            else:
+                cache.seqlens.copy_(seqlens)
         return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
     @torch.inference_mode()
@@ -493,8 +489,7 @@ def check_backend(
     decode: bool = False,
 ) -> None:
     """Raise UnavailableBackendError or UnsupportedError if `spec` cannot serve this model."""
-    reason = spec.unavailable_reason(device)
-    if reason:
+    if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
     reasons = spec.static_reasons(dtype, config.head_dim, device.type)
@@ -518,8 +513,6 @@ def keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor = 1) ->
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    if name == "relu":
-        return F.relu
     from transformers.activations import ACT2FN
 
     try:

@@ -163,10 +163,9 @@ class Product:
         tiles = tile.count(m, n)
         parts = plan.blocks + tiles if tiles % plan.blocks else 0
         workspace = x.new_empty(parts * tile.block_m * tile.block_n)
-        ln_weight, ln_bias, epsilon = (
-            (norm.weight, norm.bias, norm.eps) if norm else (None, None, 0)
-        )
-        tensors = (x, self.weight, self.bias, y, residual, ln_weight, ln_bias, workspace)
+        scale, shift = (None, None) if norm is None else (norm.weight, norm.bias)
+        epsilon = 0.0 if norm is None else norm.eps
+        tensors = (x, self.weight, self.bias, y, residual, scale, shift, workspace)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         params = Params(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
         self._op(x, torch.frombuffer(params, dtype=torch.uint8))
