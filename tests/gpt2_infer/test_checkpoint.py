@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,21 +51,16 @@ def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
     assert torch.equal(logits(load(folder)), expected)
 
 
-def test_a_second_copy_of_a_tied_head(save_checkpoint):
+def test_a_tied_checkpoint_may_hold_the_head_as_well_or_alone(save_checkpoint):
     folder, _ = save_checkpoint()
     expected = logits(load(folder))
     rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()})
     assert torch.equal(logits(load(folder)), expected)
-    rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1})
-    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from wte\.weight"):
-        load(folder)
-
-
-def test_a_tied_checkpoint_may_hold_the_head_alone(save_checkpoint):
-    folder, _ = save_checkpoint()
-    expected = logits(load(folder))
     rewrite(folder, lambda t: t | {"lm_head.weight": t.pop("transformer.wte.weight")})
     assert torch.equal(logits(load(folder)), expected)
+    rewrite(folder, lambda t: t | {"transformer.wte.weight": t["lm_head.weight"] + 1})
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from wte\.weight"):
+        load(folder)
 
 
 def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
@@ -133,7 +129,6 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
         ("config.json", "caf\udce9", "cannot be read as JSON"),
         ("vocab.json", "{", "holds no readable tokenizer"),
         ("model.safetensors", None, "has neither model.safetensors nor its shards"),
-        ("model.safetensors", "", "model.safetensors is truncated or corrupt"),
         ("model.safetensors", "\xff" * 100, "model.safetensors is truncated or corrupt"),
     ],
 )
@@ -187,49 +182,21 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "cache" / "models--someone--tiny"
     snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, snapshot)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
-    (repository / "refs" / "v2").write_text("a" * 40)
-    for file in folder.iterdir():
-        (snapshot / file.name).write_bytes(file.read_bytes())
+    for name in ("main", "v2"):
+        (repository / "refs" / name).write_text("a" * 40)
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
+        load("someone/tiny")
 
 
 def test_a_tokenizer_of_ones_own_is_used(demo):
     own = Tokenizer.load(open_checkpoint("demo").folder)
     assert GPT2.from_pretrained("demo", device="cpu", tokenizer=own).tokenizer is own
-
-
-def test_a_half_filled_cache_offline_is_a_hub_out_of_reach(save_checkpoint, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    folder, _ = save_checkpoint()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            (snapshot / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
-        load("someone/tiny")
-
-
-def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(WeightsError) as caught:
-        load("someone/unknown")
-    text = str(caught.value)
-    assert "someone/unknown could not be fetched" in text
-    assert "--model demo" in text
-    assert "--model FOLDER" in text
-    assert "\n" not in text
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "~nobody/x", "a/b/c", "x" * 300])
@@ -264,8 +231,7 @@ def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):
 def test_a_named_size_with_random_weights_needs_no_download():
     checkpoint = open_checkpoint("distilbert/distilgpt2", random_weights=True)
     assert (checkpoint.config.n_layer, checkpoint.config.n_embd) == (6, 768)
-    ids = checkpoint.tokenizer.encode("Hello, I'm a language model,")
-    assert ids == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert checkpoint.tokenizer.encode("Hello, I'm") == [15496, 11, 314, 1101]
 
 
 def test_random_weights_are_those_of_the_seed():

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpt2_infer import GPT2
+from gpt2_infer import GPT2, Request
 from gpt2_infer.config import GPT2Config
 
 # With --dist loadgroup one worker runs all tests of the largest, which take up to 25 GB of a GPU.
@@ -25,6 +25,15 @@ def random_model(config: GPT2Config, dtype: torch.dtype = torch.float32) -> GPT2
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
     return model.to(dtype)
+
+
+def published(name: str, dtype: torch.dtype = torch.float32) -> GPT2:
+    """A published size on the GPU, with random weights."""
+    return GPT2.from_pretrained(name, random_weights=True, device="cuda", dtype=dtype)
+
+
+def request_for(model: GPT2, prompts: Any, **fields: Any) -> Request:
+    return Request(config=model.config, tokenizer=model.tokenizer, prompts=prompts, **fields)
 
 
 class RecordedGraph(TorchDispatchMode):

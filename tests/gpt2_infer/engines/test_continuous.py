@@ -8,11 +8,12 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.judge.reference import naive_attention
-from gpt2_infer import GPT2, Request, RequestError, Sampling, generate
+from gpt2_infer import GPT2, RequestError, Sampling, generate
 from gpt2_infer.engines import continuous
 from gpt2_infer.engines.continuous import NOT_FINITE, Continuous
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
+from tests.gpt2_infer.engines.common import published, request_for
 
 SAMPLING = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
 
@@ -25,21 +26,13 @@ def make_model(device: str) -> GPT2:
 def make_requests(model, count, *, sampling=SAMPLING, **fields):
     """Prompts of 1 to 20 tokens."""
     rng = random.Random(0)
-    return [
-        (
-            i,
-            Request(
-                config=model.config,
-                tokenizer=model.tokenizer,
-                prompts=[[rng.randrange(300, 8000) for _ in range(rng.randint(1, 20))]],
-                max_new_tokens=10,
-                mode="kv-cache",
-                sampling=dataclasses.replace(sampling, seed=sampling.seed + i),
-                **fields,
-            ),
-        )
-        for i in range(count)
-    ]
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 20))]
+        drawn = dataclasses.replace(sampling, seed=sampling.seed + i)
+        options = {"max_new_tokens": 10, "mode": "kv-cache", "sampling": drawn, **fields}
+        requests.append((i, request_for(model, [prompt], **options)))
+    return requests
 
 
 def test_torchs_default_device_changes_nothing():
@@ -94,7 +87,7 @@ def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_so_is_a_row_of_gpt2_whose_logits_are_not_aligned(dtype):
-    same_in_any_batch(GPT2.from_pretrained("gpt2", random_weights=True, device="cuda", dtype=dtype))
+    same_in_any_batch(published("gpt2", dtype))
 
 
 def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
@@ -124,22 +117,10 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     folder, _ = save_checkpoint()
     model = GPT2.from_pretrained(str(folder), device="cpu")
     rows = [[5] * 60, [6] * 3, [7] * 33]
-    requests = [
-        (
-            i,
-            Request(
-                config=model.config,
-                tokenizer=model.tokenizer,
-                prompts=[row],
-                max_new_tokens=4,
-                mode="kv-cache",
-                ignore_eos=True,
-            ),
-        )
-        for i, row in enumerate(rows)
-    ]
+    options = {"max_new_tokens": 4, "mode": "kv-cache", "ignore_eos": True}
+    requests = [(i, request_for(model, [row], **options)) for i, row in enumerate(rows)]
     done = dict(Continuous(model, batch=2).run(requests))
-    alone = generate(model, rows, max_new_tokens=4, mode="kv-cache", ignore_eos=True)
+    alone = generate(model, rows, **options)
     assert [done[i].tokens for i in range(3)] == alone.tokens
 
 

@@ -12,8 +12,8 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
-from gpt2_infer.request import Request
-from tests.gpt2_infer.engines.common import SIZES, random_model
+from gpt2_infer.request import MODES
+from tests.gpt2_infer.engines.common import SIZES, published, random_model, request_for
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -53,8 +53,7 @@ def test_the_engine_writes_what_the_modules_write(monkeypatch):
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
     monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     model, prompts = random_model(CONFIG), [[7, 3], [5, 6, 90, 2]]
-    request = Request(config=CONFIG, tokenizer=None, prompts=prompts, max_new_tokens=9)
-    engine = Recompute(model, request, "fused")
+    engine = Recompute(model, request_for(model, prompts, max_new_tokens=9), "fused")
     engine.warm_up()
     for step in range(9):
         engine.step(step)
@@ -64,9 +63,7 @@ def test_the_engine_writes_what_the_modules_write(monkeypatch):
 def test_all_reasons_against_it_are_told():
     config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
     model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
-    request = Request(
-        config=config, tokenizer=None, prompts=[[1] * 1000] * 3, max_new_tokens=1, mode="recompute"
-    )
+    request = request_for(model, [[1] * 1000] * 3, max_new_tokens=1)
     reasons = unsupported_reasons(model, request)
     for word in ("CUDA device", "bfloat16", "96 and 384", "relu", "3000 positions"):
         assert sum(word in reason for reason in reasons) == 1
@@ -77,20 +74,17 @@ def test_all_reasons_against_it_are_told():
 # On a GPU
 
 
-def published(name: str) -> GPT2:
-    return GPT2.from_pretrained(name, random_weights=True, device="cuda")
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("prompts", "count"),
     [([[15496, 11, 616, 1438, 318, 1757, 13, 314]], 504), ([[1], [4] * 40, [5, 6]], 100)],
 )
-def test_greedy_text_of_all_engines_is_the_same(prompts, count):
+def test_greedy_text_of_all_engines_is_the_same(prompts, count, mode):
     model = published("gpt2")
-    eager = generate(model, prompts, max_new_tokens=count, engine="eager")
+    eager = generate(model, prompts, max_new_tokens=count, mode=mode, engine="eager")
     for engine in ("graph", "auto"):
-        text = generate(model, prompts, max_new_tokens=count, engine=engine)
+        text = generate(model, prompts, max_new_tokens=count, mode=mode, engine=engine)
         assert text.engine == ("fused" if engine == "auto" else engine)
         assert text.tokens == eager.tokens
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from attention_kernels.backends import pytorch
-from gpt2_infer import GPT2, Request, Sampling, engines, generate, sampling
+from gpt2_infer import GPT2, Sampling, engines, generate, sampling
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Shape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.common import RecordedGraph, random_model
+from tests.gpt2_infer.engines.common import RecordedGraph, random_model, request_for
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -199,10 +199,7 @@ def test_copies_begin_with_nothing(captured):
 
 
 def lend(model):
-    request = Request(
-        config=CONFIG, tokenizer=None, prompts=PROMPTS, max_new_tokens=5, engine="graph"
-    )
-    return lend_engine(model, request)
+    return lend_engine(model, request_for(model, PROMPTS, max_new_tokens=5, engine="graph"))
 
 
 @torch.inference_mode()
