@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.upcast = config.reorder_and_upcast_attn
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
-        _find_at_once(self)
+        _cache_submodules(self)
 
     def attend(
         self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
@@ -133,7 +133,7 @@ class MLP(nn.Module):
         # GELU's tanh form is one fused kernel, or part of the product.
         self.is_gelu_tanh = config.is_gelu_tanh
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
-        _find_at_once(self)
+        _cache_submodules(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden units before c_proj: (rows, n_embd) -> (rows, inner_dim)."""
@@ -154,7 +154,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config)
-        _find_at_once(self)
+        _cache_submodules(self)
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
         """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
@@ -185,7 +185,7 @@ class GPT2(nn.Module):
         self.tokenizer: Tokenizer | None = None
         self._prepared = Prepared()
         self.wte, self.wpe = (
-            # Initializing its own weights, nn.Embedding would import torch's compiler: a second.
+            # Its own initialization would import torch's compiler, which takes a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
             for rows in (config.vocab_size, config.n_positions)
         )
@@ -275,7 +275,7 @@ class GPT2(nn.Module):
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of weights read per decoded token: all but embeddings that are not the head."""
+        """The bytes read per decoded token: all weights except embeddings that are not the head."""
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
 
@@ -429,8 +429,8 @@ class GPT2(nn.Module):
         return project(x, self._head_weight)
 
 
-def _find_at_once(module: nn.Module) -> None:
-    """Also store a module's submodules as plain attributes: nn.Module's own lookup is slow."""
+def _cache_submodules(module: nn.Module) -> None:
+    """Also store the submodules as plain attributes: nn.Module's own lookup is slow."""
     module.__dict__.update(module._modules)
 
 

@@ -227,9 +227,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         ("capacity", ctypes.c_int64),
-        ("layers", ctypes.c_int),
-        ("max_seqlen", ctypes.c_int),
-        ("is_greedy", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("layers", "max_seqlen", "is_greedy")),
         ("softmax_scale", ctypes.c_float),
         ("scales_by_layer", ctypes.c_int),
         ("epsilon", ctypes.c_float),

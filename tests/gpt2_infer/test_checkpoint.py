@@ -63,7 +63,7 @@ def test_a_tied_checkpoint_may_hold_the_head_as_well_or_alone(save_checkpoint):
         load(folder)
 
 
-def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
+def test_all_mismatches_are_listed_at_once(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
 
     def spoil(tensors):
@@ -86,7 +86,7 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
         assert words in str(caught.value)
 
 
-def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
+def test_at_most_five_problems_are_listed(save_checkpoint):
     folder, _ = save_checkpoint(n_layer=3, vocab_size=50)
     rewrite(folder, lambda t: {n: x for n, x in t.items() if ".h.1." not in n or "ln_1.b" in n})
     with pytest.raises(WeightsError) as caught:
@@ -132,7 +132,7 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
         ("model.safetensors", "\xff" * 100, "model.safetensors is truncated or corrupt"),
     ],
 )
-def test_folders_that_are_incomplete_or_spoiled(file, content, words, save_checkpoint):
+def test_incomplete_or_damaged_folders(file, content, words, save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     if content is None:
         (folder / file).unlink()
@@ -156,7 +156,7 @@ def test_any_stored_dtype_becomes_the_dtype_asked_for(stored, dtype, save_checkp
 
 
 def test_float32_weights_on_the_cpu_are_the_files_own_pages(save_checkpoint):
-    """No second copy in host memory: the parameters lie in the mapped file."""
+    """The parameters lie in the mapped file, with no second copy in host memory."""
     folder, _ = save_checkpoint(n_embd=256, vocab_size=8192)
     model = load(folder)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -175,7 +175,7 @@ def test_end_of_text_ids_come_from_generation_config(save_checkpoint):
 
 
 def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, monkeypatch):
-    """The real huggingface_hub code, offline, against a cache folder made here."""
+    """Run the real huggingface_hub, offline, on a cache folder made by the test."""
     from huggingface_hub import constants
 
     folder, _ = save_checkpoint()
@@ -200,7 +200,7 @@ def test_a_tokenizer_of_ones_own_is_used(demo):
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "~nobody/x", "a/b/c", "x" * 300])
-def test_what_is_neither_a_folder_nor_a_hub_id(name):
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name):
     with pytest.raises(WeightsError, match="is neither a local folder nor a model on the"):
         load(name)
 

@@ -21,20 +21,20 @@ from gpt2_infer import ConfigError, GPT2Config
         ({"auto_map": {"AutoConfig": "evil.Evil"}}, "auto_map is set"),
     ],
 )
-def test_configurations_that_cannot_be_honoured_are_refused_by_name(fields, words):
+def test_unsupported_fields_are_refused_by_name(fields, words):
     with pytest.raises(ConfigError) as caught:
         GPT2Config.from_dict(fields)
     assert words in str(caught.value)
 
 
-def test_fields_that_change_nothing_are_taken():
+def test_fields_without_effect_are_accepted():
     notes = {"resid_pdrop": 0.3, "n_ctx": 7, "summary_type": "cls_index", "use_cache": True}
     unset = {"rope_scaling": None, "add_cross_attention": False, "pruned_heads": {}}
     architecture = {"architectures": ["GPT2LMHeadModel"], "transformers_version": "4.1"}
     assert GPT2Config.from_dict({**notes, **unset, **architecture}) == GPT2Config()
 
 
-def test_defaults_and_aliases_are_transformers():
+def test_defaults_and_aliases_equal_transformers():
     from transformers import GPT2Config as Theirs
 
     theirs = Theirs()

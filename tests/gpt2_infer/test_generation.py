@@ -29,7 +29,7 @@ BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"
 
 @pytest.fixture(scope="module")
 def expected():
-    """Token ids of a prompt, and 40 more by transformers."""
+    """Return the token ids of a prompt, and the 40 that transformers generates after them."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = open_checkpoint("demo")
@@ -86,8 +86,8 @@ def test_every_token_has_a_random_number_of_its_own(mode, demo, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_parts_of_the_time_are_told_apart(mode, demo, monkeypatch):
-    """By a clock that moves by one whenever it is looked at."""
+def test_warm_up_prefill_and_generation_are_timed_separately(mode, demo, monkeypatch):
+    """The fake clock advances by one at each reading."""
     moments = itertools.count()
     clock = types.SimpleNamespace(perf_counter=lambda: float(next(moments)))
     monkeypatch.setattr("gpt2_infer.generation.time", clock)
@@ -151,7 +151,7 @@ def test_one_new_token_and_a_full_context(mode, save_checkpoint):
 
 
 def end_of_text_after(model: GPT2, prompt: str, steps: int) -> GPT2:
-    """The same model, told that the token it produces after `steps` steps ends a text."""
+    """Make the token that the model generates in step `steps` its end-of-text token."""
     import dataclasses
 
     token = generate(model, prompt, max_new_tokens=steps, ignore_eos=True).tokens[0][-1]
@@ -234,12 +234,12 @@ def test_ctrl_c_keeps_what_was_generated(mode, watched, demo, monkeypatch):
     cut = generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode, ignore_eos=not watched)
     assert cut.tokens == [full[:7]]
     assert cut.finish_reasons == ["interrupted"]
-    calls = 7  # and in the first pass
+    calls = 7  # interrupt the next call in its first pass
     assert generate(demo, PROMPTS[0], max_new_tokens=20, mode=mode).tokens == [[]]
 
 
 def spoiled(where: str) -> Kernels:
-    """Plain attention whose second row, or whose decoding, is NaN."""
+    """Return plain attention with NaN in the second row, or in decoding."""
 
     def attention(q, k, v, softmax_scale, is_causal):
         o = naive_attention(q, k, v, softmax_scale, is_causal)
@@ -306,12 +306,12 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"sampling": 0}, "sampling must be a Sampling, not 0"),
     ],
 )
-def test_requests_that_cannot_be_met(arguments, words, demo):
+def test_invalid_requests_are_refused(arguments, words, demo):
     with pytest.raises(RequestError, match=words):
         generate(demo, **({"prompts": "The"} | arguments))
 
 
-def test_a_model_is_no_name():
+def test_a_name_in_place_of_a_model_is_refused():
     with pytest.raises(RequestError, match="model must be a GPT2, not 'demo'"):
         generate("demo", "The")
 
@@ -345,11 +345,11 @@ def test_a_function_computes_attention(mode, demo):
     result = generate(demo.with_attention(my_attention), PROMPTS, max_new_tokens=3, mode=mode)
     assert result.tokens == generate(demo, PROMPTS, max_new_tokens=3, mode=mode).tokens
     assert result.attention == "my_attention"
-    assert calls == (6 if mode == "kv-cache" else 18)  # 6 layers, once or for each token
+    assert calls == (6 if mode == "kv-cache" else 18)  # 6 layers, in the prefill or for each token
     assert result.decode_attention in (None, "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
-def test_a_function_that_is_wrong_is_named(demo):
+def test_errors_in_a_function_name_it(demo):
     def my_attention(q, k, v):
         return q
 
@@ -371,19 +371,19 @@ def test_backends_are_checked_before_the_work():
         )
 
 
-def test_a_backend_without_a_decode_kernel_is_told_apart(clean_registry):
+def test_a_backend_without_a_decode_kernel(clean_registry):
     add("TEST_PREFILL_ONLY", naive_attention)
     DECODES = "PYTORCH_SDPA_FLASH_ATTENTION"
     model = GPT2.from_pretrained("demo", device="cpu", attention="TEST_PREFILL_ONLY")
     result = generate(model, "The", max_new_tokens=3, mode="kv-cache")
     assert (result.attention, result.decode_attention) == ("TEST_PREFILL_ONLY", DECODES)
-    with pytest.raises(UnsupportedError, match="no decode kernel on cpu"):  # before any work
+    with pytest.raises(UnsupportedError, match="no decode kernel on cpu"):
         model.with_attention(None, "TEST_PREFILL_ONLY").check_backends(decode=True)
     with pytest.raises(UnsupportedError, match=r"TEST_PREFILL_ONLY.*no decode kernel on cpu"):
         GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
 
 
-def test_the_time_between_tokens_is_told_where_someone_watches(demo):
+def test_intervals_between_tokens_are_timed_if_tokens_are_read(demo):
     watched = generate(demo, "Once", max_new_tokens=5, mode="kv-cache", stop="no such text")
     assert len(watched.intervals_s) == len(watched.tokens[0]) - 1 == 4
     assert 0 < sum(watched.intervals_s) <= watched.generation_s - watched.prefill_s

@@ -24,7 +24,7 @@ def make_model(device: str) -> GPT2:
 
 
 def make_requests(model, count, *, sampling=SAMPLING, **fields):
-    """Prompts of 1 to 20 tokens."""
+    """Return requests with prompts of 1 to 20 tokens."""
     rng = random.Random(0)
     requests = []
     for i in range(count):
@@ -48,7 +48,7 @@ def test_torchs_default_device_changes_nothing():
     ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
 )
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_rows_are_what_they_are_alone(device, sampling, fields, ahead, monkeypatch):
+def test_rows_equal_rows_run_alone(device, sampling, fields, ahead, monkeypatch):
     monkeypatch.setitem(continuous.AHEAD, device, ahead)
     model = make_model(device)
     requests = make_requests(model, 8, sampling=sampling, **fields)
@@ -80,13 +80,13 @@ def same_in_any_batch(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
+def test_rows_are_bitwise_equal_in_any_batch(device):
     same_in_any_batch(make_model(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_is_a_row_of_gpt2_whose_logits_are_not_aligned(dtype):
+def test_rows_with_unaligned_logits_do_not_depend_on_the_batch(dtype):
     same_in_any_batch(published("gpt2", dtype))
 
 
@@ -100,8 +100,8 @@ def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
     assert completion.logprob == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.gpu  # on a CPU a job's test shows it
-def test_a_row_that_is_not_finite_harms_no_other():
+@pytest.mark.gpu  # for the CPU, batch/test_job.py has this test
+def test_a_row_that_is_not_finite_does_not_affect_others():
     model = make_model("cuda")
     model.lm_head = torch.nn.Linear(256, 8192, bias=False, device="cuda").requires_grad_(False)
     model.lm_head.weight.copy_(model.wte.weight)
@@ -124,7 +124,7 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     assert [done[i].tokens for i in range(3)] == alone.tokens
 
 
-def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
+def test_an_alias_is_resolved_by_row_length(clean_registry):
     def choose(dtype, head_dim, device_type, seqlen=None):
         return get_backend("NAIVE_PYTORCH" if seqlen in (None, 32) else "PYTORCH_SDPA_MATH")
 
@@ -146,6 +146,6 @@ def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
         ({"batch": 1, "engine": "graph"}, "the graph engine needs a CUDA device"),
     ],
 )
-def test_what_it_cannot_do_is_refused(demo, fields, message):
+def test_unsupported_settings_are_refused(demo, fields, message):
     with pytest.raises(RequestError, match=message):
         Continuous(demo, **fields)

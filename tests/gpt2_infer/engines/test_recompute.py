@@ -48,8 +48,8 @@ def test_one_layer_and_a_head_of_its_own():
 
 
 @torch.inference_mode()
-def test_the_engine_writes_what_the_modules_write(monkeypatch):
-    """Several lengths, each run first and replayed after that; here a replay runs it again."""
+def test_the_engine_generates_the_modules_tokens(monkeypatch):
+    """Each length is run once, then replayed; here a replay runs the body again."""
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
     monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     model, prompts = random_model(CONFIG), [[7, 3], [5, 6, 90, 2]]
@@ -60,7 +60,7 @@ def test_the_engine_writes_what_the_modules_write(monkeypatch):
     assert engine.new_tokens(9) == generate(model, prompts, max_new_tokens=9).tokens
 
 
-def test_all_reasons_against_it_are_told():
+def test_all_reasons_are_listed():
     config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
     model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
     request = request_for(model, [[1] * 1000] * 3, max_new_tokens=1)
@@ -106,7 +106,7 @@ def test_every_size_on_a_gpu(name):
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_repeated_pass_gives_the_same_bits():
-    """A kernel that reads what the one ahead of it has not written yet shows now and then."""
+    """A race shows only in some of the repetitions."""
     model = published("gpt2")
     forward = Forward(model)
     tokens, seqlens = torch.randint(0, 50257, (1, 256)).cuda(), torch.tensor([250]).cuda()
