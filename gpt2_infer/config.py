@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import msgspec
@@ -97,7 +97,7 @@ class GPT2Config:
         if raw.get("auto_map"):
             raise ConfigError("auto_map is set: a checkpoint's own code is never run")
         values = {_ALIASES.get(name, name): value for name, value in raw.items()}
-        known = {*cls.__dataclass_fields__, *_IGNORED.split()}
+        known = {*_IGNORED.split(), *(field.name for field in fields(cls))}
         if refused := [name for name, value in values.items() if value and name not in known]:
             raise ConfigError(
                 f"only plain decoder-only GPT-2 is supported, without {', '.join(refused)}"

@@ -218,6 +218,7 @@ class Shape:
         return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}")
 
 
+# The tensors that the kernels point to, in this order.
 POINTERS = "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"
 
 
@@ -253,14 +254,14 @@ def pack(model: GPT2, shape: Shape) -> Packed:
 
 def _pack(model: GPT2, shape: Shape) -> Packed:
     products = shape.products.values()
-    each = sum(one.rows * one.columns for one in products)
-    weights = model.wte.weight.new_empty(model.config.n_layer, each)
+    sizes = [one.rows * one.columns for one in products]
+    weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
     vectors: list[Tensor] = []
     for layer, block in zip(weights, model.blocks(), strict=True):
         attn, mlp = block.attn, block.mlp
         linears = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
-        packed = (one.pack(linear.weight) for one, linear in zip(products, linears, strict=True))
-        layer.copy_(torch.cat([*packed]))
+        for part, product, linear in zip(layer.split(sizes), products, linears, strict=True):
+            part.copy_(product.pack(linear.weight))
         vectors += [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
         vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
     ln_f = torch.cat([model.ln_f.weight, model.ln_f.bias])
@@ -305,7 +306,7 @@ class Step:
         head = wte if model.lm_head is None else model.lm_head.weight.contiguous()
         weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
-        self._kept = (*weights, *state)  # alive: the kernels hold pointers to these, in this order
+        self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
         self._params = Params(
             *(tensor.data_ptr() for tensor in self._kept),
             tokens.shape[1],

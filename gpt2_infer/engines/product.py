@@ -46,6 +46,7 @@ class Tile:
 TILES = (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4))
 
 
+# The tensors that the kernel points to, in this order.
 POINTERS = "x weight bias y residual ln_weight ln_bias workspace"
 
 

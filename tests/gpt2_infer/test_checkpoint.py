@@ -206,17 +206,9 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"model": None},
-        {"model": b"demo"},
-        {"device": 1.5},
-        {"dtype": 5},
-        {"tokenizer": 3},
-        {"seed": "x"},
-    ],
+    "wrong", [{"model": None}, {"device": "gpu"}, {"dtype": 5}, {"tokenizer": 3}, {"seed": "x"}]
 )
-def test_arguments_of_a_wrong_type_are_refused_by_name(wrong):
+def test_invalid_arguments_are_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(RequestError, match=f"^(the )?{name} must be "):
         GPT2.from_pretrained(**({"model": "demo", "device": "cpu"} | wrong))
@@ -259,11 +251,6 @@ def test_named_sizes_are_the_published_ones(name, parameters):
     with torch.device("meta"):
         model = GPT2(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-
-
-def test_a_device_that_torch_does_not_know():
-    with pytest.raises(RequestError, match="device must be cuda or cpu, not 'gpu'"):
-        GPT2.from_pretrained("demo", device="gpu")
 
 
 def test_a_dtype_may_be_named_as_on_the_command_line():

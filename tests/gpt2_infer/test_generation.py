@@ -363,12 +363,9 @@ def test_errors_in_a_function_name_it(demo):
 
 
 def test_backends_are_checked_before_the_work():
-    with pytest.raises(UnavailableBackendError, match="runs on cuda only, not on cpu"):
-        GPT2.from_pretrained("demo", device="cpu", attention="PYTORCH_SDPA_CUDNN_ATTENTION")
-    with pytest.raises(UnavailableBackendError, match="runs on cuda only, not on cpu"):
-        GPT2.from_pretrained(
-            "demo", device="cpu", decode_attention="PYTORCH_SDPA_EFFICIENT_ATTENTION"
-        )
+    for kind in ("attention", "decode_attention"):
+        with pytest.raises(UnavailableBackendError, match="runs on cuda only, not on cpu"):
+            GPT2.from_pretrained("demo", device="cpu", **{kind: "PYTORCH_SDPA_CUDNN_ATTENTION"})
 
 
 def test_a_backend_without_a_decode_kernel(clean_registry):
