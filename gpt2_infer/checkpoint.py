@@ -151,8 +151,11 @@ def _stored(folder: Path, device: torch.device) -> dict[str, tuple[Any, str]]:
         except SafetensorError as error:
             raise WeightsError(f"{file} is truncated or corrupt: {error}") from error
         for key in opened.keys():  # noqa: SIM118 (not a dict)
-            if not key.endswith(_LEGACY_BUFFERS):
-                found[key.removeprefix("transformer.")] = opened, key
+            name = key.removeprefix("transformer.")
+            if name in found:
+                raise WeightsError(f"{folder} stores {name} twice")
+            if not name.endswith(_LEGACY_BUFFERS):
+                found[name] = opened, key
     return found
 
 

@@ -63,6 +63,14 @@ def test_a_tied_checkpoint_may_hold_the_head_as_well_or_alone(save_checkpoint):
         load(folder)
 
 
+def test_a_tensor_that_is_stored_twice_is_refused(save_checkpoint):
+    folder, _ = save_checkpoint()
+    shutil.copy(folder / "model.safetensors", folder / "model-1-of-2.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-2-of-2.safetensors")
+    with pytest.raises(WeightsError, match=r"stores h\.0\..* twice"):
+        load(folder)
+
+
 def test_all_mismatches_are_listed_at_once(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
 
