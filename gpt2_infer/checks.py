@@ -26,9 +26,3 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raise RequestError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise RequestError(f"{name} must be a {kind.__name__}, not {value!r}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise RequestError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, not {value!r}")

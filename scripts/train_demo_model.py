@@ -34,7 +34,8 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_infer.cli import Parser
-from gpt2_infer.perplexity import END_OF_TEXT, HELD_OUT
+from gpt2_infer.perplexity import HELD_OUT
+from gpt2_infer.tokenizer import END_OF_TEXT
 
 STRAIGHT = str.maketrans(
     {
