@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 
 from gpt2_infer.batch import Settings
 from gpt2_infer.batch.job import load
+from gpt2_infer.bench import models
 from gpt2_infer.bench.record import BatchCell, Row
 from gpt2_infer.bench.study import BatchStudy, Contender, JobStudy, RejectedError, Subject
-from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
@@ -67,7 +67,8 @@ class Batches(Subject[BatchCell]):
         for batch in study.peer_batch_sizes:
             row, part = self._part(f"{TRANSFORMERS}, {batch}", batch, model, rows)
             row.extra["program"] = "transformers"
-            run = functools.partial(_transformers, reference_of(model), part, row, expected)
+            reference = models.reference_of(model)
+            run = functools.partial(_transformers, reference, part, row, expected)
             yield Contender(row, run)
 
     def _part(
@@ -102,7 +103,7 @@ def _ours(
         some = requests[:: max(2, len(requests) // engine.batch)]
         random.Random(1).shuffle(some)
         first = dict(engine.run(some))
-    done, seconds = _timed(engine.model.device, lambda: dict(engine.run(requests)))
+    done, seconds = models.timed(engine.model.device, lambda: dict(engine.run(requests)))
     if first is not None:
         same = sum(done[index] == one for index, one in first.items())
         row.extra["same_rows"] = same / len(first)
@@ -124,7 +125,7 @@ def _one_by_one(model: GPT2, requests: _Requests) -> dict[str, float]:
                 ignore_eos=one.ignore_eos,
             )
 
-    _, seconds = _timed(model.device, run)
+    _, seconds = models.timed(model.device, run)
     return {"time": seconds}
 
 
@@ -132,7 +133,7 @@ def _transformers(
     reference: Any, requests: _Requests, row: Row, expected: dict[int, list[int]]
 ) -> dict[str, float]:
     done: dict[int, list[int]] = {}
-    batch = row.extra["batch"]
+    batch, device = row.extra["batch"], reference.device
     new_tokens = requests[0][1].max_new_tokens
 
     def run() -> None:
@@ -142,35 +143,15 @@ def _transformers(
             longest = max(map(len, rows))
             ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
             mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-            tokens = reference.generate(
-                ids.to(reference.device),
-                attention_mask=mask.to(reference.device),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            for (index, _), text in zip(part, tokens[:, longest:].tolist(), strict=True):
-                done[index] = text
+            tokens = models.generated(
+                reference, ids.to(device), new_tokens, mask=mask.to(device)
+            ).tolist()
+            done.update((index, text) for (index, _), text in zip(part, tokens, strict=True))
 
-    _, seconds = _timed(reference.device, run)
+    _, seconds = models.timed(device, run)
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
     return {"time": seconds}
-
-
-def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of run(), and the seconds until the device has finished."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    wait()
-    started = time.perf_counter()
-    done = run()
-    wait()
-    return done, time.perf_counter() - started
 
 
 class Jobs(Subject[BatchCell]):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import KernelCell, Row
-from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
+from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, Subject
 from gpt2_infer.device_time import device_seconds
 
 MIN_ROTATED_BYTES = 96 * 2**20
@@ -113,11 +113,8 @@ def _sets(cell: KernelCell, device: str) -> int:
 
 
 def _sample(row: Row, sampler: Callable[[], float], device: str) -> dict[str, float]:
-    try:
+    with selection.rejecting(row, device):
         return {"time": sampler()}
-    except KERNEL_ERRORS as error:
-        selection.record_failure(row, error, device)
-        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
 
 
 def kernel_sampler(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -218,6 +219,19 @@ def check(
         )
     if emulated and row.status == "ok":
         row.status, row.reason = "emulated", EMULATED
+
+
+@contextlib.contextmanager
+def rejecting(row: Row, device: str) -> Iterator[None]:
+    """Turn an exception of the kernel being timed into RejectedError.
+
+    Raises ResultsError if the exception broke the CUDA context.
+    """
+    try:
+        yield
+    except KERNEL_ERRORS as error:
+        record_failure(row, error, device)
+        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
 
 
 def recheck(spec: BackendSpec, case: Case, device: str) -> None:

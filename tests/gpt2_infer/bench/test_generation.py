@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
+from gpt2_infer.bench import models
 from gpt2_infer.bench.generation import weights_digest
 from gpt2_infer.bench.record import FREE_ATTENTION, encode
 from gpt2_infer.bench.show.figures import group_by, main_rows
@@ -94,6 +97,21 @@ def test_a_text_that_is_wrong_only_in_the_model_is_caught(clean_registry):
     assert wrong.extra["diverges"] == "bug in B"
 
 
+def test_one_model_is_in_memory_at_a_time(tiny, monkeypatch):
+    loaded, load = [], GPT2.from_pretrained
+
+    def watched(*arguments, **options):
+        assert [model() for model in loaded] == [None] * len(loaded)
+        model = load(*arguments, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(GPT2, "from_pretrained", watched)
+    results = compare(tiny, TWO, max_tokens=[10], dtypes=["float16", "float32"])
+    assert {row.status for row in results.rows} == {"ok"}
+    assert len(loaded) == 2
+
+
 def test_lengths_that_the_model_has_not_are_refused():
     for tokens in (3, 1025):
         with pytest.raises(RequestError, match=f"{tokens} tokens in all: the prompt has"):
@@ -138,7 +156,7 @@ def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoi
     spec = add("TEST_OTHER_IN_A_BATCH", other_in_a_batch)
     prompt = list(range(100, 116))
     model = tie(save_checkpoint, "NAIVE_PYTORCH", spec.name, prompt, batch=2)
-    monkeypatch.setattr(module.GPT2, "from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr(GPT2, "from_pretrained", lambda *_, **__: model)
     settings = {"max_tokens": [18], "batch_sizes": [2], "prompt": prompt}
     found = by_name(compare("tie", [spec.name], **settings))
     ours, plain = found[spec.name], found["NAIVE_PYTORCH"]
@@ -227,7 +245,7 @@ def test_ours_is_compared_with_transformers_text(tiny, monkeypatch):
     ]
     assert len({row.extra["token_digest"] for row in rows}) == 1
     assert rows[1].samples >= results.beside(rows[1], "generation").samples
-    reference_of = module.reference_of
+    reference_of = models.reference_of
 
     def changed(model):
         reference = reference_of(model)
@@ -235,7 +253,7 @@ def test_ours_is_compared_with_transformers_text(tiny, monkeypatch):
             reference.transformer.ln_f.weight *= -1
         return reference
 
-    monkeypatch.setattr(module, "reference_of", changed)
+    monkeypatch.setattr(models, "reference_of", changed)
     _, ours = main_rows(compare(tiny, ["NAIVE_PYTORCH"], **settings))
     assert (ours.status, ours.samples) == ("failed", [])
     assert "its greedy tokens differ from transformers' from token" in ours.reason
