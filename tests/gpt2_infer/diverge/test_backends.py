@@ -150,7 +150,7 @@ def test_equal_texts_clear_no_backend(add, capsys):
     add("WRONG", changed(slightly))
     status, out, _ = run(capsys, "diverge", "wrong", PLAIN, *DEMO)
     assert status == 1
-    assert "the texts are equal; their last step, 15, is examined" in out
+    assert "the texts are equal\nstep 15 is examined, the token at position 22\n" in out
     assert "attention first over its budget in layer 0, head 3, row 5: error 1.0" in out
     assert out.splitlines()[-1] == "bug in A: WRONG"
 
@@ -325,7 +325,7 @@ def test_an_emulated_kernel_writes_plain_pytorchs_text(capsys):
     arguments = [*DEMO, "--max-new-tokens", "5"]
     status, out, _ = run(capsys, "diverge", "custom-cuda-version-12", PLAIN, *arguments)
     assert status == 0
-    assert "cpu, float32, 7 prompt tokens and 5 new ones" in out
+    assert "cpu, float32, recompute, 7 prompt tokens and 5 new ones" in out
     assert "A  CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in out
     *_, untried, verdict = out.splitlines()
     assert verdict == "equal"
