@@ -97,7 +97,7 @@ def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
         ({"source_digest": "456"}, "source digest"),
         ({"sources": {"A": "2"}}, "sources"),
         ({"cpu_threads": 8, "gpu": None}, "machine"),
-        ({"build_flags": {"NVCC_APPEND_FLAGS": "-O1"}}, "machine"),
+        ({"build_flags": {"NVCC_APPEND_FLAGS": "-O1"}}, "build flags"),
         ({"settings": {"rounds": 9}}, "settings"),
         ({"cells": CELLS[:1]}, "settings"),
     ],
@@ -105,7 +105,7 @@ def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
 def test_another_commit_source_machine_or_plan_is_refused(changes, what, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         time(tmp_path / "r.json", interrupted())
-    with pytest.raises(ResultsError, match=rf"is of another run \(its {what} differ\): delete it"):
+    with pytest.raises(ResultsError, match=rf"belongs to another run \({what} differ\): delete it"):
         progress(tmp_path / "r.json", **changes)
 
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkey
         patch.setattr("pathlib.Path.open", full)
         with pytest.raises(ResultsError) as caught:
             kept.add(CELLS[1], [])
-    assert "the disk is full; 1 cells are kept, and the same command goes on" in str(caught.value)
+    assert "No space left on device (finished cells: 1); rerun to resume" in str(caught.value)
     assert [*progress(out).cells] == [str(CELLS[0])]
 
 
