@@ -75,7 +75,7 @@ def _run_each(names: list[str], options: list[str]) -> int:
             status = child.wait()
         except KeyboardInterrupt:  # the child gets the signal, too
             child.wait()
-            print(f"interrupted at {name}: run the same command to resume", file=sys.stderr)
+            print(f"interrupted at {name}: rerun to resume", file=sys.stderr)
             return 130
         print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
         if status:

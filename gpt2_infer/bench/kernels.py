@@ -57,14 +57,7 @@ class Kernels(Subject[KernelCell]):
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
-        case = Case(
-            cell.seqlen,
-            cell.head_dim,
-            batch=cell.batch,
-            num_heads=cell.num_heads,
-            dtype=getattr(torch, cell.dtype),
-            is_causal=cell.is_causal,
-        )
+        case = selection.case_of(cell, cell.dtype)
         inputs = _Inputs(case, _sets(cell, self.device), self.device)
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)

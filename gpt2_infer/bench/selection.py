@@ -22,7 +22,7 @@ from attention_kernels.judge.conformance import (
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.record import Check, ResultsError, Row, Shape
+from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
 from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
@@ -122,6 +122,18 @@ def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
         seqlen=study.seqlen,
         head_dim=study.head_dim,
         is_causal=not study.full,
+    )
+
+
+def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
+    """Return the judge's case of a shape."""
+    return Case(
+        shape.seqlen,
+        shape.head_dim,
+        batch=shape.batch,
+        num_heads=shape.num_heads,
+        dtype=getattr(torch, dtype),
+        is_causal=shape.is_causal,
     )
 
 
