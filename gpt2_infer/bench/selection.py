@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
@@ -127,14 +128,7 @@ def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
 
 def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
     """Return the judge's case of a shape."""
-    return Case(
-        shape.seqlen,
-        shape.head_dim,
-        batch=shape.batch,
-        num_heads=shape.num_heads,
-        dtype=getattr(torch, dtype),
-        is_causal=shape.is_causal,
-    )
+    return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
 
 
 def unit_of(metric: str) -> str:
