@@ -144,7 +144,7 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = models.reference_of(model)
-    ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
+    ids = torch.tensor([PROMPT] * cell.batch, device=model.device)
     how: dict[str, Any] = {"use_cache": False}
     if cell.mode == "kv-cache":
         how = {"cache_implementation": "static"}  # also compiles the forward pass
@@ -164,7 +164,7 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     cache = KVCache.allocate(model, cell.batch, capacity)
     # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
     torch._dynamo.mark_static_address(cache.kv)
-    places = torch.arange(capacity, device="cuda")
+    places = torch.arange(capacity, device=model.device)
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         mask = (places <= position)[None, None, None]
@@ -185,13 +185,13 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor([PROMPT] * cell.batch, device="cuda")
-    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device="cuda")
+    prompt = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def generate() -> None:
         token = model(prompt, cache=cache)[:, 0].argmax(-1)
-        position = torch.tensor([len(PROMPT)], device="cuda")
+        position = torch.tensor([len(PROMPT)], device=model.device)
         tokens[:, 0] = token
         for index in range(1, cell.new_tokens):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
