@@ -59,7 +59,7 @@ def select(
 
     A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
     are skipped if they cannot run, support none of the dtypes, only decode or, without `emulated`,
-    run emulated; a line on stderr names each family of which none is left.
+    run emulated. A line on stderr names each family that has none left, with the reasons.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
     that cannot be compared for one of these reasons, or when nothing is left.
     """

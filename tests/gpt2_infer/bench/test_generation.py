@@ -96,7 +96,7 @@ def test_one_model_is_in_memory_at_a_time(tiny, monkeypatch):
     assert len(loaded) == 2
 
 
-def test_free_attention_is_no_backend():
+def test_free_attention_is_not_a_backend():
     with pytest.raises(UnknownBackendError):
         get_backend(FREE_ATTENTION)
 
@@ -184,7 +184,7 @@ def test_a_decode_kernel_that_is_wrong_is_caught(clean_registry):
     )
 
 
-def test_what_ctrl_c_cuts_short_is_no_sample(tiny, monkeypatch, tmp_path):
+def test_an_interrupted_text_is_not_a_sample(tiny, monkeypatch, tmp_path):
     """generate() ends with what there is so far; a benchmark must not take that for a time."""
     calls = []
 

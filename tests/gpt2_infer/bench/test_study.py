@@ -16,7 +16,7 @@ from tests.gpt2_infer.bench.common import file_of, kernel, provenance
 CELLS = [KernelCell(8), KernelCell(16)]
 
 
-def test_rounds_are_interleaved_and_the_first_is_not_kept():
+def test_rounds_are_interleaved_and_the_first_is_dropped():
     order: list[str] = []
 
     def run(name: str) -> int:
@@ -28,7 +28,7 @@ def test_rounds_are_interleaved_and_the_first_is_not_kept():
     assert figures == {"a": [4, 7], "b": [5, 8], "c": [6, 9]}
 
 
-def test_what_is_rejected_has_no_figure_and_does_not_run_again():
+def test_a_rejected_contender_has_no_figures_and_does_not_run_again():
     calls: list[int] = []
 
     def reject() -> float:
@@ -67,7 +67,7 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_goes_on_after_the_last_finished_cell(tmp_path):
+def test_an_interrupted_run_resumes_after_the_last_finished_cell(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
         time(out, interrupted())
@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on_after_the_last_finished_cell(tmp_path):
     assert [row.kernel for row in found] == CELLS
 
 
-def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
+def test_a_truncated_cell_is_measured_again(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
         time(out, interrupted())
@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkey
     assert [*progress(out).cells] == [str(CELLS[0])]
 
 
-def test_what_a_contender_fails_at_is_recorded_and_the_others_go_on(tmp_path):
+def test_a_failure_is_recorded_and_the_other_contenders_continue(tmp_path):
     def reject():
         raise RejectedError("no longer right")
 

@@ -68,7 +68,7 @@ def compare(model, a, b, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_backends_are_equal_and_compared_all_the_same(device):
+def test_equal_texts_are_compared_all_the_same(device):
     result = compare(GPT2.from_pretrained("demo", device=device), PLAIN, "PYTORCH_SDPA_MATH")
     assert (result.verdict, result.passed, result.step) == ("equal", True, None)
     assert (result.prompt_tokens, result.new_tokens) == (7, TOKENS)
@@ -260,7 +260,7 @@ def test_the_step_is_run_again_at_the_length_of_the_generation(add, save_checkpo
     assert set(seqlens[last:]) == {60}
 
 
-def test_of_a_batch_the_row_whose_text_parts_first_is_examined(demo):
+def test_the_row_that_diverges_first_is_examined(demo):
     plain = get_backend(PLAIN)
     prompts = [demo.tokenizer.encode(text) for text in ("Once upon a", "The old man")]
     assert len({len(prompt) for prompt in prompts}) == 1
@@ -287,7 +287,7 @@ def test_a_model_that_upcasts_is_judged_in_float32(save_checkpoint):
     assert result.a.place.budget < 1e-4
 
 
-def test_half_precision_parts_texts_by_rounding_alone(demo):
+def test_half_precision_texts_diverge_by_rounding_alone(demo):
     model = GPT2.from_pretrained("demo", device="cpu", dtype=torch.bfloat16)
     result = compare(model, PLAIN, "PYTORCH_SDPA_FLASH_ATTENTION", max_new_tokens=32)
     assert result.verdict == ("equal" if result.step is None else "tie")
@@ -307,7 +307,7 @@ def test_a_model_without_finite_numbers_gives_no_verdict(save_checkpoint, capsys
     )
 
 
-def test_a_float64_model_and_ctrl_c_are_told(demo, monkeypatch):
+def test_a_float64_model_and_ctrl_c_raise(demo, monkeypatch):
     with pytest.raises(RequestError, match="no finer reference"):
         compare(GPT2.from_pretrained("demo", device="cpu", dtype=torch.float64), PLAIN, PLAIN)
 

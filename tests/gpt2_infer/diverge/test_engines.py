@@ -88,7 +88,7 @@ def test_step_layer_and_stage_of_a_wrong_weight_are_named(
     assert "bug in B: eager" in str(result)
 
 
-def test_a_flip_does_not_spread(demo, break_second):
+def test_a_wrong_token_does_not_affect_later_steps(demo, break_second):
     """One step with other weights: the steps after it are right, as both are fed one token."""
 
     class BrokenOnce(BrokenLater):
@@ -107,7 +107,7 @@ def test_a_flip_does_not_spread(demo, break_second):
     assert result.a.token != result.b.token
 
 
-def test_a_token_that_its_logits_do_not_choose_is_a_fault(demo, break_second):
+def test_a_token_that_is_not_the_most_likely_is_a_fault(demo, break_second):
     class Chooses(BrokenLater):
         def step(self, index: int) -> None:
             super().step(index)
@@ -191,7 +191,7 @@ def test_engines_on_a_gpu_part_by_rounding_alone(engine, mode, dtype):
     assert result.passed, str(result)
 
 
-def test_no_budget_no_verdict(save_checkpoint):
+def test_without_a_budget_there_is_no_verdict(save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
     with pytest.raises(RequestError, match="only zeros in the keys"):
