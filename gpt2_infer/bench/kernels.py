@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from attention_kernels import BackendSpec
 from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
-from gpt2_infer.bench import environment, selection
+from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, Subject
 from gpt2_infer.device_time import device_seconds
@@ -120,14 +119,9 @@ def kernel_sampler(
         for call in calls:
             call()
 
-    if inputs[0][0].device.type == "cpu":
-
-        def on_host() -> float:
-            started = time.perf_counter()
-            run()
-            return (time.perf_counter() - started) * 1e6 / len(calls)
-
-        return on_host
+    device = inputs[0][0].device
+    if device.type == "cpu":
+        return lambda: models.timed(device, run)[1] * 1e6 / len(calls)
 
     calls[0]()
     work = run

@@ -8,7 +8,7 @@ import torch
 from attention_kernels import UnknownBackendError, get_backend
 from attention_kernels.judge.conformance import Case
 from attention_kernels.judge.reference import naive_attention
-from gpt2_infer.bench import kernels, selection
+from gpt2_infer.bench import kernels, models, selection
 from gpt2_infer.bench.record import KernelCell, encode
 from gpt2_infer.bench.selection import select
 from gpt2_infer.bench.study import KernelStudy, run
@@ -124,7 +124,7 @@ def test_every_call_has_the_shape_of_its_cell(clean_registry, monkeypatch):
 
 def test_a_sample_is_the_time_of_one_call(monkeypatch):
     moments = iter((1.0, 1.000006))
-    monkeypatch.setattr(kernels, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
+    monkeypatch.setattr(models, "time", types.SimpleNamespace(perf_counter=lambda: next(moments)))
     spec = types.SimpleNamespace(attention=lambda *_, **__: None)
     inputs = [Case(4, 8, seed=seed).inputs("cpu") for seed in range(3)]
     sample = kernels.kernel_sampler(spec, inputs)
