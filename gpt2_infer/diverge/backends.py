@@ -84,12 +84,13 @@ class BackendSide(report.Side):
 
     @property
     def findings(self) -> list[str]:
-        """The distance from float64 attention, of the logits and in the layer."""
-        where = "nearest to its budget" if self.place.passed else "first over its budget"
+        """The differences from float64 attention, in the logits and in the layer."""
+        budget = "is closest to its budget" if self.place.passed else "first exceeds its budget"
         return [
-            f"from float64 attention's: logits up to {self.logits_error:.2e}; its token "
-            f"{self.shortfall:.2e} below the most likely, rounding explains {self.allowed:.2e}",
-            f"attention {where} in {self.place}",
+            f"logits differ from float64 attention's by up to {self.logits_error:.2e}",
+            f"with float64 attention the token's logit is {self.shortfall:.2e} below the largest; "
+            f"rounding explains up to {self.allowed:.2e}",
+            f"attention {budget} in {self.place}",
         ]
 
     @property
@@ -133,8 +134,8 @@ class BackendDivergence(report.Divergence[BackendSide]):
             for side in (self.a, self.b)
             if side.key_tile and self.position <= side.key_tile
         )
-        beyond = f", and so nothing beyond {' and '.join(tiles)}" if tiles else ""
-        return f"not tried: more than {self.position} tokens at once{beyond}"
+        beyond = f", that is, anything beyond {' and '.join(tiles)}" if tiles else ""
+        return f"not tested: more than {self.position} tokens at once{beyond}"
 
     @property
     def differences(self) -> list[str]:

@@ -73,7 +73,7 @@ class EngineSide(report.Side):
     @property
     def findings(self) -> list[str]:
         """Where the engine comes closest to its budget, or first exceeds it."""
-        where = "nearest to its budget" if self.stage.passed else "first over its budget"
+        where = "closest to its budget" if self.stage.passed else "first over its budget"
         return [f"{where}: {self.stage}"]
 
     @property

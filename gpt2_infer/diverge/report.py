@@ -81,7 +81,7 @@ class Divergence(Generic[SideT_co]):
     @property
     def untried(self) -> str:
         """What the texts did not exercise."""
-        return f"not tried: more than {self.prompt_tokens + self.new_tokens - 1} tokens at once"
+        return f"not tested: more than {self.prompt_tokens + self.new_tokens - 1} tokens at once"
 
     @property
     def differences(self) -> list[str]:

@@ -151,7 +151,7 @@ def test_equal_texts_clear_no_backend(add, capsys):
     status, out, _ = run(capsys, "diverge", "wrong", PLAIN, *DEMO)
     assert status == 1
     assert "the texts are equal\nstep 15 is examined, the token at position 22\n" in out
-    assert "attention first over its budget in layer 0, head 3, row 5: error 1.0" in out
+    assert "attention first exceeds its budget in layer 0, head 3, row 5: error 1.0" in out
     assert out.splitlines()[-1] == "bug in A: WRONG"
 
 
@@ -329,7 +329,9 @@ def test_an_emulated_kernel_writes_plain_pytorchs_text(capsys):
     assert "A  CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in out
     *_, untried, verdict = out.splitlines()
     assert verdict == "equal"
-    assert untried.startswith("not tried: more than 11 tokens at once, and so nothing beyond the")
+    assert untried.startswith(
+        "not tested: more than 11 tokens at once, that is, anything beyond the"
+    )
     assert untried.endswith(" the first tile of 64 keys of CUSTOM_CUDA_VERSION_12")
 
 
@@ -354,7 +356,7 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     assert result.verdict == "bug in A"
     short = diverge(demo, spec, PLAIN, ids, max_new_tokens=1)
     assert short.verdict == "equal"
-    assert short.untried.endswith("nothing beyond the first tile of 32 keys of V01_MINE")
+    assert short.untried.endswith("anything beyond the first tile of 32 keys of V01_MINE")
 
 
 @pytest.mark.parametrize(
