@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
-from gpt2_infer.bench import environment, selection
+from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import KernelCell, Row
-from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
+from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, Subject
 from gpt2_infer.device_time import device_seconds
 
 MIN_ROTATED_BYTES = 96 * 2**20
@@ -57,14 +56,7 @@ class Kernels(Subject[KernelCell]):
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
-        case = Case(
-            cell.seqlen,
-            cell.head_dim,
-            batch=cell.batch,
-            num_heads=cell.num_heads,
-            dtype=getattr(torch, cell.dtype),
-            is_causal=cell.is_causal,
-        )
+        case = selection.case_of(cell, cell.dtype)
         inputs = _Inputs(case, _sets(cell, self.device), self.device)
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
@@ -113,11 +105,8 @@ def _sets(cell: KernelCell, device: str) -> int:
 
 
 def _sample(row: Row, sampler: Callable[[], float], device: str) -> dict[str, float]:
-    try:
+    with selection.rejecting(row, device):
         return {"time": sampler()}
-    except KERNEL_ERRORS as error:
-        selection.record_failure(row, error, device)
-        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
 
 
 def kernel_sampler(
@@ -130,14 +119,9 @@ def kernel_sampler(
         for call in calls:
             call()
 
-    if inputs[0][0].device.type == "cpu":
-
-        def on_host() -> float:
-            started = time.perf_counter()
-            run()
-            return (time.perf_counter() - started) * 1e6 / len(calls)
-
-        return on_host
+    device = inputs[0][0].device
+    if device.type == "cpu":
+        return lambda: models.timed(device, run)[1] * 1e6 / len(calls)
 
     calls[0]()
     work = run

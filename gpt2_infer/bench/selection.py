@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
@@ -21,7 +23,7 @@ from attention_kernels.judge.conformance import (
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.record import Check, ResultsError, Row, Shape
+from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
 from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
@@ -57,7 +59,7 @@ def select(
 
     A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
     are skipped if they cannot run, support none of the dtypes, only decode or, without `emulated`,
-    run emulated; a line on stderr names each family of which none is left.
+    run emulated. A line on stderr names each family that has none left, with the reasons.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
     that cannot be compared for one of these reasons, or when nothing is left.
     """
@@ -122,6 +124,11 @@ def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
         head_dim=study.head_dim,
         is_causal=not study.full,
     )
+
+
+def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
+    """Return the judge's case of a shape."""
+    return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
 
 
 def unit_of(metric: str) -> str:
@@ -218,6 +225,19 @@ def check(
         )
     if emulated and row.status == "ok":
         row.status, row.reason = "emulated", EMULATED
+
+
+@contextlib.contextmanager
+def rejecting(row: Row, device: str) -> Iterator[None]:
+    """Turn an exception of the kernel being timed into RejectedError.
+
+    Raises ResultsError if the exception broke the CUDA context.
+    """
+    try:
+        yield
+    except KERNEL_ERRORS as error:
+        record_failure(row, error, device)
+        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
 
 
 def recheck(spec: BackendSpec, case: Case, device: str) -> None:

@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.diverge.backends import Comparison, diverge
+    from gpt2_infer.diverge.backends import diverge
     from gpt2_infer.diverge.engines import diverge_engines
+    from gpt2_infer.diverge.report import Divergence, Side
     from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = {"prompts": prompts, "max_new_tokens": new_tokens}
     model, checked = load(arguments, request=request, attention=attention)
     (prompt,) = checked.rows
-    result: Comparison
+    result: Divergence[Side]
     if engines:
         result = diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
     else:

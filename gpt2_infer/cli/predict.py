@@ -68,22 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     digest = environment.version_digest(version.source)
     timings = timed_on(gpu, files)
-    # Predictions record the digests of earlier results of the same version file.
-    earlier = [
-        known
-        for file in files
-        if file.study["kind"] == "prediction"
-        for row in file.rows
-        if row.extra.get("version_digest") == digest
-        for known in row.extra.get("measured_digests", ())
-    ]
     cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
         cell = KernelCell(
             one.seqlen, arguments.batch, arguments.heads, head_dim, is_causal=not arguments.full
         )
-        wanted = prediction_row(name, cell, digest, measured_digests=earlier)
-        seen = _measured(wanted, timings)
+        seen = _measured(prediction_row(name, cell, digest), timings)
         cells.append(
             (
                 str(one.seqlen),

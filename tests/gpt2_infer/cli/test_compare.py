@@ -86,6 +86,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path, capsys, monkeypatch):
     done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
     assert main(words) == 0
     assert read(out).rows[0].samples == done
+    assert read(out).provenance.resumed_from
     assert not partial.exists()
 
 
