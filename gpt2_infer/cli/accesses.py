@@ -10,19 +10,15 @@ import sys
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
-from gpt2_infer.cli.options import POSITIVE, seconds
+from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
-    add("--seqlen", type=POSITIVE, default=128, help="tokens (default: %(default)s)")
-    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or the first supported")
-    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
-    add("--heads", type=POSITIVE, default=1, help="number of heads (default: %(default)s)")
-    add("--full", action="store_true", help="omit the causal mask")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="time limit (default: 600 s)")
+    add_shape_options(add, heads=1)
+    add("--seqlen", type=POSITIVE, default=128, help=SEQLEN)
+    add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
     add("--json", action="store_true", help="print a JSON list")
 
 

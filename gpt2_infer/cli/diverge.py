@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, get_args
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.generate import load
-from gpt2_infer.cli.options import DEFAULT_PROMPT, POSITIVE, add_model_options
+from gpt2_infer.cli.options import DEFAULT_PROMPT, MAX_NEW_TOKENS, POSITIVE, add_model_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from gpt2_infer.request import Mode
+
+PROMPT = f"text to complete, only one (default: {DEFAULT_PROMPT!r})"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("a", metavar="A", help="attention backend, version file (*.cu) or engine")
     add("b", metavar="B", help="another of the same kind, or A again")
     add_model_options(parser)
-    add("--prompt", action="append", metavar="TEXT", help=f"only one; default: {DEFAULT_PROMPT!r}")
-    add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help="default: %(default)s")
+    add("--prompt", action="append", metavar="TEXT", help=PROMPT)
+    add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help=MAX_NEW_TOKENS)
     add("--kv-cache", action="store_true", help="generate with a KV cache")
     add("--json", action="store_true", help="print one JSON object")
 

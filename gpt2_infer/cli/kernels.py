@@ -17,27 +17,17 @@ if TYPE_CHECKING:
     from attention_kernels import BackendSpec
     from attention_kernels.ladder.header import VersionHeader
 
-
+NAMES = "backend names or version files, *.cu (default: a whole ladder)"
 ARCH = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
+HEAD_DIM = "head dimensions (default: all that a version supports)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add(
-        "names",
-        nargs="*",
-        metavar="BACKEND",
-        help="or version files, *.cu; default: a whole ladder",
-    )
+    add("names", nargs="*", metavar="BACKEND", help=NAMES)
     add("--arch", nargs="+", type=arch, metavar="SM", help=ARCH)
-    add(
-        "--head-dim",
-        nargs="+",
-        type=POSITIVE,
-        metavar="D",
-        help="default: all that a version supports",
-    )
+    add("--head-dim", nargs="+", type=POSITIVE, metavar="D", help=HEAD_DIM)
     add("--family", help="ladder, from `gpt2-infer backends`, or all (default: fp32)")
     add("--json", action="store_true", help="print a JSON list")
 

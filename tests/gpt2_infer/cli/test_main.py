@@ -15,9 +15,12 @@ from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
 
 
-def test_debug_shows_the_traceback():
+@pytest.mark.parametrize(
+    "words", [[*DEMO, "--debug", "--backend", "nothing"], ["--debug", "verify", "nothing"]]
+)
+def test_debug_shows_the_traceback_and_may_precede_the_command(words):
     with pytest.raises(LookupError):
-        main([*DEMO, "--debug", "--backend", "nothing"])
+        main(words)
 
 
 def test_help_needs_no_torch():
@@ -68,11 +71,6 @@ def test_what_cannot_be_parsed_is_one_line_too(arguments, capsys):
     assert err.count("\n") == 1
 
 
-def test_debug_may_stand_before_the_command():
-    with pytest.raises(LookupError):
-        main(["--debug", "verify", "nothing"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "status", "error"),
@@ -114,36 +112,27 @@ def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
     assert not {"\x1b", "\x9b"} & {*err}
 
 
-def test_an_error_of_another_file_is_not_standard_outputs(capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", full)
-    status, _, err = run(capsys, *DEMO)
-    assert status == 2
-    assert err == "gpt2-infer: error: No space left on device\n"
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
 
 
-def test_a_bug_is_one_line_and_no_bad_input(capsys, monkeypatch):
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", lambda *_, **__: {}["x"])
-    status, _, err = run(capsys, *DEMO)
-    assert status == 70
-    assert err.startswith(
-        "gpt2-infer: error: this is a bug in gpt2-infer: KeyError: 'x' (test_main"
-    )
-    assert err.count("\n") == 1
-    with pytest.raises(KeyError):
-        main([*DEMO, "--debug"])
-
-
-def test_a_cpu_out_of_memory_is_no_bug(capsys, monkeypatch):
-    def allocate(*_, **__):
-        torch.empty(2**62, dtype=torch.uint8)
-
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", allocate)
-    status, _, err = run(capsys, *DEMO)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "you tried to allocate" in err
+@pytest.mark.parametrize(
+    ("fail", "status", "message"),
+    [
+        (full_disk, 2, "No space left on device\n"),
+        (lambda *_, **__: {}["x"], 70, "this is a bug in gpt2-infer: KeyError: 'x' (test_main"),
+        (lambda *_, **__: torch.empty(2**62, dtype=torch.uint8), 2, "you tried to allocate"),
+    ],
+)
+def test_an_error_is_one_line_and_a_bug_is_called_a_bug(fail, status, message, capsys, monkeypatch):
+    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", fail)
+    found, _, err = run(capsys, *DEMO)
+    assert (found, err.count("\n")) == (status, 1)
+    assert err.startswith("gpt2-infer: error: ")
+    assert message in err
+    if status == 70:
+        with pytest.raises(KeyError):
+            main([*DEMO, "--debug"])
 
 
 @pytest.mark.parametrize(

@@ -52,4 +52,4 @@ def test_a_number_out_of_range_is_refused_at_once(value, numeric_options, capsys
 def test_rounds_of_which_one_is_timed_have_no_spread(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--out", "r.json", "--rounds", "1"])
-    assert "--rounds: must be an integer from 2 to 2147483647, not '1'" in capsys.readouterr().err
+    assert "--rounds: must be an integer from 2 to 2147483647, not 1" in capsys.readouterr().err
