@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
 from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
 
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout,
     )
     if arguments.json:
-        show(json.dumps([dataclasses.asdict(access) for access in found], indent=2))
+        show_json([dataclasses.asdict(access) for access in found])
         return 0
     show(
         f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "

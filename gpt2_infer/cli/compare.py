@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt2_infer.bench import study
     from gpt2_infer.bench.show import tables
 
-    settings = {"task", "out", "name", "debug", "version"}
-    options = {name: value for name, value in vars(arguments).items() if name not in settings}
+    others = {"task", "out", "name", "debug"}
+    options = {name: value for name, value in vars(arguments).items() if name not in others}
     task, out = arguments.task, arguments.out
     kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
     for name in options:

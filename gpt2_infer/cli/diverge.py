@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, get_args
 
-from gpt2_infer.cli.console import EXIT_FAILED, show
+from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.generate import load
 from gpt2_infer.cli.options import DEFAULT_PROMPT, MAX_NEW_TOKENS, POSITIVE, add_model_options
 from gpt2_infer.errors import RequestError
@@ -62,5 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         result = diverge(
             model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress
         )
-    show(json.dumps(result.to_json(), indent=2) if arguments.json else result)
+    if arguments.json:
+        show_json(result.to_json())
+    else:
+        show(result)
     return 0 if result.passed else EXIT_FAILED

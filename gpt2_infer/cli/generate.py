@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
+from gpt2_infer.cli.console import EXIT_INTERRUPTED, show, show_json
 from gpt2_infer.cli.options import (
     DEFAULT_PROMPT,
     add_model_options,
@@ -122,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
         keys = ("prompt", "text", "finish_reason", "tokens")
         texts = [dict(zip(keys, row, strict=True)) for row in rows]
-        show(json.dumps({"report": report, "results": texts}, indent=2))
+        show_json({"report": report, "results": texts})
         return status
     if not streams:
         for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True), 1):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import POSITIVE
 from gpt2_infer.errors import RequestError
 
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.head_dim or sorted(taken),
     )
     if arguments.json:
-        show(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        show_json([dataclasses.asdict(row) for row in rows])
     else:
         show(resources.format_table(rows))
     return 0

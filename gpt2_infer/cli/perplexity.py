@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import POSITIVE, add_model_options
 
 INPUT = (
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for s in scores
             ],
         }
-        show(json.dumps(facts, indent=2))
+        show_json(facts)
         return 0
     table = [("backend", "bits per byte", "perplexity", "nats per token", "standard errors")]
     for i, s in enumerate(scores):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, version_of
 from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         facts = [dataclasses.asdict(one) | {"bound": one.bound} for one in found]
-        show(json.dumps(facts, indent=2))
+        show_json(facts)
         return 0
     show(
         f"{version.path.name} on {gpu.name}: B={arguments.batch} H={arguments.heads} "
