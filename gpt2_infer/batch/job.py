@@ -1,4 +1,4 @@
-"""A job: its rows, its parts, its manifest, and how a process completes its share.
+"""A job: its rows, parts and manifest, and how a process completes its share of them.
 
 Rows are assigned to parts by a hash of their ids. A part is one file: it is written under a
 temporary name, synced, renamed, and then entered in the manifest with its digest. A killed job
@@ -22,12 +22,12 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import torch
 
-from attention_kernels import BackendSpec, ladder
+from attention_kernels import ladder
 from gpt2_infer import __version__
 from gpt2_infer.batch import folder
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
-from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from gpt2_infer.checkpoint import Checkpoint, open_checkpoint
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
@@ -40,14 +40,14 @@ Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
 LARGEST_BATCH = 2**16
-BATCHES_AT_ONCE = 16  # at least one part
-# torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
+BATCHES_AT_ONCE = 16  # or one part, if that is more
+# On a CPU, the rounding of torch's flash kernel, the usual decoder, depends on the threads.
 CPU_DECODE = "NAIVE_PYTORCH"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What determines a row's bytes; a job must be resumed with the same."""
+    """What determines a row's bytes; a job can only be resumed with equal settings."""
 
     model: str
     revision: str | None = None
@@ -80,7 +80,7 @@ class Settings:
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's request, as stored in _job.json; a job must be resumed with the same."""
+    """A job's request as stored in _job.json; a job can only be resumed with an equal one."""
 
     settings: Settings
     """The settings, without batch_size, which is a separate field."""
@@ -115,7 +115,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Job:
-    """A planned job: everything that its processes must agree on."""
+    """A planned job: what its processes must agree on."""
 
     settings: Settings
     inputs: tuple[Path, ...]
@@ -150,7 +150,8 @@ def plan(
     """
     if settings.format == "parquet":
         pyarrow_parquet()
-    _backends(settings)  # raises for an unknown name
+    names = (settings.backend, settings.decode_backend)
+    backends = ladder.resolve_all(name for name in names if name)
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
@@ -168,11 +169,7 @@ def plan(
         settings=replace(settings, batch_size=None),
         inputs=tuple((path.name, folder.digest(path)) for path in inputs),
         weights=_weights(checkpoint),
-        kernels=tuple(
-            folder.digest(Path(name))
-            for name in (settings.backend, settings.decode_backend)
-            if name and name.endswith(".cu")
-        ),
+        kernels=tuple(folder.digest(spec.version.path) for spec in backends if spec.version),
         rows=len(ids),
         parts=parts,
         batch_size=batch,
@@ -251,24 +248,19 @@ def _is_done(job: Job, part: int) -> bool:
     return file.is_file() and folder.digest(file) == digest
 
 
-def _backends(settings: Settings) -> list[BackendSpec | None]:
-    names = (settings.backend, settings.decode_backend)
-    return [None if name is None else ladder.resolve(name) for name in names]
-
-
 def load(settings: Settings, device: torch.device) -> GPT2:
     """Return the model with the job's backends."""
-    attention, decode_attention = _backends(settings)
-    decodes = attention is not None and attention.has_decode(device.type)
-    if device.type == "cpu" and decode_attention is None and not decodes:
-        decode_attention = ladder.resolve(CPU_DECODE)
+    decode_backend = settings.decode_backend
+    if device.type == "cpu" and decode_backend is None:
+        backend = settings.backend and ladder.resolve(settings.backend)
+        decode_backend = None if backend and backend.has_decode("cpu") else CPU_DECODE
     return GPT2.from_pretrained(
         settings.model,
         revision=settings.revision,
         device=device,
-        dtype=resolve_dtype(settings.dtype),
-        attention=attention,
-        decode_attention=decode_attention,
+        dtype=settings.dtype,
+        attention=settings.backend,
+        decode_attention=decode_backend,
         random_weights=settings.random_weights,
         seed=settings.sampling.seed,
     )

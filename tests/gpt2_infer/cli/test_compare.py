@@ -3,12 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from gpt2_infer.bench.record import read
 from gpt2_infer.bench.study import Progress, load
 from gpt2_infer.cli import main
-from tests.gpt2_infer.bench.common import add, naive_attention, off_by_one
+from tests.gpt2_infer.bench.common import add, off_by_one
 
 KERNEL = ["--task", "kernel", "--device", "cpu", "--seqlens", "8", "--heads", "1"]
 KERNEL += ["--head-dims", "32", "--rounds", "2"]
@@ -34,32 +32,6 @@ def test_kernels_are_compared_and_written(tmp_path, capsys, clean_registry):
     shown = capsys.readouterr().out
     assert "| `NAIVE_PYTORCH` | ieee-fp32" in " ".join(shown.split())
     assert "`TEST_WRONG`: failed: " in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--seqlens", "8"], "--seqlens is not for --task generation"),
-        (["--task", "kernel", "--model", "demo"], "--model is not for --task kernel"),
-        (["--name", "Not A Name"], "matching regex"),
-        ([*KERNEL, "--backends", "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
-        ([*KERNEL, "--families", "nvidia"], "no family named nvidia"),
-        (
-            [*KERNEL, "--dtypes", "float16", "--backends", "ONLY_FLOAT32"],
-            "compared on cpu: takes float32, not float16",
-        ),
-        ([*KERNEL, "--out", "/no/such/folder/r.json"], "there is no folder /no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_ignored(
-    words, complaint, tmp_path, capsys, clean_registry
-):
-    add("ONLY_FLOAT32", naive_attention)
-    assert main(["compare", "--out", str(tmp_path / "r.json"), *words]) == 2
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path, capsys):

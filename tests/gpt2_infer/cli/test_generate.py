@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -93,41 +92,6 @@ def test_random_weights_are_labelled(capsys):
     status, _, err = run(capsys, *DEMO, "--random-weights")
     assert status == 0
     assert "demo (random weights: the text means nothing)" in err
-
-
-BAD = [
-    (["--backend", "NAIVE_PYTORHC"], ["'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"]),
-    (["--backend", "{folder}/none.cu"], ["there is no file ", "none.cu"]),
-    (["--backend", "?"], ["unknown attention backend '?'; see `gpt2-infer backends`\n"]),
-    (["--backend", "PYTORCH_SDPA_CUDNN_ATTENTION"], ["is not available here", "not on cpu"]),
-    (["--max-new-tokens", "1024"], ["this model has 1024 positions"]),
-    (["--temperature", "-1"], ["temperature must be 0 (greedy) or 1e-06 or more, not -1.0"]),
-    (["--prompt-file", "/no/such/file"], ["/no/such/file: No such file or directory"]),
-    (["--prompt-file", "{latin1}"], ["is not UTF-8: byte 3"]),
-    (["--prompt-file", "{empty}"], ["contains no prompt"]),
-    (["--prompt-file", "{folder}"], ["folder: Is a directory"]),
-    (["--model", "/no/such/model"], ["'/no/such/model'"]),
-    (["--device", "cuda"], ["no CUDA device"]),
-    (["--decode-backend", "NAIVE_PYTORCH"], ["--decode-backend needs --kv-cache"]),
-    (["--seed", "3"], ["--seed needs a temperature above 0"]),
-    (["--prompt", "a\udcff"], ["the prompt is not valid text"]),
-]
-
-
-@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(a) for a, _ in BAD])
-def test_bad_input_is_one_clear_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    places = {name: str(tmp_path / name) for name in ("latin1", "empty", "folder")}
-    Path(places["latin1"]).write_bytes(b"caf\xe9")
-    Path(places["empty"]).write_bytes(b"\n \n")
-    Path(places["folder"]).mkdir()
-    status, out, err = run(capsys, *DEMO, *(text.format(**places) for text in arguments))
-    assert status == 2
-    assert not out
-    assert err.startswith("gpt2-infer: error: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
 
 
 def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 
@@ -133,24 +132,6 @@ def test_an_error_is_one_line_and_a_bug_is_called_a_bug(fail, status, message, c
     if status == 70:
         with pytest.raises(KeyError):
             main([*DEMO, "--debug"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["report", "{fifo}.json"],
-        ["perplexity", "{fifo}.txt", "--model", "demo", "--max-tokens", "2"],
-        ["batch", "{fifo}.jsonl", "--model", "demo", "--out", "{fifo}.out"],
-    ],
-)
-def test_a_file_that_cannot_be_read_to_its_end_is_refused(words, capsys, tmp_path):
-    fifo = str(tmp_path / "fifo")
-    for word in words:
-        if word.startswith("{fifo}") and not word.endswith(".out"):
-            os.mkfifo(word.format(fifo=fifo))
-    status, _, err = run(capsys, *(word.format(fifo=fifo) for word in words))
-    assert status == 2
-    assert "Not a regular file" in err.splitlines()[-1]
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch):

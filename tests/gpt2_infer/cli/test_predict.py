@@ -65,25 +65,6 @@ def test_other_files_among_the_results_are_named_and_skipped(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--results", "/nonexist", "there is no folder /nonexist"),
-        ("--gpu", "voodoo2", "h200, h100, a100, t4, rtx4090"),
-    ],
-)
-def test_missing_results_and_an_unknown_gpu_are_refused_at_once(
-    option: str,
-    value: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(predict, "predict", None)
-    assert main(["predict", "CUSTOM_CUDA_VERSION_12", option, value]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("key", "name", "same"),
     [
         ("h200", "NVIDIA H200", True),
