@@ -8,7 +8,7 @@ import shutil
 import sys
 
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
 
 
@@ -26,23 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels.inspection import accesses
 
     _, version = version_of(arguments.name)
-    head_dim = arguments.head_dim or usual_head_dim(version)
-    found = accesses.count_accesses(
-        version,
-        seqlen=arguments.seqlen,
-        head_dim=head_dim,
-        batch=arguments.batch,
-        num_heads=arguments.heads,
-        is_causal=not arguments.full,
-        timeout_s=arguments.timeout,
-    )
+    shape = {"seqlen": arguments.seqlen, **shape_of(arguments, version)}
+    found = accesses.count_accesses(version, **shape, timeout_s=arguments.timeout)
     if arguments.json:
         show_json([dataclasses.asdict(access) for access in found])
         return 0
-    show(
-        f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "
-        f"N={arguments.seqlen} head_dim={head_dim} {'full' if arguments.full else 'causal'}\n"
-    )
+    show(f"{version.path.name}, emulated: {describe(shape)}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     show(accesses.format_table(found, width))
     if any(len(access.lines) > 1 for access in found):

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import POSITIVE
@@ -97,6 +97,23 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
             raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
         versions[spec.name] = spec.version
     return versions
+
+
+def shape_of(arguments: argparse.Namespace, version: VersionHeader) -> dict[str, Any]:
+    """Return the shape given by add_shape_options(), as keyword arguments."""
+    return {
+        "batch": arguments.batch,
+        "num_heads": arguments.heads,
+        "head_dim": arguments.head_dim or usual_head_dim(version),
+        "is_causal": not arguments.full,
+    }
+
+
+def describe(shape: dict[str, Any]) -> str:
+    """Return a shape in words."""
+    names = {"batch": "B", "num_heads": "H", "seqlen": "N", "head_dim": "head_dim"}
+    sizes = [f"{name}={shape[key]}" for key, name in names.items() if key in shape]
+    return " ".join([*sizes, "causal" if shape["is_causal"] else "full"])
 
 
 def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.kernels import usual_head_dim, version_of
+from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpt2_infer.bench.record import File, Row
 
 GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
+SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
 NO_RESULTS = ("no results", "")
 
@@ -28,13 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_shape_options(add, heads=12)
     add("--gpu", default="h200", help=GPU)
-    add(
-        "--seqlen",
-        type=POSITIVE,
-        nargs="+",
-        default=[1024],
-        help="sequence lengths in tokens (default: 1024)",
-    )
+    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--json", action="store_true", help="print a JSON list")
 
@@ -51,24 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
     files = [] if arguments.json else _read_results(arguments.results)
-    head_dim = arguments.head_dim or usual_head_dim(version)
-    found = predict.predict(
-        version,
-        gpu,
-        arguments.seqlen,
-        head_dim=head_dim,
-        batch=arguments.batch,
-        num_heads=arguments.heads,
-        is_causal=not arguments.full,
-    )
+    shape = shape_of(arguments, version)
+    found = predict.predict(version, gpu, arguments.seqlen, **shape)
     if arguments.json:
-        facts = [dataclasses.asdict(one) | {"bound": one.bound} for one in found]
-        show_json(facts)
+        show_json([dataclasses.asdict(one) | {"bound": one.bound} for one in found])
         return 0
-    show(
-        f"{version.path.name} on {gpu.name}: B={arguments.batch} H={arguments.heads} "
-        f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
-    )
+    show(f"{version.path.name} on {gpu.name}: {describe(shape)}; microseconds\n")
     digest = environment.version_digest(version.source)
     timings = timed_on(gpu, files)
     # Predictions record the digests of earlier results of the same version file.
@@ -82,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     table = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(
-            one.seqlen, arguments.batch, arguments.heads, head_dim, is_causal=not arguments.full
-        )
+        cell = KernelCell(one.seqlen, **shape)
         wanted = prediction_row(name, cell, digest, measured_digests=earlier)
         measured = _measured(wanted, timings)
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
