@@ -63,7 +63,7 @@ class Settings:
     """How to choose tokens; row i of the input samples from seed + i."""
     format: Format = "jsonl"
     part_rows: int = 1000
-    """The approximate number of rows per part."""
+    """Approximate number of rows per part."""
     batch_size: int | None = None
     """Rows per batch; None for 32 on a CPU, and on a GPU what its memory holds, up to 512."""
 
@@ -144,8 +144,8 @@ def plan(
 ) -> Job:
     """Read the inputs once, write or check _job.json, and find the missing parts.
 
-    Raises RequestError for two rows with the same id, for a folder with files that belong to no
-    job, for a job's rows without `resume`, and with it for a damaged or different job. Raises
+    Raises RequestError for invalid settings, for two rows with the same id, for a folder with other
+    files, for a job with rows if not `resume`, and for a damaged or different job. Raises
     UnknownBackendError.
     """
     if settings.format == "parquet":

@@ -61,7 +61,7 @@ def test_dir_lists_the_public_names():
         ["--json", "verify", "X"],
     ],
 )
-def test_what_cannot_be_parsed_is_one_line_too(arguments, capsys):
+def test_an_unknown_option_or_command_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -84,7 +84,6 @@ def test_what_cannot_be_parsed_is_one_line_too(arguments, capsys):
     ],
 )
 def test_closed_and_full_streams(words, status, error):
-    """Of python -m gpt2_infer, which is the same program."""
     command = f"set -o pipefail; {sys.executable} -m gpt2_infer {words}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT
