@@ -45,7 +45,7 @@ REFUSED = [  # without a command, options of generate
     ("kernels --head-dim 64 7", "no version of fp32 supports head_dim 7"),
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
     ("kernels TMP/v01_none.cu", "there is no file TMP/v01_none.cu"),
-    ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu is not a file"),
+    ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu"),
     ("kernels 'TMP/my kernel.cu'", "mv 'TMP/my kernel.cu' TMP/v01_my_kernel.cu\n"),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
