@@ -45,7 +45,10 @@ class Request:
         if self.mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         check_integer("max-new-tokens", self.max_new_tokens, 1)
+        check_type("ignore_eos", self.ignore_eos, bool)
+        check_type("check_finite", self.check_finite, bool)
         check_type("sampling", self.sampling, Sampling)
+        check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -83,10 +86,12 @@ def encode_prompts(
     if hasattr(prompts, "tolist"):  # a tensor or an array
         prompts = prompts.tolist()
     try:
+        if any(isinstance(prompt, bytes | bytearray) for prompt in prompts):
+            raise TypeError("bytes are neither")
         rows = [
             _encode(tokenizer, prompt)
             if isinstance(prompt, str)
-            else [operator.index(token) for token in prompt]
+            else [_token_id(token) for token in prompt]
             for prompt in prompts
         ]
     except TypeError as error:
@@ -96,6 +101,13 @@ def encode_prompts(
     if not all(rows):
         raise RequestError("a list of token ids must not be empty")
     return rows
+
+
+def _token_id(token: object) -> int:
+    """Return a token id given as an integer of any library; raises TypeError for a bool."""
+    if isinstance(token, bool):
+        raise TypeError(f"{token} is no token id")
+    return operator.index(token)  # type: ignore[arg-type]
 
 
 def _encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:

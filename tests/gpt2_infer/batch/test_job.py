@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         '{"prompt": "a", "id": [1]}': "its id is neither a text nor an integer",
         '{"prompt": "a", "id": "\\ud800"}': "it cannot be read as JSON: ",
         '{"prompt": "a", "e": 1e999}': "it cannot be read as JSON: Number out of range",
-        '{"prompt": [1.5], "id": "x"}': "a prompt must be a text or a list of token ids",
+        '{"prompt": [true], "id": "x"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [], "id": "e"}': "a list of token ids must not be empty",
         '{"prompt": {"a": 1}, "id": "y"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
