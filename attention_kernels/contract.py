@@ -1,4 +1,4 @@
-"""The attention contract: shapes, dtypes, the argument checks and the contiguity adapter.
+"""The attention contract: shapes, dtypes, and the checks of arguments.
 
     attention(q, k, v, *, softmax_scale=None, is_causal=True) -> o
     decode(q, k_cache, v_cache, seqlens, *, softmax_scale=None) -> o
@@ -20,7 +20,7 @@ the caller guarantees it. Keys and values past seqlens are ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,14 +76,7 @@ def check_attention(
     check_tensors({"q": q, "k": k, "v": v})
     if not isinstance(is_causal, bool):
         raise ArgumentError(f"is_causal must be True or False, not {is_causal!r}")
-    if (
-        q.dim() == 4
-        and q.shape == k.shape == v.shape
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-        and (q.shape[3] == 1 or q.stride(3) == k.stride(3) == v.stride(3) == 1)
-        and q.numel() > 0
-    ):
+    if q.dim() == 4 and q.shape == k.shape == v.shape and _are_alike(q, k, v):
         return check_scale(softmax_scale, q.shape[3])
     raise ArgumentError("; ".join(_complaints({"q": q, "k": k, "v": v})))
 
@@ -109,13 +102,7 @@ def check_decode(
             f"seqlens must be int32 ({batch},) on {q.device}, not {dtype_name(seqlens.dtype)} "
             f"{tuple(seqlens.shape)} on {seqlens.device}"
         )
-    if not (
-        q.dtype == k_cache.dtype == v_cache.dtype
-        and q.device == k_cache.device == v_cache.device
-        and (head_dim == 1 or q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1)
-        and q.numel() > 0
-        and k_cache.numel() > 0
-    ):
+    if not _are_alike(q, k_cache, v_cache):
         wrong += _complaints(tensors, same_shape=False)
     if wrong:
         raise ArgumentError("; ".join(wrong))
@@ -148,43 +135,37 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     return float(softmax_scale)
 
 
-def contiguous(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous; a backend's inputs are copied here and nowhere else."""
-    return tensor.contiguous()
+def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether 4-d tensors have valid dtypes, devices, last strides and sizes, fast."""
+    return (
+        q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and (q.shape[3] == 1 or q.stride(3) == k.stride(3) == v.stride(3) == 1)
+        and q.numel() > 0
+        and k.numel() > 0
+    )
 
 
 def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[str]:
-    names = ", ".join(tensors)
+    def compare(rule: str, values: Sequence[object]) -> None:
+        if len({*values}) > 1:
+            wrong.append(f"{', '.join(tensors)} must {rule}, not {', '.join(map(str, values))}")
+
+    every = tensors.values()
     wrong = [
         f"{name} must be (batch, seqlen, num_heads, head_dim), not {tuple(tensor.shape)}"
         for name, tensor in tensors.items()
         if tensor.dim() != 4
     ]
-    if same_shape and not wrong and len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
-        wrong.append(
-            f"{names} must have the same shape, not "
-            f"{', '.join(str(tuple(t.shape)) for t in tensors.values())}"
-        )
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        wrong.append(
-            f"{names} must have the same dtype, not "
-            f"{', '.join(dtype_name(t.dtype) for t in tensors.values())}"
-        )
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        wrong.append(
-            f"{names} must be on the same device, not "
-            f"{', '.join(str(t.device) for t in tensors.values())}"
-        )
-    wrong += [
-        f"{name} is empty: {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if tensor.numel() == 0
-    ]
-    wrong += [
-        f"the last stride of {name} must be 1, not {tensor.stride(3)}"
-        for name, tensor in tensors.items()
-        if tensor.dim() == 4 and tensor.shape[3] > 1 and tensor.stride(3) != 1
-    ]
+    if same_shape and not wrong:
+        compare("have the same shape", [tuple(tensor.shape) for tensor in every])
+    compare("have the same dtype", [dtype_name(tensor.dtype) for tensor in every])
+    compare("be on the same device", [tensor.device for tensor in every])
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            wrong.append(f"{name} is empty: {tuple(tensor.shape)}")
+        if tensor.dim() == 4 and tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            wrong.append(f"the last stride of {name} must be 1, not {tensor.stride(3)}")
     return wrong
 
 

@@ -18,11 +18,9 @@ class AttentionError(Exception):
 class UnknownBackendError(AttentionError, LookupError):
     """No backend of that name is registered."""
 
-    def __init__(self, name: str, nearest: Iterable[str], valid: Iterable[str]) -> None:
+    def __init__(self, name: str, nearest: Iterable[str]) -> None:
         self.nearest = list(nearest)
         """The registered names most similar to it, if any."""
-        self.valid = list(valid)
-        """Every registered name."""
         hint = f": did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
         super().__init__(f"unknown attention backend {name!r}{hint}")
 

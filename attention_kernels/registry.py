@@ -13,14 +13,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -46,12 +45,21 @@ SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is reported on stde
 DECODES_ONLY = "it has a decode kernel only"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
-
 Loader = Callable[[], Kernels]
-_Loader = TypeVar("_Loader", bound=Loader)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
+def untraced(function: _Function) -> _Function:
+    """Make torch.compile call a function, which must return a constant, instead of tracing it.
+
+    torch.compiler.assume_constant_result() does the same, but first imports torch._dynamo, which
+    takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True, eq=False)
 class BackendSpec:
     """One attention backend: what it takes and where it runs."""
 
@@ -70,8 +78,6 @@ class BackendSpec:
     device_types: tuple[str, ...] = ("cuda", "cpu")
     min_compute_capability: tuple[int, int] | None = None
     """The lowest compute capability of a CUDA device that it runs on."""
-    modules: tuple[str, ...] = ()
-    """Optional Python modules that loading needs."""
     probe: Callable[[str], str | None] | None = field(default=None, repr=False)
     """A function that returns why it cannot run on a device type here, or None if it can.
 
@@ -90,31 +96,23 @@ class BackendSpec:
     chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
         default=None, repr=False
     )
-    """For an alias: the function from dtype, head_dim, device and seqlen to the backend."""
-    _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False, compare=False)
+    """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
+    _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        unknown = {*self.precisions.values()} - {*PRECISIONS}
-        if unknown or not self.precisions:
-            raise ValueError(
-                f"{self.name}: precision must be one of {', '.join(PRECISIONS)}, not "
-                f"{unknown or 'empty'}"
-            )
-        if not self.summary.endswith(".") or "\n" in self.summary:
-            raise ValueError(f"{self.name}: the summary must be one sentence on one line")
-        if not {*self.device_types} <= {"cuda", "cpu"} or not self.device_types:
-            raise ValueError(
-                f"{self.name}: device_types must be 'cuda' or 'cpu', not {self.device_types}"
-            )
-        if not 1 <= self.error_slack <= contract.MOST_ERROR_SLACK:
-            raise ValueError(
-                f"{self.name}: error_slack must be between 1 and {contract.MOST_ERROR_SLACK:g}, "
-                f"not {self.error_slack}"
-            )
-        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+        classes, devices, slack = self.precisions.values(), self.device_types, self.error_slack
+        most = contract.MOST_ERROR_SLACK
+        if not classes or not {*classes} <= {*PRECISIONS}:
+            wrong = f"precisions must be among {', '.join(PRECISIONS)}, not {[*classes]}"
+        elif not devices or not {*devices} <= {"cuda", "cpu"}:
+            wrong = f"device_types must be among cuda and cpu, not {devices}"
+        elif not re.fullmatch(r".*\.", self.summary):
+            wrong = "the summary must be one sentence on one line"
+        elif not 1 <= slack <= most:
+            wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
+        else:
+            return
+        raise ValueError(f"{self.name}: {wrong}")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -127,35 +125,26 @@ class BackendSpec:
         Without a device, return None if any of its device types will do. "cuda" is the current CUDA
         device.
         """
-        missing = [name for name in self.modules if not _is_installed(name)]
-        if missing:
-            return f"needs the Python package{'s' * (len(missing) > 1)} {', '.join(missing)}"
         wanted = self.device_types if device is None else (device,)
         reasons = [self._device_reason(torch.device(one)) for one in wanted]
         return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def _device_reason(self, device: torch.device) -> str | None:
-        device_type = device.type
-        if device_type not in self.device_types:
-            return f"runs on {' and '.join(self.device_types)} only, not on {device_type}"
-        if device_type == "cuda":
-            # torch asks NVML if it can, which creates no context.
-            if torch.cuda.device_count() == 0:
-                return "needs a CUDA device, but none was found"
-            if self.is_too_new(device):
-                need, have = (
-                    ".".join(map(str, capability))
-                    for capability in (
-                        self.min_compute_capability or (),
-                        torch.cuda.get_device_capability(device),
-                    )
-                )
-                return f"needs compute capability {need} or higher, and this device has {have}"
+        if device.type not in self.device_types:
+            return f"runs on {' and '.join(self.device_types)} only, not on {device.type}"
+        # torch asks NVML if it can, which creates no context.
+        if device.type == "cuda" and torch.cuda.device_count() == 0:
+            return "needs a CUDA device, but none was found"
+        least = self.min_compute_capability
+        if least and self.is_too_new(device):
+            major, minor = torch.cuda.get_device_capability(device)
+            return (
+                f"needs compute capability {least[0]}.{least[1]} or higher, and this device has "
+                f"{major}.{minor}"
+            )
         try:
-            return self.probe(device_type) if self.probe else None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a listing must still show the other backends
+            return self.probe(device.type) if self.probe else None
+        except (Exception, SystemExit) as error:  # a listing must still show the other backends
             return f"its probe raised {describe(error)}"
 
     def is_too_new(self, device: torch.device) -> bool:
@@ -204,6 +193,7 @@ class BackendSpec:
         if prepare is not None:
             prepare(device_type)
 
+    @untraced
     def _load(self) -> bool:
         with _lock:
             if not self._kernels:
@@ -212,9 +202,9 @@ class BackendSpec:
                     raise UnavailableBackendError(self.name, reason)
                 try:
                     kernels = cast("object", self.loader())
-                except (AttentionError, KeyboardInterrupt):
+                except AttentionError:
                     raise
-                except BaseException as error:
+                except (Exception, SystemExit) as error:
                     reason = f"its loader raised {describe(error)}"
                     raise UnavailableBackendError(self.name, reason) from error
                 if not isinstance(kernels, Kernels):
@@ -222,10 +212,6 @@ class BackendSpec:
                     raise UnavailableBackendError(self.name, reason)
                 self._kernels.append(kernels)
         return True
-
-    # Makes torch.compile call the function instead of tracing it. assume_constant_result() does
-    # the same, but first imports torch._dynamo, which takes a second.
-    _load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def attention(
         self,
@@ -245,7 +231,7 @@ class BackendSpec:
         if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
-            q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         kernel = self.load().attention
         if kernel is None:
             raise UnsupportedError(self.name, [DECODES_ONLY])
@@ -258,7 +244,7 @@ class BackendSpec:
         device: torch.device | str,
         seqlen: int | None = None,
     ) -> BackendSpec:
-        """Return the backend that serves such calls: itself, or the one that an alias picks.
+        """Return self or, for an alias, the backend that it picks for such calls.
 
         seqlen: the longest; None if unknown. Raises UnsupportedError or UnavailableBackendError if
         an alias finds no backend.
@@ -278,7 +264,7 @@ class BackendSpec:
 
     def has_decode(self, device_type: str) -> bool:
         """Return whether it has a decode kernel for that device type (loads the backend)."""
-        return self.load().decode_on(device_type) is not None
+        return device_type in self.device_types and self.load().decode_on(device_type) is not None
 
     def decode(
         self,
@@ -311,9 +297,9 @@ class BackendSpec:
             raise UnsupportedError(self.name, [reason])
         try:
             o = kernel(*arguments)
-        except (AttentionError, torch.OutOfMemoryError, KeyboardInterrupt):
+        except (AttentionError, torch.OutOfMemoryError):
             raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             raise KernelError(self.name, f"raised {describe(error)}") from error
         q = tensors[0]
         # A subclass could compute its numbers when somebody looks at them.
@@ -337,13 +323,13 @@ _specs: dict[str, BackendSpec] = {}
 _lock = threading.RLock()
 
 
-def register(**fields: Any) -> Callable[[_Loader], _Loader]:
+def register(**fields: Any) -> Callable[[Loader], Loader]:
     """Register the decorated loader as a backend; `fields` are those of BackendSpec.
 
     Raises ValueError for a name that is taken or an invalid field, TypeError for an unknown field.
     """
 
-    def decorate(loader: _Loader) -> _Loader:
+    def decorate(loader: Loader) -> Loader:
         add(BackendSpec(loader=loader, **fields))
         return loader
 
@@ -356,7 +342,7 @@ def add(spec: BackendSpec) -> None:
         raise ValueError(
             f"a backend's name must be upper case letters, digits and '_', not {spec.name!r}"
         )
-    # Does not take the discovery lock: a plug-in that another thread imports must not wait for it.
+    # Takes no lock: discovery holds one while it waits for a plug-in that another thread imports.
     if _specs.setdefault(spec.name, spec) is not spec:
         raise ValueError(f"an attention backend named {spec.name} is already registered")
 
@@ -392,7 +378,7 @@ def get_backend(name: str) -> BackendSpec:
     try:
         return _specs[key]
     except KeyError:
-        raise UnknownBackendError(name, _nearest(key), _specs) from None
+        raise UnknownBackendError(name, _nearest(key)) from None
 
 
 def registered(name: str) -> BackendSpec | None:
@@ -448,6 +434,7 @@ def default_decode_backend(device: torch.device, dtype: torch.dtype, head_dim: i
     )
 
 
+@untraced
 def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     key = device, dtype, head_dim
     if key not in _cuda_decoders:  # called for every token
@@ -459,10 +446,6 @@ def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 _cuda_decoders: dict[tuple[torch.device, torch.dtype, int], str] = {}
-# torch.compile must not trace it; see BackendSpec._load().
-_default_cuda_decoder._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 _discovered: bool | None = False  # None during discovery
 
 
@@ -493,38 +476,16 @@ def _plugins() -> importlib.metadata.EntryPoints | tuple[()]:
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
-    """Import a plug-in, which registers its backends; on failure, add an unavailable backend."""
-    known, imported = len(_specs), entry_point.module in sys.modules
-    told = (
-        f"still loading the attention plug-in {entry_point.name} "
-        "(ATTENTION_KERNELS_PLUGINS=off loads none)"
-    )
-    timer = threading.Timer(SLOW_PLUGIN_S, print, [told], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
+    """Import a plug-in, which registers its backends; if that fails, add an unavailable backend."""
+    start = time.monotonic()
     try:
         entry_point.load()
-        if len(_specs) > known or imported:
-            return
-        reason = f"its plug-in registers no backend: {entry_point.value}"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever it raises, the other backends must work
+    except (Exception, SystemExit) as error:  # the other backends must still work
+        name = f"PLUGIN_{re.sub('[^A-Z0-9]', '_', entry_point.name.upper())}"
+        summary = "A plug-in that could not be loaded."
         reason = f"its plug-in failed to load: {describe(error)}"
-    finally:
-        timer.cancel()
-    name, summary = _plugin_name(entry_point.name), "A plug-in that could not be loaded."
-    add(unavailable(name, "plug-in", summary, ("cpu",), reason))  # one device: reported once
-
-
-def _plugin_name(entry_point: str) -> str:
-    name = re.sub(r"[^A-Z0-9]+", "_", entry_point.upper()).strip("_") or "PLUGIN"
-    name = name if name[0].isalpha() else f"PLUGIN_{name}"
-    return f"{name}_PLUGIN" if name in _specs else name
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent package is missing or half-installed
-        return False
+        # On one device type, so that listings give the reason once.
+        _specs[name] = unavailable(name, "plug-in", summary, ("cpu",), reason)
+    if (seconds := time.monotonic() - start) > SLOW_PLUGIN_S:
+        told = f"the attention plug-in {entry_point.name} took {seconds:.0f} s to load"
+        print(f"{told} (ATTENTION_KERNELS_PLUGINS=off loads none)", file=sys.stderr, flush=True)

@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from gpt2_infer.sampling import Sampling
 
 __version__ = "0.1.0"
-_HOMES = {
-    "ConfigError": "errors",
-    "GPT2": "model",
-    "GPT2Config": "config",
-    "GPT2InferError": "errors",
-    "Generation": "generation",
-    "NotFiniteError": "errors",
-    "Request": "request",
-    "RequestError": "errors",
-    "Sampling": "sampling",
-    "WeightsError": "errors",
-    "generate": "generation",
-}
 __all__ = [
     "GPT2",
     "ConfigError",
@@ -60,6 +47,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:
+        for home in ("errors", "config", "sampling", "request", "model", "generation"):
+            module = importlib.import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,13 +7,18 @@ import math
 from gpt2_infer.errors import RequestError
 
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise RequestError unless `value` is an integer from `low` to `high`."""
-    allowed = f"of {low} or more" if high is None else f"from {low} to {high}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be an integer {allowed}, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise RequestError(f"{name} must be an integer {allowed}, not {value}")
+    if error := integer_error(value, low, high):
+        raise RequestError(f"{name} {error}")
+
+
+def integer_error(value: object, low: int, high: float = math.inf) -> str | None:
+    """Return what `value` must be, unless it is an integer from `low` to `high`."""
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return None
+    allowed = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+    return f"must be an integer {allowed}, not {value!r}"
 
 
 def check_number(name: str, value: object) -> None:
@@ -26,9 +31,3 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raise RequestError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         raise RequestError(f"{name} must be a {kind.__name__}, not {value!r}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise RequestError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, not {value!r}")

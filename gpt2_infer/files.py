@@ -1,12 +1,13 @@
-"""Reading of files that may be missing, malformed or hostile."""
+"""Reading of files that may be missing or malformed."""
 
 from __future__ import annotations
 
 import errno
-import json
 import stat
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from gpt2_infer.errors import WeightsError
 
@@ -25,15 +26,10 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises WeightsError if the file is missing, malformed or hostile."""
+    """Read a JSON object; raises WeightsError if the file is missing or malformed."""
     try:
-        value = json.loads(read_file(path).decode("utf-8"))
+        return msgspec.json.decode(read_file(path), type=dict[str, Any])
     except FileNotFoundError:
         raise WeightsError(f"{path.parent} has no {path.name}") from None
-    except RecursionError:
-        raise WeightsError(f"{path} cannot be read as JSON: it is nested too deeply") from None
-    except (OSError, ValueError) as error:  # bad JSON, bad UTF-8, an integer of 5,000 digits
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} is not a JSON object")
-    return value

@@ -24,7 +24,7 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
-from gpt2_infer.stream import FinishReason, TextStream, Watcher
+from gpt2_infer.stream import FinishReason, Watcher
 
 
 @dataclass
@@ -125,21 +125,10 @@ def run(
     if request.config != model.config:
         raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
-    tokenizer, wants_text = model.tokenizer, bool(request.stops or on_text)
-    if wants_text and tokenizer is None:
+    if on_text and request.tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
-    eos = () if request.ignore_eos else model.config.eos_token_id
-    watchers = [
-        Watcher(
-            i,
-            eos,
-            request.stops,
-            TextStream(tokenizer) if tokenizer and wants_text else None,
-            on_text,
-        )
-        for i in range(len(request.rows))
-    ]
-    watch = wants_text or bool(eos) or progress
+    watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]
+    watch = progress or bool(watchers[0].stream or watchers[0].eos)
     try:
         return _generate(model, request, watchers, watch=watch, progress=progress)
     except torch.OutOfMemoryError:
@@ -153,7 +142,6 @@ def _generate(
     model: GPT2, request: Request, watchers: list[Watcher], *, watch: bool, progress: bool
 ) -> Generation:
     """Generate; without `watch`, give the watchers all tokens at the end."""
-    rows, mode, tokenizer = request.rows, request.mode, model.tokenizer
     started = time.perf_counter()
     engine, keep = lend_engine(model, request)
     interrupted = False
@@ -174,32 +162,25 @@ def _generate(
         done = request.max_new_tokens
         if interrupted:
             done = engine.steps_done() if warm_up_s else 0
-        written = engine.new_tokens(done)
-        if any(token < 0 for row_tokens in written for token in row_tokens):
-            for step, tokens in enumerate(zip(*written, strict=True)):
-                _see(engine, watchers, step, tokens)
-        for watcher, row_tokens in zip(watchers, written, strict=True):
-            watcher.tokens = row_tokens
+        for step, tokens in enumerate(zip(*engine.new_tokens(done), strict=True)):
+            _see(engine, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
-    texts = (
-        [w.text if w.stream else tokenizer.decode(w.tokens) for w in watchers] if tokenizer else []
-    )
     seconds = marks.seconds()  # the start, the first token, ... the end
     generation = Generation(
-        prompts=rows,
+        prompts=request.rows,
         tokens=[w.tokens for w in watchers],
         finish_reasons=[w.finish for w in watchers if w.finish is not None],
-        mode=mode,
+        mode=request.mode,
         attention=model.attention.name,
-        decode_attention=engine.backend(1) if mode == "kv-cache" else None,
+        decode_attention=engine.backend(1) if request.mode == "kv-cache" else None,
         engine=engine.name,
-        length_step=engine.length_step if mode == "recompute" else 1,
+        length_step=engine.length_step if request.mode == "recompute" else 1,
         warm_up_s=warm_up_s,
         prefill_s=seconds[1] if len(seconds) > 1 else 0.0,
         generation_s=seconds[-1] if seconds else 0.0,
         intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])],
-        texts=texts,
+        texts=[w.whole_text() for w in watchers] if request.tokenizer else [],
     )
     if not interrupted:
         keep()
@@ -208,18 +189,21 @@ def _generate(
 
 def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, progress: bool) -> None:
     """Run all steps, or until every watcher has finished; without watchers, read no tokens."""
-    reader = _Reader(engine, steps, marks) if watchers else None
-    lag = 1 if engine.device.type == "cuda" else 0
+    is_cuda = engine.device.type == "cuda"
+    lag = 1 if is_cuda else 0
+    newest, pins = engine.newest[: engine.batch], is_cuda and bool(watchers)
+    host = torch.empty(steps, len(newest), dtype=torch.long, device="cpu", pin_memory=pins)
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
         for step in range(steps + lag):
             if step < steps:
                 engine.step(step)
-                if reader:
-                    reader.push(step)
-                if reader or step == 0:
+                if watchers:
+                    host[step].copy_(newest, non_blocking=True)
+                if watchers or step == 0:
                     marks.add()
-            if reader and step >= lag:
-                _see(engine, watchers, step - lag, reader.read(step - lag))
+            if watchers and step >= lag:
+                marks.wait(step - lag + 1)
+                _see(engine, watchers, step - lag, host[step - lag].tolist())
                 bar.update()
                 if all(watcher.finish for watcher in watchers):
                     return
@@ -237,25 +221,6 @@ def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[in
                 "at fault"
             )
         watcher.see(token)
-
-
-class _Reader:
-    """Copies new tokens to the host: on CUDA through pinned memory, one step late."""
-
-    def __init__(self, engine: Engine, steps: int, marks: Marks) -> None:
-        self._marks = marks  # one mark after each push
-        self._newest = engine.newest[: engine.batch]
-        is_cuda = engine.device.type == "cuda"
-        shape = (steps, engine.batch)
-        self._host = torch.empty(shape, dtype=torch.long, device="cpu", pin_memory=is_cuda)
-
-    def push(self, step: int) -> None:
-        self._host[step].copy_(self._newest, non_blocking=True)
-
-    def read(self, step: int) -> list[int]:
-        self._marks.wait(step + 1)
-        ids: list[int] = self._host[step].tolist()
-        return ids
 
 
 class Marks:

@@ -89,21 +89,15 @@ class Attention(nn.Module):
         self.upcast = config.reorder_and_upcast_attn
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
-        _find_at_once(self)
-
-    def forward(
-        self, x: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None
-    ) -> Tensor:
-        """Attend within each sequence, and fill the cache if given.
-
-        x: (batch * seqlen, n_embd). shape: (batch, seqlen).
-        """
-        return self.attend(self.c_attn.forward(x), shape, backend, cache)
+        _cache_submodules(self)
 
     def attend(
         self, qkv: Tensor, shape: torch.Size, backend: BackendSpec, cache: KVCache | None = None
     ) -> Tensor:
-        """Attend as forward() does, from c_attn's output, (batch * seqlen, 3 * n_embd)."""
+        """Attend within each sequence, and fill the cache if given.
+
+        qkv: c_attn's output, (batch * seqlen, 3 * n_embd). shape: (batch, seqlen).
+        """
         rows, dtype = qkv.shape[0], qkv.dtype
         qkv = qkv.view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
@@ -139,7 +133,7 @@ class MLP(nn.Module):
         # GELU's tanh form is one fused kernel, or part of the product.
         self.is_gelu_tanh = config.is_gelu_tanh
         self.activation = None if self.is_gelu_tanh else _activation(config.activation_function)
-        _find_at_once(self)
+        _cache_submodules(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden units before c_proj: (rows, n_embd) -> (rows, inner_dim)."""
@@ -160,7 +154,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config)
-        _find_at_once(self)
+        _cache_submodules(self)
 
     def finish(self, x: Tensor, heads: Tensor) -> Tensor:
         """Add both projections to the residual stream x, (rows, n_embd), which is overwritten."""
@@ -191,7 +185,7 @@ class GPT2(nn.Module):
         self.tokenizer: Tokenizer | None = None
         self._prepared = Prepared()
         self.wte, self.wpe = (
-            # Initializing its own weights, nn.Embedding would import torch's compiler: a second.
+            # Its own initialization would import torch's compiler, which takes a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
             for rows in (config.vocab_size, config.n_positions)
         )
@@ -258,12 +252,9 @@ class GPT2(nn.Module):
         check_backend(attention or default_backend(device.type), config, dtype, device)
         if decode_attention is not None:
             check_backend(decode_attention, config, dtype, device, decode=True)
-        model = checkpoint.load(
-            lambda: cls(config, attention=attention, decode_attention=decode_attention),
-            device,
-            dtype,
-            seed,
-        )
+        with torch.device("meta"):
+            model = cls(config, attention=attention, decode_attention=decode_attention)
+        checkpoint.load_into(model, device, dtype, seed)
         model.tokenizer = checkpoint.tokenizer
         model._head_weight.data = with_room(model._head_weight.data)
         return model.requires_grad_(False).eval()
@@ -284,7 +275,7 @@ class GPT2(nn.Module):
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of weights read per decoded token: all but embeddings that are not the head."""
+        """The bytes read per decoded token: all weights except embeddings that are not the head."""
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
 
@@ -396,7 +387,8 @@ class GPT2(nn.Module):
         backend = self.attention
         x = self.embed(tokens)
         for block in self.blocks():
-            heads = block.attn.forward(_layer_norm(block.ln_1, x), tokens.shape, backend, cache)
+            qkv = block.attn.c_attn.forward(_layer_norm(block.ln_1, x))
+            heads = block.attn.attend(qkv, tokens.shape, backend, cache)
             if block is self.h[-1]:
                 # From here on positions are independent: keep only those whose logits are wanted.
                 x, heads = (
@@ -405,9 +397,10 @@ class GPT2(nn.Module):
                 )
             x = block.finish(x, heads)
         if cache is not None:
-            cache.seqlens.copy_(
-                seqlens if seqlens is not None else torch.full_like(cache.seqlens, seqlen)
-            )
+            if seqlens is None:
+                cache.seqlens.fill_(seqlen)
+            else:
+                cache.seqlens.copy_(seqlens)
         return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
     @torch.inference_mode()
@@ -436,8 +429,8 @@ class GPT2(nn.Module):
         return project(x, self._head_weight)
 
 
-def _find_at_once(module: nn.Module) -> None:
-    """Also store a module's submodules as plain attributes: nn.Module's own lookup is slow."""
+def _cache_submodules(module: nn.Module) -> None:
+    """Also store the submodules as plain attributes: nn.Module's own lookup is slow."""
     module.__dict__.update(module._modules)
 
 
@@ -496,8 +489,7 @@ def check_backend(
     decode: bool = False,
 ) -> None:
     """Raise UnavailableBackendError or UnsupportedError if `spec` cannot serve this model."""
-    reason = spec.unavailable_reason(device)
-    if reason:
+    if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
     reasons = spec.static_reasons(dtype, config.head_dim, device.type)
@@ -521,8 +513,6 @@ def keep(x: Tensor, seqlens: Tensor | None, logits_to_keep: int | Tensor = 1) ->
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    if name == "relu":
-        return F.relu
     from transformers.activations import ACT2FN
 
     try:

@@ -14,8 +14,8 @@ from attention_kernels import BackendSpec
 from gpt2_infer.errors import NotFiniteError, RequestError
 from gpt2_infer.files import read_file
 from gpt2_infer.model import GPT2
+from gpt2_infer.tokenizer import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = Path(__file__).parent / "demo_model" / "held_out.txt.xz"
 BASELINE = "NAIVE_PYTORCH"
 ROWS = 256  # rows of logits widened to float64 at a time

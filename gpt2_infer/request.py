@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from gpt2_infer.checks import check_flag, check_integer, check_type
+from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.errors import RequestError
 from gpt2_infer.sampling import Sampling
@@ -44,15 +45,15 @@ class Request:
         if self.mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         check_integer("max-new-tokens", self.max_new_tokens, 1)
-        check_flag("ignore_eos", self.ignore_eos)
-        check_flag("check_finite", self.check_finite)
+        check_type("ignore_eos", self.ignore_eos, bool)
+        check_type("check_finite", self.check_finite, bool)
         check_type("sampling", self.sampling, Sampling)
+        check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        stops = tuple(_listed(stop, "stop must be a text or a list of texts"))
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stops):
-            raise RequestError(f"stop strings must be non-empty texts, not {stop!r}")
+            raise RequestError(f"stop strings must be non-empty texts, not {self.stop!r}")
         if stops and self.tokenizer is None:
             raise RequestError("stop strings need a model with a tokenizer")
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
@@ -82,41 +83,43 @@ def encode_prompts(
     Raises RequestError for invalid prompts, for an empty list, for a text without a tokenizer, and
     for an empty text if the tokenizer has no end-of-text token.
     """
-    rows = []
-    for prompt in _listed(prompts, "prompts must be a list of texts or of lists of token ids"):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise RequestError("this model has no tokenizer: give the prompt as token ids")
-            try:
-                prompt.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is not valid text: {error.reason}") from error
-            ids = tokenizer.encode(prompt)
-            if not ids:
-                if tokenizer.end_of_text is None:
-                    raise RequestError(
-                        "the prompt is empty and there is no end-of-text token to begin with"
-                    )
-                ids = [tokenizer.end_of_text]
-        else:
-            ids = [
-                token.item() if hasattr(token, "item") else token
-                for token in _listed(prompt, "a prompt must be a text or a list of token ids")
-            ]
-            if odd := [token for token in ids if type(token) is not int]:
-                raise RequestError(f"token ids must be integers, not {odd[0]!r}")
-            if not ids:
-                raise RequestError("a list of token ids must not be empty")
-        rows.append(ids)
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    try:
+        if any(isinstance(prompt, bytes | bytearray) for prompt in prompts):
+            raise TypeError("bytes are neither")
+        rows = [
+            _encode(tokenizer, prompt)
+            if isinstance(prompt, str)
+            else [_token_id(token) for token in prompt]
+            for prompt in prompts
+        ]
+    except TypeError as error:
+        raise RequestError(f"a prompt must be a text or a list of token ids: {error}") from error
     if not rows:
         raise RequestError("there is no prompt")
+    if not all(rows):
+        raise RequestError("a list of token ids must not be empty")
     return rows
 
 
-def _listed(value: object, expected: str) -> list[Any]:
-    """Return a sequence, a tensor or an array as a list; raises RequestError for anything else."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise RequestError(f"{expected}, not {type(value).__name__}")
-    return list(value)
+def _token_id(token: object) -> int:
+    """Return a token id given as an integer of any library; raises TypeError for a bool."""
+    if isinstance(token, bool):
+        raise TypeError(f"{token} is no token id")
+    return operator.index(token)  # type: ignore[arg-type]
+
+
+def _encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer: give the prompt as token ids")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid text: {error.reason}") from error
+    ids = tokenizer.encode(prompt)
+    if ids:
+        return ids
+    if tokenizer.end_of_text is None:
+        raise RequestError("the prompt is empty and there is no end-of-text token to begin with")
+    return [tokenizer.end_of_text]

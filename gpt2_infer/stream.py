@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Literal
 
+from gpt2_infer.request import Request
 from gpt2_infer.tokenizer import Tokenizer
 
 FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
@@ -42,19 +42,28 @@ class TextStream:
         return text
 
 
-@dataclass
 class Watcher:
-    """One row as the host sees it: its tokens, its text, and why it ended."""
+    """One row of a request as the host sees it: its tokens, its text, and why it ended."""
 
-    row: int
-    eos: Sequence[int]
-    stop: Sequence[str]
-    stream: TextStream | None
-    on_text: Callable[[int, str], None] | None
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    sent: int = 0  # characters passed to on_text
-    finish: FinishReason | None = None
+    def __init__(
+        self, request: Request, row: int = 0, on_text: Callable[[int, str], None] | None = None
+    ) -> None:
+        self.row, self.stop, self.on_text = row, request.stops, on_text
+        self.eos = () if request.ignore_eos else request.config.eos_token_id
+        self.tokenizer = request.tokenizer
+        self.stream: TextStream | None = None
+        if self.tokenizer and (self.stop or on_text):
+            self.stream = TextStream(self.tokenizer)
+        self.tokens: list[int] = []
+        self.text = ""  # up to a stop string; only if it is streamed
+        self.sent = 0  # characters passed to on_text
+        self.finish: FinishReason | None = None
+
+    def whole_text(self) -> str:
+        """Return the row's text; empty without a tokenizer."""
+        if self.stream or not self.tokenizer:
+            return self.text
+        return self.tokenizer.decode(self.tokens)
 
     def see(self, token: int) -> None:
         """Take the row's next token; ignored once the row has finished."""

@@ -47,16 +47,15 @@ def main() -> int:
         for name in names:
             print(name, msgspec.json.encode(known[name]).decode())
         return 0
-    wanted = []
-    for name in names:
-        if Path(f"{arguments.prefix}{name}.json").exists():
-            print(f"{arguments.prefix}{name}.json already exists")
-        else:
-            wanted.append(name)
+    outputs = {name: Path(f"{arguments.prefix}{name}.json") for name in names}
+    for out in outputs.values():
+        if out.exists():
+            print(f"{out} already exists")
+    wanted = [name for name, out in outputs.items() if not out.exists()]
     if len(wanted) != 1:
         return _run_each(wanted, ["--prefix", arguments.prefix, "--studies", arguments.studies])
     (name,) = wanted
-    out = Path(f"{arguments.prefix}{name}.json")
+    out = outputs[name]
     try:
         print(tables.render(str(out), study.run(known[name], name, out)))
     except (GPT2InferError, AttentionError) as error:
@@ -75,7 +74,7 @@ def _run_each(names: list[str], options: list[str]) -> int:
             status = child.wait()
         except KeyboardInterrupt:  # the child gets the signal, too
             child.wait()
-            print(f"interrupted at {name}: run the same command to resume", file=sys.stderr)
+            print(f"interrupted at {name}: rerun to resume", file=sys.stderr)
             return 130
         print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
         if status:

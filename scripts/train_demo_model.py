@@ -26,7 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import ByteLevelBPETokenizer
@@ -34,7 +33,8 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_infer.cli import Parser
-from gpt2_infer.perplexity import END_OF_TEXT, HELD_OUT
+from gpt2_infer.perplexity import HELD_OUT
+from gpt2_infer.tokenizer import END_OF_TEXT
 
 STRAIGHT = str.maketrans(
     {
@@ -108,8 +108,8 @@ def clean(document: str) -> list[str]:
     """Return the prose of one book, split into its chapters.
 
     A model of seven million parameters has none to spare for typography: speech gets one kind of
-    quotation mark, and underscores for italics, illustrations, headings, verse and tables of
-    contents are removed.
+    quotation mark; underscores for italics, illustrations, headings, verse and tables of contents
+    are removed.
     """
     chapters: list[list[str]] = [[]]
     text = re.sub(r"\[[^\]]{0,300}\]", "", document.translate(STRAIGHT)).replace("_", "")
@@ -152,14 +152,14 @@ def train_tokenizer(texts: list[str], vocab_size: int, out: Path) -> ByteLevelBP
 
 
 def encode(
-    tokenizer: ByteLevelBPETokenizer, texts: list[str], end_of_text: int
-) -> np.ndarray[Any, Any]:
-    """Encode the texts as one stream of ids, each text preceded by `<|endoftext|>`."""
-    ids: list[np.ndarray[Any, Any]] = []
+    tokenizer: ByteLevelBPETokenizer, texts: list[str], end_of_text: int, device: torch.device
+) -> torch.Tensor:
+    """Encode the texts as one stream of ids, (tokens,), each text preceded by `<|endoftext|>`."""
+    ids: list[torch.Tensor] = []
     for start in tqdm(range(0, len(texts), 512), desc="tokenize", unit="batch"):
         for encoding in tokenizer.encode_batch(texts[start : start + 512]):
-            ids.append(np.asarray([end_of_text, *encoding.ids], dtype=np.uint16))
-    return np.concatenate(ids)
+            ids.append(torch.tensor([end_of_text, *encoding.ids], dtype=torch.int32))
+    return torch.cat(ids).to(device)
 
 
 @torch.no_grad()
@@ -169,11 +169,9 @@ def held_out_nats(model: torch.nn.Module, stream: torch.Tensor, context: int, ba
     windows = (stream.numel() - 1) // context
     x = stream[: windows * context].view(windows, context)
     y = stream[1 : windows * context + 1].view(windows, context)
-    for start in range(0, windows, batch):
-        logits = model(x[start : start + batch].long()).logits
-        total += F.cross_entropy(
-            logits.float().flatten(0, 1), y[start : start + batch].long().flatten(), reduction="sum"
-        ).item()
+    for inputs, targets in zip(torch.split(x, batch), torch.split(y, batch), strict=True):
+        logits = model(inputs.long()).logits.float().flatten(0, 1)
+        total += F.cross_entropy(logits, targets.long().flatten(), reduction="sum").item()
     return total * (stream.numel() - 1) / (windows * context)
 
 
@@ -233,7 +231,7 @@ def repetition_loss(
 
     The target halves the probability of the repeated token, as in DITTO (Xu et al., 2022): without
     this loss, greedy text soon repeats itself for good. The other tokens share the rest in their
-    old proportions; DITTO leaves that open, and then it went to tokens that occur nowhere.
+    old proportions. DITTO leaves that open; without it, the rest went to tokens that never occur.
     """
     log_p = logits.float().log_softmax(-1)
     rows = torch.arange(len(y), device=y.device)[:, None]
@@ -269,9 +267,8 @@ class Muon:
             x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
             for _ in range(5):  # Newton-Schulz iterations
                 a = x @ x.mT
-                x = torch.baddbmm(
-                    x, torch.baddbmm(a, a, a, beta=-4.775, alpha=2.0315), x, beta=3.4445
-                )
+                b = torch.baddbmm(a, a, a, beta=-4.775, alpha=2.0315)
+                x = torch.baddbmm(x, b, x, beta=3.4445)
             x = x.mT if is_tall else x
             updates = x * (lr * 0.2 * math.sqrt(max(x.shape[1:])))
             for p, update in zip(group, updates, strict=True):
@@ -279,7 +276,7 @@ class Muon:
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Run a step three times and capture it as a CUDA graph: launches took longer than the work."""
+    """Run a step three times and capture it as a CUDA graph: without it, launches dominate."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -351,7 +348,6 @@ def train(
     step_once = captured(one_step) if on_gpu else one_step  # with learning rates of 0 so far
     history: list[Any] = []
     best, weights = math.inf, model.state_dict()
-    started = time.perf_counter()
     bar = tqdm(range(args.steps), desc="train", unit="step", mininterval=5)
     for step in bar:
         # Warm up, then decay along a cosine to zero.
@@ -370,11 +366,7 @@ def train(
             history.append([step + 1, round(nats, 4)])
             if nats < best:
                 best, weights = nats, copy.deepcopy(model.state_dict())
-            rate = (step + 1) * args.batch * args.context / (time.perf_counter() - started)
-            bar.write(
-                f"step {step + 1}: train {loss.item():.4f}, held out {nats:.4f}, "
-                f"{rate / 1e6:.2f} M tokens/s"
-            )
+            bar.write(f"step {step + 1}: train {loss.item():.4f}, held out {nats:.4f}")
     model.load_state_dict(weights)
     return history
 
@@ -420,45 +412,30 @@ The command (the corpus is not part of the repository):
 def main() -> None:
     """Parse arguments, train, export, write the model card."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        required=True,
-        help="text or .xz; documents separated by <|endoftext|>",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpt2_infer/demo_model"), help="output folder"
-    )
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--batch", type=int, default=48, help="sequences per step")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--lr-matrices", type=float, default=5e-3)
-    parser.add_argument("--lr-tables", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.2)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument(
-        "--repetitions",
-        type=float,
-        default=0.3,
-        help="weight of the loss on repeated phrases; 0 for none",
-    )
-    parser.add_argument("--warmup", type=int, default=200, help="warm-up steps")
-    parser.add_argument("--eval-every", type=int, default=500, help="steps between evaluations")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--max-documents", type=int, help="number of documents to use (for a trial run)"
-    )
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
-    )
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="text or .xz, documents as described above")
+    add("--out", type=Path, default=Path("gpt2_infer/demo_model"), help="output folder")
+    add("--steps", type=int, default=12000, help="training steps")
+    add("--batch", type=int, default=48, help="sequences per step")
+    add("--context", type=int, default=1024, help="tokens per sequence")
+    add("--layers", type=int, default=6)
+    add("--width", type=int, default=256)
+    add("--heads", type=int, default=4)
+    add("--vocab", type=int, default=8192, help="vocabulary size")
+    add("--lr-matrices", type=float, default=5e-3, help="peak learning rate of Muon")
+    add("--lr-tables", type=float, default=3e-3, help="peak learning rate of AdamW")
+    add("--weight-decay", type=float, default=0.2, help="of the matrices")
+    add("--repetitions", type=float, default=0.3, help="weight of the loss on repeated phrases")
+    add("--warmup", type=int, default=200, help="warm-up steps")
+    add("--eval-every", type=int, default=500, help="steps between evaluations")
+    add("--seed", type=int, default=1)
+    add("--max-documents", type=int, help="number of documents to use, for a trial run")
+    has_gpu = torch.cuda.is_available()
+    add("--compile", action=argparse.BooleanOptionalAction, default=has_gpu)
     args = parser.parse_args()
     if not args.corpus.is_file():
         sys.exit(f"{args.corpus} is not a file")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_gpu else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -474,19 +451,12 @@ def main() -> None:
         sys.exit(f"{len(stories)} books are too few: one in {HOLD_OUT_EVERY} is held out")
     tokenizer = train_tokenizer(train_texts, args.vocab, args.out)
     end_of_text = args.vocab - 1
-    train_stream = torch.from_numpy(
-        encode(tokenizer, train_texts, end_of_text).astype(np.int32)
-    ).to(device)
-    held_out = torch.from_numpy(encode(tokenizer, held_out_texts, end_of_text).astype(np.int32)).to(
-        device
-    )
+    train_stream = encode(tokenizer, train_texts, end_of_text, device)
+    held_out = encode(tokenizer, held_out_texts, end_of_text, device)
     separated = "".join(f"{text}\n{END_OF_TEXT}\n" for text in held_out_texts)
     (args.out / HELD_OUT.name).write_bytes(lzma.compress(separated.encode("utf-8"), preset=9))
     held_out_bytes = sum(len(text.encode("utf-8")) for text in held_out_texts)
-    print(
-        f"{len(train_texts)} chapters, {train_stream.numel() / 1e6:.2f} M tokens to train on; "
-        f"{len(held_out_texts)} chapters, {held_out.numel() / 1e3:.0f} k tokens held out"
-    )
+    print(f"{train_stream.numel():,} tokens to train on, {held_out.numel():,} held out")
 
     config = GPT2Config(
         vocab_size=args.vocab,
@@ -494,18 +464,17 @@ def main() -> None:
         n_embd=args.width,
         n_layer=args.layers,
         n_head=args.heads,
-        resid_pdrop=args.dropout,
-        embd_pdrop=args.dropout,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         attn_implementation="sdpa",
     )
     model = GPT2LMHeadModel(config).to(device)
+    batches = Batches(train_stream, args.context, args.batch, args.seed)
     started = time.perf_counter()
-    history = train(
-        model, Batches(train_stream, args.context, args.batch, args.seed), held_out, args
-    )
+    history = train(model, batches, held_out, args)
     seconds = time.perf_counter() - started
 
     model.eval().half().save_pretrained(args.out)
@@ -527,20 +496,14 @@ def main() -> None:
         "held_out_loss": loss,
         "bits_per_byte": bits_per_byte,
         "train_seconds": seconds,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
         "torch": torch.__version__,
         "held_out_loss_by_step": history,
-        "arguments": {
-            name: value.name if isinstance(value, Path) else value
-            for name, value in vars(args).items()
-        },
+        "arguments": vars(args) | {"corpus": args.corpus.name, "out": args.out.name},
     }
     (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
     (args.out / "README.md").write_text(model_card(facts), "utf-8")
-    print(
-        f"held-out loss {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte, "
-        f"{seconds:.0f} s"
-    )
+    print(f"held-out loss {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Shared fixtures: nothing here downloads, and every checkpoint is made in a temporary folder.
 
-torch is imported where it is used: the process that hands out the tests to others has no use for
-it, and starts them seconds sooner.
+torch is imported where it is used, so that the xdist controller, which does not need it, starts its
+workers seconds sooner.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from attention_kernels import BackendSpec
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing may be downloaded
-# Here and in every process that a test starts: the workers of xdist use every core already.
+# Also for every process that a test starts: the workers of xdist already use every core.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-gc.disable()  # while torch and transformers are imported: what they are made of lives to the end
+gc.disable()  # while torch and transformers are imported: their objects live to the end
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def shared_memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give back the GPU's memory: each worker would keep as much as its largest test took."""
+    """Free the GPU's memory: otherwise each worker keeps as much as its largest test needed."""
     yield
     if "gpu" in request.keywords:
         import torch
@@ -60,8 +62,27 @@ def shared_memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix the tile of Triton's kernels, a different one for each test, because tuning is slow."""
+    if "TRITON" not in request.node.name or "gpu" not in request.keywords:
+        return
+    import torch
+
+    triton = pytest.importorskip("triton", exc_type=ImportError)
+    from attention_kernels.backends.triton import flash_attention
+
+    if torch.cuda.get_device_capability()[0] != 9:  # elsewhere some tiles need too much memory
+        return
+    number = zlib.crc32(request.node.name.encode())
+    for tuner in vars(flash_attention).values():
+        if isinstance(tuner, triton.runtime.Autotuner):
+            config = tuner.configs[number % len(tuner.configs)]
+            monkeypatch.setattr(tuner, "configs", [config])
+
+
 def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """Set what must not change an emulated result, one variable after the other."""
+    """Set, one after the other, variables that must not change an emulated result."""
     for variable, value in (
         ("ATTENTION_EMULATOR_ORDER", "reverse"),
         ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
@@ -75,7 +96,7 @@ def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, st
 
 @pytest.fixture(scope="session", autouse=True)
 def remembered_truth() -> Iterator[None]:
-    """Compute the judge's truth, a function of a call's inputs alone, once for all backends."""
+    """Cache the judge's truth, a function of a call's inputs alone, for all backends."""
     import torch
 
     from attention_kernels.judge import conformance
@@ -100,7 +121,7 @@ def remembered_truth() -> Iterator[None]:
 
 
 def usable(name: str, device: str) -> BackendSpec:
-    """The backend; skips the test where it cannot run."""
+    """Return the backend, or skip the test where it cannot run."""
     from attention_kernels import get_backend
 
     spec = get_backend(name)
@@ -111,7 +132,7 @@ def usable(name: str, device: str) -> BackendSpec:
 
 @pytest.fixture(scope="session")
 def demo() -> Any:
-    """The bundled model on the CPU, with the CPU's default backend."""
+    """Return the bundled model on the CPU, with the CPU's default backend."""
     from gpt2_infer import GPT2
 
     return GPT2.from_pretrained("demo", device="cpu")
@@ -122,7 +143,7 @@ SaveCheckpoint = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture
 def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
-    """save(**config): a random transformers GPT-2 in a local folder, as (folder, model)."""
+    """Return save(**config), which saves a random transformers GPT-2: (folder, model)."""
 
     def save(
         name: str = "checkpoint", *, tokenizer: bool = True, **fields: Any
@@ -164,10 +185,10 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
 
 @pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the test registers is forgotten after it."""
+    """Forget, after the test, the backends that it registers."""
     from attention_kernels import list_backends, registry
 
-    list_backends()  # discover first: what is found once must not be found into the copy
+    list_backends()  # discover first, or the backends would be registered in the copy only
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))
 
 

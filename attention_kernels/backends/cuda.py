@@ -9,7 +9,7 @@ from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.ladder import register_ladder, versions
 from attention_kernels.ladder.header import CSRC, HEAD_DIMS, version_number
-from attention_kernels.registry import BackendSpec, get_backend, register
+from attention_kernels.registry import BackendSpec, get_backend, register, untraced
 
 register_ladder(
     CSRC / "fp32",
@@ -57,21 +57,15 @@ def choose(
     return get_backend(_chosen_name(dtype, head_dim, device, False))
 
 
-def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool) -> str:
-    key = dtype, head_dim, device, is_special
-    if key not in _chosen_names:  # called for every layer
-        _chosen_names[key] = _first_that_serves(*key).name
-    return _chosen_names[key]
-
-
 _chosen_names: dict[tuple[torch.dtype, int, torch.device, bool], str] = {}
-# torch.compile must not trace it; see BackendSpec._load().
-_chosen_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _first_that_serves(
-    dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool
-) -> BackendSpec:
+@untraced
+def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool) -> str:
+    """Return the name of the first rung that serves; cached, as it is called for every layer."""
+    key = dtype, head_dim, device, is_special
+    if key in _chosen_names:
+        return _chosen_names[key]
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
     for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
@@ -79,7 +73,8 @@ def _first_that_serves(
             continue
         reasons = spec.unsupported_reasons(row, row, row)
         if not reasons:
-            return spec
+            _chosen_names[key] = spec.name
+            return spec.name
         refused = refused or reasons
     raise UnsupportedError("CUSTOM_CUDA", refused)
 
@@ -90,9 +85,7 @@ def _first_that_serves(
     summary="The fastest float32 version that serves the device and the shape.",
     precisions={"float32": "ieee-fp32"},
     head_dims=HEAD_DIMS,
-    probe=lambda device_type: get_backend(next(iter(versions("fp32")))).unavailable_reason(
-        device_type
-    ),
+    probe=lambda device_type: get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device_type),
     emulated_on=("cpu",),
     chooses=choose,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +65,9 @@ def load_naive() -> Kernels:
     return Kernels(_naive, _naive_decode, backward=True)
 
 
-def _sdpa(name: str, kernel: SDPBackend, decode_device_types: tuple[str, ...]) -> Kernels:
+def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
     is_flash = kernel == SDPBackend.FLASH_ATTENTION
+    decode_device_types = ("cpu",) if is_flash else ("cuda", "cpu")  # on CUDA, flash takes no mask
 
     def run(
         q: Tensor,
@@ -141,59 +144,41 @@ def _sentence(message: str) -> str:
     return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
-@register(
-    name="PYTORCH_SDPA_MATH",
-    family="pytorch",
-    summary="PyTorch's SDPA composed of matmuls and a softmax, pinned.",
-    precisions=PLAIN_PRECISIONS,
-)
-def load_math() -> Kernels:
-    """Load SDPBackend.MATH only."""
-    return _sdpa("PYTORCH_SDPA_MATH", SDPBackend.MATH, ("cuda", "cpu"))
-
-
 def _flash_probe(device_type: str) -> str | None:
     if device_type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without FlashAttention for CUDA"
     return None
 
 
-@register(
-    name="PYTORCH_SDPA_FLASH_ATTENTION",
-    family="pytorch",
-    summary="FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
-    precisions=PLAIN_PRECISIONS,
+def _register(
+    kernel: SDPBackend,
+    summary: str,
+    precisions: Mapping[str, str] = PLAIN_PRECISIONS,
+    **fields: Any,
+) -> None:
+    name = f"PYTORCH_SDPA_{kernel.name}"
+    add = register(name=name, family="pytorch", summary=summary, precisions=precisions, **fields)
+    add(functools.partial(_sdpa, name, kernel))
+
+
+_register(SDPBackend.MATH, "PyTorch's SDPA composed of matmuls and a softmax, pinned.")
+# On CUDA it takes float16 and bfloat16 only.
+_register(
+    SDPBackend.FLASH_ATTENTION,
+    "FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
     probe=_flash_probe,
 )
-def load_flash() -> Kernels:
-    """Load SDPBackend.FLASH_ATTENTION only.
-
-    On CUDA it takes float16 and bfloat16 only, and cannot decode, because it takes no mask.
-    """
-    return _sdpa("PYTORCH_SDPA_FLASH_ATTENTION", SDPBackend.FLASH_ATTENTION, ("cpu",))
-
-
-@register(
-    name="PYTORCH_SDPA_EFFICIENT_ATTENTION",
-    family="pytorch",
-    summary="Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
+_register(
+    SDPBackend.EFFICIENT_ATTENTION,
+    "Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
     # From compute capability 8.0 on, each float32 product is three TF32 products on tensor cores.
-    precisions={"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
+    {"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
 )
-def load_efficient() -> Kernels:
-    """Load SDPBackend.EFFICIENT_ATTENTION only."""
-    return _sdpa("PYTORCH_SDPA_EFFICIENT_ATTENTION", SDPBackend.EFFICIENT_ATTENTION, ("cuda",))
-
-
-@register(
-    name="PYTORCH_SDPA_CUDNN_ATTENTION",
-    family="pytorch",
-    summary="cuDNN's fused attention as PyTorch ships it, pinned.",
-    precisions={"float16": "fp16", "bfloat16": "bf16"},
+_register(
+    SDPBackend.CUDNN_ATTENTION,
+    "cuDNN's fused attention as PyTorch ships it, pinned.",
+    {"float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
     min_compute_capability=(8, 0),
 )
-def load_cudnn() -> Kernels:
-    """Load SDPBackend.CUDNN_ATTENTION only."""
-    return _sdpa("PYTORCH_SDPA_CUDNN_ATTENTION", SDPBackend.CUDNN_ATTENTION, ("cuda",))

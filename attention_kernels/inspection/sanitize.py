@@ -31,8 +31,14 @@ from attention_kernels.registry import BackendSpec
 TOOLS = ("memcheck", "racecheck")
 ASAN_FLAGS = "-fsanitize=address -O1"
 _ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # addr2line finds more source lines
-# seqlen, head_dim, batch, num_heads: small, because both sanitizers are slow.
-SHAPES = ((1, 64, 1, 1), (33, 32, 2, 2), (65, 64, 1, 2), (65, 128, 1, 1), (130, 64, 1, 1))
+# seqlen, head_dim, batch, num_heads, is_causal: few and small, because all sanitizers are slow.
+SHAPES = (
+    (1, 64, 1, 1, True),
+    (33, 32, 2, 2, False),
+    (65, 64, 1, 2, False),
+    (65, 128, 1, 1, True),
+    (130, 64, 1, 1, True),
+)
 ORDERS = ("reverse", "shuffle:1")
 _PR_SET_PDEATHSIG = 1
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
@@ -137,10 +143,9 @@ def _cases(spec: BackendSpec) -> Iterator[Case | DecodeCase]:
             for head_dim in spec.head_dims or (32, 64, 128):
                 yield DecodeCase(head_dim, dtype, lengths=(1, 33, 130), max_seqlen=130)
             continue
-        for seqlen, head_dim, batch, num_heads in SHAPES:
+        for seqlen, head_dim, batch, num_heads, is_causal in SHAPES:
             if not spec.head_dims or head_dim in spec.head_dims:
-                for is_causal in (True, False):
-                    yield Case(seqlen, head_dim, 1.0, batch, num_heads, is_causal, dtype=dtype)
+                yield Case(seqlen, head_dim, 1.0, batch, num_heads, is_causal, dtype=dtype)
 
 
 def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Tensor:

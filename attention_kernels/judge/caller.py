@@ -184,7 +184,7 @@ class _Timed:
             self.run()
 
     def renew(self, on_host: Sequence[Tensor]) -> None:
-        """Copy new numbers to the inputs; on a GPU after an untimed run, so that its clock is up."""
+        """Copy new numbers to the inputs; a GPU makes an untimed run before, to raise its clock."""
         on_device = [new.to("cuda") for new in on_host] if self.is_cuda else on_host
         if self.is_cuda:
             self.run()

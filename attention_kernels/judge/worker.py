@@ -213,7 +213,7 @@ class Worker(Runner):
         try:
             reply = self._receive(max(timeout_s, LOADING_TIMEOUT_S))
             if reply.status == "unknown":
-                raise UnknownBackendError(what, reply.reasons, ())
+                raise UnknownBackendError(what, reply.reasons)
             if reply.status == "failed":
                 raise EndedError(reply.text)
             reply.check(name)

@@ -28,7 +28,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +72,11 @@ class _Plan:
     version: VersionHeader
     target: Target
     arch: str
+    label: str
     stem: str
     """The name of its files in the cache, with a digest of everything that it is built from."""
     binding: str
     """The same name for binding.cpp, which many versions share."""
-    label: str
 
 
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
@@ -86,34 +86,54 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     label: the name of the version in the progress line on stderr, by default the file's. Raises
     BuildError with the compiler's first error line and the path of its log.
     """
-    (outcome,) = _build([_plan(version, target, arch, label)], progress=False)
+    (outcome,) = build_many([version], target, arch, label=label).values()
     if isinstance(outcome, BuildError):
         raise outcome
     return outcome
 
 
 def build_many(
-    wanted: Iterable[VersionHeader], target: Target, arch: str = ""
+    wanted: Iterable[VersionHeader], target: Target, arch: str = "", *, label: str = ""
 ) -> dict[str, Path | BuildError]:
-    """Build several versions at once; return the library or the error of each, by op.
+    """Build versions that the cache lacks, with one ninja; return library or error by op.
 
-    ninja's progress goes to stderr. Raises BuildError for an untrusted cache.
+    Arguments as for build(). Raises BuildError for an untrusted cache.
     """
-    results: dict[str, Path | BuildError] = {}
+    built: dict[str, Path | BuildError] = {}
     plans = []
     for version in wanted:
         try:
-            plans.append(_plan(version, target, arch, ""))
+            plans.append(_plan(version, target, arch, label))
         except BuildError as error:
-            results[version.op] = error
-    outcomes = _build(plans, progress=True)
-    return results | {p.version.op: done for p, done in zip(plans, outcomes, strict=True)}
+            built[version.op] = error
+    cache = cache_dir()
+    if missing := _missing(plans, cache, built):
+        cache = _writable(cache)
+        one = missing[0] if len(missing) == 1 else None
+        name, label = (one.stem, one.label) if one else (target, f"{len(missing)} kernels")
+        with _lock(cache / f"{name}.lock", label) as held:
+            for left in cache.glob(f"{name}.build-*") if held else ():  # left by a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            if missing := _missing(missing, cache, built):  # another process may have been first
+                _tell(f"building {label} ...")
+                with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
+                    built |= _run_ninja(missing, cache, Path(folder))
+    return built
+
+
+def _missing(
+    plans: Iterable[_Plan], cache: Path, built: dict[str, Path | BuildError]
+) -> list[_Plan]:
+    """Add the libraries found in the cache to `built`; return the plans without one."""
+    found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
+    built |= {plan.version.op: library for plan, library in found.items() if library}
+    return [plan for plan, library in found.items() if not library]
 
 
 def sources(version: VersionHeader) -> list[Path]:
     """Return the files that a version's library is built from, except the system's and torch's."""
     csrc = csrc_of(version)
-    return [*map(Path, _digests([version.path, csrc / "binding.cpp"], csrc, "emulator"))]
+    return [*map(Path, _digests([version.path, csrc / "binding.cpp"], csrc, []))]
 
 
 # The cache
@@ -125,10 +145,7 @@ def cache_dir() -> Path:
         return Path(named).absolute()
     # torch does not depend on platformdirs, which would do just this on Linux.
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "attention_kernels"
-    try:
-        return base.expanduser().absolute()
-    except RuntimeError:
-        return _private_cache(base, "this user has no home folder")
+    return base.expanduser().absolute()
 
 
 _ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
@@ -155,15 +172,11 @@ def clear_cache() -> int:
     """Delete everything in the cache; return the number of bytes freed. Raises OSError."""
     entries = cache_entries()
     for entry in entries:
-        _remove(entry)
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
     return sum(entries.values())
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _writable(cache: Path) -> Path:
@@ -192,25 +205,22 @@ def _tell(line: str) -> None:
 @contextlib.contextmanager
 def _lock(file: Path, label: str) -> Iterator[bool]:
     """Hold a lock; yield False if it cannot be taken, because it only saves work."""
-    lock, held = filelock.FileLock(file), True
-    try:
+    lock = filelock.FileLock(file)
+    with contextlib.suppress(OSError, NotImplementedError):  # a timeout, or no support for locks
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             _tell(f"waiting for another process that builds {label} ...")
             lock.acquire(timeout=LOCK_TIMEOUT_S)
-    except (filelock.Timeout, OSError, NotImplementedError):  # another user's, or no lock support
-        held = False
     try:
-        yield held
+        yield lock.is_locked
     finally:
-        if held:
-            lock.release()
+        lock.release()
 
 
-def _check_trusted(path: Path, status: os.stat_result) -> None:
+def _check_trusted(path: Path) -> None:
     """Raise BuildError if another user owns a path in the cache or may write to it."""
-    other = "or name another folder with ATTENTION_KERNELS_CACHE"
+    status, other = path.stat(), "or name another folder with ATTENTION_KERNELS_CACHE"
     if status.st_uid not in (os.geteuid(), 0):
         raise BuildError(
             f"{path} belongs to another user, whose kernels would run as yours: delete it, {other}"
@@ -228,11 +238,8 @@ def _find(file: Path) -> Path | None:
     Raises BuildError if another user could have written it.
     """
     try:
-        _check_trusted(file.parent, file.parent.stat())
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        _check_trusted(file, status)
+        _check_trusted(file.parent)
+        _check_trusted(file)
         contents = file.read_bytes()
     except OSError:  # usually a missing file; otherwise the build will report what is wrong
         return None
@@ -240,15 +247,12 @@ def _find(file: Path) -> Path | None:
     return file if hashlib.sha256(contents[:-size]).digest() == contents[-size:] else None
 
 
-def _keep(output: Path, kept: Path) -> Path:
+def _keep(output: Path, cache: Path) -> Path:
     """Append a built file's SHA-256 to it and move it into the cache."""
     with output.open("ab") as file:
         file.write(hashlib.sha256(output.read_bytes()).digest())
     output.chmod(0o755)  # whatever the umask
-    if kept.is_dir():
-        _remove(kept)
-    os.replace(output, kept)
-    return kept
+    return output.replace(cache / output.name)
 
 
 # The build
@@ -256,110 +260,51 @@ def _keep(output: Path, kept: Path) -> Path:
 
 def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Plan:
     """Plan a build and name its files; raises BuildError for a missing compiler or bad setting."""
-    flags, csrc = compile_flags(version, target, arch), csrc_of(version)
-    extra, gxx = extra_flags(), str(find_gxx())
-    compilers = [identity(name, Path(name).stat().st_mtime) for name in sorted({flags[0], gxx})]
-    nvcc_flags = [os.environ.get(name) for name in FLAGS[1:]] if target == "cuda" else []
-    common = [gxx, compilers, extra, nvcc_flags, torch.__version__, torch.__file__]
-    where = f"sm_{arch.replace(',', '_')}" if target == "cuda" else "emulator"
-    purpose = "for the CPU" if version.is_host else "for the CPU emulator"
+    flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
+    gxx = str(find_gxx())
+    compilers = [identity(name) for name in sorted({flags[0], gxx})]
+    common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
     if target == "cuda":
-        purpose = f"for sm_{arch.replace(',', ', sm_')}"
-    binding = _stem(
-        f"binding-{target}",
-        binding_flags(target, csrc),
-        common,
-        _digests([csrc / "binding.cpp"], csrc, target, extra),
-    )
-    digests = _digests([version.path], csrc, target, extra)
-    return _Plan(
-        version,
-        target,
-        arch,
-        stem=_stem(f"{version.op}-{where}", flags, binding, digests),
-        binding=binding,
-        label=f"{label or version.path.name} {purpose}",
-    )
+        common += [os.environ.get(name) for name in FLAGS[1:]]
+        where, purpose = f"sm_{arch.replace(',', '_')}", f"sm_{arch.replace(',', ', sm_')}"
+    else:
+        where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
+    digests = _digests([csrc / "binding.cpp"], csrc, extra)
+    binding = _stem(f"binding-{target}", binding_flags(target, csrc), common, digests)
+    digests = _digests([version.path], csrc, extra)
+    stem = _stem(f"{version.op}-{where}", flags, binding, digests)
+    label = f"{label or version.path.name} for {purpose}"
+    return _Plan(version, target, arch, label, stem, binding)
 
 
-def _digests(
-    files: Iterable[Path], csrc: Path, target: Target, flags: Sequence[str] = ()
-) -> dict[str, str]:
+def _digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of each of these files and of everything they include, even indirectly.
 
     Headers are looked for next to the file, in csrc and in the folders of -I in `flags`. Includes
     that a condition excludes count too, and so do files that a nearer one hides; at worst that
     causes a needless rebuild. Headers of the system, the toolkit and torch are not looked for.
     """
-    emulator = f"{csrc}/emulator/"
-    folders = [str(csrc), *([emulator] if target == "emulator" else [])]
     pairs = zip(flags, [*flags[1:], ""], strict=False)
-    folders += [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
+    searched = [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
     found: dict[str, str] = {}
-    wanted, seen = {str(file) for file in files}, set[str]()
+    wanted = {*map(str, files)}
     while wanted:
         file = wanted.pop()
-        seen.add(file)
-        if target == "cuda" and file.startswith(emulator):
+        if file in found or not os.path.isfile(file):
             continue
-        try:
-            status = os.stat(file)
-            if stat.S_ISREG(status.st_mode):
-                times = status.st_mtime_ns, status.st_ctime_ns
-                found[file], included = _read(file, times, (*folders,))
-                wanted |= included - seen
-        except (OSError, ValueError):  # usually a system header, which is elsewhere
-            continue
+        text = Path(file).read_bytes()
+        found[file] = hashlib.sha256(text).hexdigest()
+        folders = [os.path.dirname(file), str(csrc), f"{csrc}/emulator", *searched]
+        names = [*map(os.fsdecode, INCLUDE.findall(text))]
+        wanted |= {os.path.normpath(f"{folder}/{name}") for folder in folders for name in names}
     return dict(sorted(found.items()))
-
-
-@functools.cache
-def _read(file: str, _times: tuple[int, int], folders: tuple[str, ...]) -> tuple[str, set[str]]:
-    """Return a file's SHA-256 and the possible paths of its includes, cached until it changes."""
-    text = Path(file).read_bytes()
-    names = [*map(os.fsdecode, INCLUDE.findall(text))]
-    around = (os.path.dirname(file), *folders)
-    places = {os.path.normpath(os.path.join(one, name)) for one in around for name in names}
-    return hashlib.sha256(text).hexdigest(), places
 
 
 def _stem(name: str, *parts: object) -> str:
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
-def _build(plans: Sequence[_Plan], *, progress: bool) -> list[Path | BuildError]:
-    """Return the library or the error of each plan, all built by one ninja."""
-    cache = cache_dir()
-    built: dict[_Plan, Path | BuildError] = {}
-    missing = _missing(plans, cache, built)
-    if missing:
-        cache = _writable(cache)
-        one = missing[0] if len(missing) == 1 else None
-        label = one.label if one else f"{len(missing)} kernels"
-        name = one.stem if one else missing[0].target
-        with _lock(cache / f"{name}.lock", label) as held:
-            for left in cache.glob(f"{name}.build-*") if held else ():  # left by a killed process
-                shutil.rmtree(left, ignore_errors=True)
-            if missing := _missing(missing, cache, built):  # another process may have been first
-                if not progress:
-                    _tell(f"building {label} ...")
-                with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
-                    built |= _run_ninja(missing, cache, Path(folder), progress=progress)
-    return [built[plan] for plan in plans]
-
-
-def _missing(
-    plans: Iterable[_Plan], cache: Path, built: dict[_Plan, Path | BuildError]
-) -> list[_Plan]:
-    """Add the libraries found in the cache to `built`; return the plans without one."""
-    found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
-    built |= {plan: library for plan, library in found.items() if library}
-    return [plan for plan, library in found.items() if not library]
-
-
-def _run_ninja(
-    plans: Sequence[_Plan], cache: Path, folder: Path, *, progress: bool
-) -> dict[_Plan, Path | BuildError]:
+def _run_ninja(plans: Sequence[_Plan], cache: Path, folder: Path) -> dict[str, Path | BuildError]:
     """Build plans in an empty folder and move the results into the cache."""
     commands: dict[str, list[str]] = {}
     statements = [RULES]
@@ -385,38 +330,36 @@ def _run_ninja(
         # A relative temporary folder, because nvcc passes its name to a shell.
         env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},
         stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__ if progress else subprocess.PIPE,
+        stdout=subprocess.PIPE if len(plans) == 1 else sys.__stderr__,
         stderr=subprocess.STDOUT,
         check=False,
     )
     told = (done.stdout or b"").decode(errors="replace")
-    built: dict[_Plan, Path | BuildError] = {}
-    now = {plan: _plan(plan.version, plan.target, plan.arch, "") for plan in plans}
+    built: dict[str, Path | BuildError] = {}
     for plan in plans:
-        if not (library := folder / f"{plan.stem}.so").exists():
-            built[plan] = _error(plan, folder, cache, commands, told)
-        elif now[plan].stem != plan.stem:
-            file = plan.version.path.name
-            built[plan] = BuildError(f"{file}, or what it includes, changed while it was built")
+        op, file = plan.version.op, plan.version.path.name
+        library, binding_object = folder / f"{plan.stem}.so", folder / f"{plan.binding}.o"
+        if not library.exists():
+            built[op] = _error(plan, folder, cache, commands, told)
+        elif _plan(plan.version, plan.target, plan.arch, "").stem != plan.stem:
+            built[op] = BuildError(f"{file}, or what it includes, changed while it was built")
         else:
-            built[plan] = _keep(library, cache / library.name)
-    for plan in plans:
-        object_file = folder / f"{plan.binding}.o"
-        if now[plan].binding == plan.binding and object_file.exists():
-            _keep(object_file, cache / object_file.name)
+            built[op] = _keep(library, cache)
+            if binding_object.exists():  # not yet moved for another version
+                _keep(binding_object, cache)
     return built
 
 
 def _error(
-    plan: _Plan, folder: Path, cache: Path, commands: Mapping[str, list[str]], told: str
+    plan: _Plan, folder: Path, cache: Path, commands: dict[str, list[str]], told: str
 ) -> BuildError:
     """Return the error of the first step that failed; keep its log in the cache."""
     steps = (f"{plan.binding}.o", f"{plan.stem}.o", f"{plan.stem}.so")
     failed = next(step for step in steps if step in commands and not (folder / step).exists())
-    file, log = folder / f"{failed}.log", cache / f"{plan.stem}.log"
-    output = file.read_text("utf-8", "replace") if file.exists() else told
-    file.write_text(f"$ {shlex.join(commands[failed])}\n{output}", "utf-8")
-    os.replace(file, log)
+    output, log = told, cache / f"{plan.stem}.log"
+    if (file := folder / f"{failed}.log").exists():
+        output = file.read_text("utf-8", "replace")
+    log.write_text(f"$ {shlex.join(commands[failed])}\n{output}", "utf-8")
     return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
 
 

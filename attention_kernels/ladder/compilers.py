@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,9 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.inspection.child import ending
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
+# Environment variables that name a compiler, by precedence.
+NVCC_VARIABLES = ("CUDACXX", "CUDA_HOME", "CUDA_PATH")
+GXX_VARIABLES = ("CXX",)
 # Environment variables with flags for every compilation; nvcc itself reads the last two.
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
@@ -36,12 +40,12 @@ def find_nvcc() -> str | None:
 
     None if it is not found; a variable that names a missing file does not fall through to the next.
     """
-    return _find(_named_nvcc(), ("nvcc", *_pip_nvcc()))
+    return _find(NVCC_VARIABLES, itertools.chain(["nvcc"], _pip_nvcc()))
 
 
 def find_gxx() -> str | None:
     """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None if not found."""
-    return _find(_named_gxx(), ("g++", "clang++", "c++"))
+    return _find(GXX_VARIABLES, ("g++", "clang++", "c++"))
 
 
 def find_ninja() -> str:
@@ -53,31 +57,24 @@ def find_ninja() -> str:
     return found
 
 
-def _named_nvcc() -> tuple[str, str] | None:
-    """Return the environment variable that names an nvcc, and that nvcc."""
-    if named := os.environ.get("CUDACXX"):
-        return "CUDACXX", named
-    homes = ((name, os.environ.get(name)) for name in ("CUDA_HOME", "CUDA_PATH"))
-    return next(((name, f"{home}/bin/nvcc") for name, home in homes if home), None)
+def _named(variables: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of these variables that is set, and the compiler that it names."""
+    for variable in variables:
+        if value := os.environ.get(variable):
+            return variable, f"{value}/bin/nvcc" if variable.startswith("CUDA_") else value
+    return None
 
 
-def _named_gxx() -> tuple[str, str] | None:
-    return ("CXX", os.environ["CXX"]) if os.environ.get("CXX") else None
-
-
-def _pip_nvcc() -> list[str]:
+def _pip_nvcc() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
-    return [
-        str(path)
-        for root in (spec.submodule_search_locations or () if spec else ())
-        for pattern in ("cu[0-9]*/bin/nvcc", "cuda_nvcc/bin/nvcc")
-        for path in sorted(Path(root).glob(pattern), reverse=True)
-    ]
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        for pattern in ("cu[0-9]*/bin/nvcc", "cuda_nvcc/bin/nvcc"):
+            yield from map(str, sorted(Path(root).glob(pattern), reverse=True))
 
 
-def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
+def _find(variables: Iterable[str], names: Iterable[str]) -> str | None:
     """Return the program that the user named; if none was named, the first that exists."""
-    candidates = [named[1]] if named else names
+    candidates = [named[1]] if (named := _named(variables)) else names
     found = next((path for name in candidates if (path := shutil.which(name))), None)
     return os.path.abspath(found) if found else None
 
@@ -85,36 +82,22 @@ def _find(named: tuple[str, str] | None, names: Iterable[str]) -> str | None:
 def missing_compiler(target: Target) -> str | None:
     """Return why a target cannot be built for if a compiler is missing, else None.
 
-    Called by every generate(), so the result of a successful search is cached.
+    Called by every generate(), so it must be fast.
     """
-    asked = target, *map(os.environ.get, _COMPILER_VARIABLES)
-    if asked in _found:
-        return None
-    if not (reason := _missing_compiler(target)):
-        _found.add(asked)
-    return reason
-
-
-_COMPILER_VARIABLES = ("PATH", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
-_found: set[tuple[str | None, ...]] = set()
-
-
-def _missing_compiler(target: Target) -> str | None:
     if sys.platform != "linux":
         return "its kernels are built on Linux only"
     if find_gxx() is None:
-        return _misnamed(_named_gxx()) or (
-            "needs a C++ compiler: install g++, or name one with CXX"
-        )
+        return _misnamed(GXX_VARIABLES) or "needs a C++ compiler: install g++, or name one with CXX"
     if target == "cuda" and find_nvcc() is None:
-        return _misnamed(_named_nvcc()) or (
+        return _misnamed(NVCC_VARIABLES) or (
             "needs nvcc: install the CUDA toolkit or the extra `cuda` of this package, or name it "
             "with CUDACXX or CUDA_HOME"
         )
     return None
 
 
-def _misnamed(named: tuple[str, str] | None) -> str | None:
+def _misnamed(variables: Iterable[str]) -> str | None:
+    named = _named(variables)
     return f"{named[0]} asks for {named[1]}, which is not an executable here" if named else None
 
 
@@ -127,8 +110,8 @@ def extra_flags() -> list[str]:
 
 
 @functools.cache
-def identity(compiler: str, _mtime: float) -> str:
-    """Return a compiler's --version output, cached until its file changes."""
+def identity(compiler: str) -> str:
+    """Return a compiler's --version output, cached."""
     return execute([compiler, "--version"])[1]
 
 

@@ -14,8 +14,15 @@ from attention_kernels.errors import AttentionError
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
-FIRST = "From"  # optional, before Change
-OPTIONAL = ("Role", "Takes", "Needs", "Precision", "Error")  # optional, after Layout
+# Optional fields and their defaults. From precedes Change; the others follow Layout.
+OPTIONAL = {
+    "From": "",
+    "Role": "attention",
+    "Takes": "float32",
+    "Needs": "",
+    "Precision": "",
+    "Error": "1x: as its precision class",
+}
 LAYOUTS = ("contiguous", "strided")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
@@ -25,13 +32,12 @@ _HEAD_DIM = "[1-9][0-9]{0,3}"
 TAKES = re.compile(
     rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim ({_HEAD_DIM}(?: {_HEAD_DIM})*))?(, on the CPU)?"
 )
-# The lowest architecture that a version runs on.
-NEEDS = re.compile(r"sm_([1-9][0-9]?)([0-9])")
+# The lowest architecture that a version runs on, if any.
+NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9]))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
-
-
-START = re.compile(r"v\d+")
+# The version that it changes, if that is not the previous one.
+START = re.compile(r"(?:v\d+)?")
 
 
 class HeaderError(AttentionError, ValueError):
@@ -151,26 +157,21 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     title = re.fullmatch(rf"{named[1]} - (\S.*)", first)
     if not title:
         raise HeaderError(f"the first line must be `// {named[1]} - <what changed>`")
-    values = _fields(lines)
-    takes = TAKES.fullmatch(values.pop("Takes", "float32"))
-    if takes is None:
-        raise HeaderError("Takes must look like `float16, head_dim 32 64`")
-    required = values.pop("Needs", None)
-    needs = NEEDS.fullmatch(required) if required else None
-    if required and needs is None:
-        raise HeaderError("Needs must look like `sm_80`")
-    precision = values.pop("Precision", None)
-    if precision is not None and (precision not in PRECISIONS or takes[1] != "float32"):
+    values = OPTIONAL | _fields(lines)
+
+    def match(field: str, pattern: re.Pattern[str], example: str) -> re.Match[str]:
+        if found := pattern.fullmatch(values.pop(field)):
+            return found
+        raise HeaderError(f"{field} must look like {example}")
+
+    start = match("From", START, "`v12`")[0]
+    takes = match("Takes", TAKES, "`float16, head_dim 32 64`")
+    needs = match("Needs", NEEDS, "`sm_80`")
+    slack = match("Error", ERROR, f"`2x: rounds O in every tile`, at most {MOST_ERROR_SLACK:.0f}x")
+    precision = values.pop("Precision")
+    if precision and (precision not in PRECISIONS or takes[1] != "float32"):
         classes = ", ".join(PRECISIONS)
         raise HeaderError(f"Precision is for versions of float32 and must be one of {classes}")
-    slack = ERROR.fullmatch(values.pop("Error", "1x: its class's"))
-    if slack is None:
-        raise HeaderError(
-            f"Error must look like `2x: every tile rounds O again`, at most {MOST_ERROR_SLACK:.0f}x"
-        )
-    start = values.pop(FIRST, None)
-    if start is not None and not START.fullmatch(start):
-        raise HeaderError(f"From must look like `v12`, not {start!r}")
     flags = values.pop("Flags")
     try:
         split = () if flags == "(none)" else tuple(shlex.split(flags))
@@ -183,12 +184,12 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         path.absolute(),
         version_number(path),
         flags=split,
-        start=start,
+        start=start or None,
         dtypes=tuple(dict.fromkeys(takes[1].split())),
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
-        needs=(int(needs[1]), int(needs[2])) if needs else None,
-        precision=precision,
+        needs=(int(needs[1]), int(needs[2])) if needs[0] else None,
+        precision=precision or None,
         error_slack=float(slack[1]),
         **names,
         **prose,
@@ -200,16 +201,17 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     field = None
     for line in lines:
-        if start := re.match(rf"({'|'.join((FIRST, *FIELDS, *OPTIONAL))}):\s*(.*)", line):
+        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
             field = start[1]
             if field in values:
                 raise HeaderError(f"the header has {field} twice")
             values[field] = start[2]
         elif field:
             values[field] = f"{values[field]} {line}".strip()
-    if missing := [name for name in FIELDS if not values.get(name)]:
+    if missing := [name for name in dict.fromkeys((*FIELDS, *values)) if not values.get(name)]:
         raise HeaderError(f"the header lacks {', '.join(missing)}")
-    ordered = (FIRST, *FIELDS[:5], *OPTIONAL, *FIELDS[5:])
+    from_field, *others = OPTIONAL
+    ordered = (from_field, *FIELDS[:5], *others, *FIELDS[5:])
     if list(values) != [name for name in ordered if name in values]:
         raise HeaderError(f"the header must be in the order {', '.join(ordered)}")
     if values["Layout"] not in LAYOUTS:

@@ -8,7 +8,6 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import contract
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header
@@ -34,12 +32,15 @@ from attention_kernels.registry import (
     get_backend,
     list_backends,
     unavailable,
+    untraced,
 )
 
-SCHEMA = "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor"
-DECODE_SCHEMA = (
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, float softmax_scale) -> Tensor"
-)
+SCHEMAS = {
+    "attention": "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor",
+    "decode": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, float softmax_scale) "
+    "-> Tensor",
+    "struct": "(Tensor on, Tensor params) -> ()",
+}
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
@@ -80,7 +81,7 @@ def resolve(what: str) -> BackendSpec:
         return get_backend(what)
     file = Path(what)
     if not file.is_file():
-        raise HeaderError(f"{file} is not a file" if file.exists() else f"there is no file {file}")
+        raise HeaderError(f"there is no file {file}")
     place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
     version = replace(header.parse_header(file, f"file_{place}_"), label=file.stem)
     return backend(file.stem.upper(), "file", version)
@@ -175,13 +176,11 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
 def race_checked(version: VersionHeader) -> VersionHeader:
     """Return the version with flags that make the emulator report shared-memory races as errors."""
     flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
-    return dataclasses.replace(version, op=f"{version.op}_races", flags=flags)
+    return replace(version, op=f"{version.op}_races", flags=flags)
 
 
 def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
-    """Define a version's ops, one for each dtype; return its kernels, without compiling them."""
-    for op in ops.values():
-        op.define()
+    """Return a version's kernels, which call its ops, one for each dtype; nothing is compiled."""
 
     def kernel(q: Tensor, *others: Any) -> Tensor:
         return ops[q.dtype](q, *others)
@@ -204,6 +203,7 @@ class _Op:
     def __init__(self, name: str, version: VersionHeader, of: VersionHeader) -> None:
         self.name, self.version = name, version
         self.label = name if version is of else f"{name} ({version.dtype})"
+        self.op: Callable[..., Tensor]
         self.loaded: set[str] = set()
         self.failed: dict[str, str] = {}
 
@@ -211,39 +211,27 @@ class _Op:
         reason = compilers.missing_compiler(TARGETS[device_type])
         return reason or self.failed.get(device_type)
 
-    def define(self) -> None:
-        """Define the op in torch, without compiling anything."""
-        define_op(self.version.op, DECODE_SCHEMA if self.version.role == "decode" else SCHEMA)
-        self.loaded.clear()
-        self.op = getattr(torch.ops.attention_kernels, self.version.op).default
-
-    def prepare(self, device_type: str) -> None:
+    @untraced
+    def prepare(self, device_type: str) -> bool:
+        """Build and load the op for a device type; return True, for torch.compile."""
         with _lock:
             if device_type in self.loaded:
-                return
-            target = TARGETS[device_type]
+                return True
             try:
-                library = build.build(self.version, target, _arch(device_type), label=self.label)
-                _load_library(library, self.version, device_type)
+                self.op = load_op(self.version, device_type, self.label)
             except (BuildError, OSError) as error:
                 self.failed[device_type] = str(error)
                 raise UnavailableBackendError(self.name, str(error)) from error
             self.failed.pop(device_type, None)
             self.loaded.add(device_type)
-
-    def _prepare(self, device_type: str) -> bool:
-        self.prepare(device_type)
         return True
-
-    # torch.compile must not trace it; see BackendSpec._load().
-    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __call__(self, q: Tensor, *others: Any) -> Tensor:
         """Run the op; build it first if necessary."""
         if torch.compiler.is_compiling() or q.device.type not in self.loaded:
-            self._prepare(q.device.type)
+            self.prepare(q.device.type)
         try:
-            return self.op(q, *others)  # type: ignore[no-any-return]
+            return self.op(q, *others)
         except RuntimeError as error:
             raise self.fault(error) from error
 
@@ -251,7 +239,7 @@ class _Op:
         """Return the op's own reasons to refuse a call of attention."""
         self.prepare(q.device.type)
         if self.version.layout == "contiguous":
-            q, k, v = contract.contiguous(q), contract.contiguous(k), contract.contiguous(v)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         reasons: list[str] = []
         # A single row shows whether the kernel launches and the tensors begin aligned. The empty
         # slices run nothing, but check all sizes and strides except those of the empty dimension.
@@ -276,15 +264,15 @@ class _Op:
         return KernelError(self.name, f"failed: {message}")
 
 
-def load_struct_op(version: VersionHeader, device_type: str, label: str) -> Callable[..., None]:
-    """Build and load a version whose role is struct; return its op.
+def load_op(version: VersionHeader, device_type: str, label: str) -> Callable[..., Any]:
+    """Build and load a version; return its op. Raises BuildError.
 
-    The op takes a tensor on the device to run on, and the kernel's parameters as a uint8 tensor on
-    the CPU. Raises BuildError.
+    The op of a version whose role is struct takes a tensor on the device to run on, and the
+    kernel's parameters as a uint8 tensor on the CPU.
     """
     with _lock:
         library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
-        define_op(version.op, "(Tensor on, Tensor params) -> ()")
+        define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]
 
@@ -313,7 +301,7 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
 
 
 @functools.cache
-def define_op(op: str, schema: str = SCHEMA) -> None:
+def define_op(op: str, schema: str = SCHEMAS["attention"]) -> None:
     """Define an op's schema and fake kernel, which torch needs before any library is loaded."""
     name = f"attention_kernels::{op}"
     torch.library.define(name, schema, tags=(torch.Tag.needs_exact_strides,))

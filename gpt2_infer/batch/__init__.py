@@ -1,4 +1,4 @@
-"""Complete files of prompts with any number of processes; no row is lost or repeated."""
+"""Complete files of prompts in any number of processes; no row is lost or repeated."""
 
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.job import Entry, Job, Settings, entries

@@ -85,11 +85,9 @@ def run_on_ray(
                 raise BatchError(f"{error}; --resume completes the job") from error
     finally:
         ray.shutdown()
-    rows = errors = 0
-    for row in read_rows(sorted(out.glob(f"*.{settings.format}"))):
-        rows += 1
-        errors += row.fields is None or row.fields["error"] is not None
-    return rows, errors
+    written = read_rows(sorted(out.glob(f"*.{settings.format}")))
+    errors = [(row.fields or {}).get("error") for row in written]
+    return len(errors), len(errors) - errors.count(None)
 
 
 class _Rows(Datasource):  # type: ignore[misc]
@@ -124,7 +122,8 @@ class _Actor:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         rows = [pickle.loads(row) for row in batch["row"].to_pylist()]
-        return as_table(complete(self.job, self.engine, rows), self.job.settings.format)
+        output = complete(self.job, self.engine, rows)
+        return as_table([output[row.index] for row in rows], self.job.settings.format)
 
 
 class _Lines(BlockBasedFileDatasink):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A job: its rows, its parts, its manifest, and how a process completes its share.
+"""A job: its rows, parts and manifest, and how a process completes its share of them.
 
 Rows are assigned to parts by a hash of their ids. A part is one file: it is written under a
 temporary name, synced, renamed, and then entered in the manifest with its digest. A killed job
@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +22,12 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import torch
 
-from attention_kernels import BackendSpec, ladder
+from attention_kernels import ladder
 from gpt2_infer import __version__
 from gpt2_infer.batch import folder
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
-from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
+from gpt2_infer.checkpoint import Checkpoint, open_checkpoint
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.continuous import Completion, Continuous
@@ -42,14 +40,14 @@ Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
 LARGEST_BATCH = 2**16
-BATCHES_AT_ONCE = 16  # at least one part
-# torch's flash kernel, which decodes elsewhere on a CPU, rounds differently from thread to thread.
+BATCHES_AT_ONCE = 16  # or one part, if that is more
+# On a CPU, the rounding of torch's flash kernel, the usual decoder, depends on the threads.
 CPU_DECODE = "NAIVE_PYTORCH"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What determines a row's bytes; a job must be resumed with the same."""
+    """What determines a row's bytes; a job can only be resumed with equal settings."""
 
     model: str
     revision: str | None = None
@@ -65,7 +63,7 @@ class Settings:
     """How to choose tokens; row i of the input samples from seed + i."""
     format: Format = "jsonl"
     part_rows: int = 1000
-    """The approximate number of rows per part."""
+    """Approximate number of rows per part."""
     batch_size: int | None = None
     """Rows per batch; None for 32 on a CPU, and on a GPU what its memory holds, up to 512."""
 
@@ -82,7 +80,7 @@ class Settings:
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's request, as stored in _job.json; a job must be resumed with the same."""
+    """A job's request as stored in _job.json; a job can only be resumed with an equal one."""
 
     settings: Settings
     """The settings, without batch_size, which is a separate field."""
@@ -117,7 +115,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Job:
-    """A planned job: everything that its processes must agree on."""
+    """A planned job: what its processes must agree on."""
 
     settings: Settings
     inputs: tuple[Path, ...]
@@ -146,39 +144,33 @@ def plan(
 ) -> Job:
     """Read the inputs once, write or check _job.json, and find the missing parts.
 
-    Raises RequestError for two rows with the same id, for a folder with files that belong to no
-    job, for a job's rows without `resume`, and with it for a damaged or different job. Raises
+    Raises RequestError for invalid settings, for two rows with the same id, for a folder with other
+    files, for a job with rows if not `resume`, and for a damaged or different job. Raises
     UnknownBackendError.
     """
     if settings.format == "parquet":
         pyarrow_parquet()
-    _backends(settings)  # raises for an unknown name
+    names = (settings.backend, settings.decode_backend)
+    backends = ladder.resolve_all(name for name in names if name)
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
     _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # rejects bad settings
-    seen: set[bytes] = set()
-    rows = 0
+    ids: set[str] = set()
     for row in read_rows(inputs):
-        digest = hashlib.blake2b(row.id.encode("utf-8"), digest_size=16).digest()
-        if digest in seen:
+        if row.id in ids:
             raise RequestError(f"two rows have the id {row.id!r}")
-        seen.add(digest)
-        rows += 1
-    if not rows:
+        ids.add(row.id)
+    if not ids:
         raise RequestError("the inputs have no rows")
-    batch = settings.batch_size or _batch_size(checkpoint.config, device, rows)
-    parts = -(-rows // settings.part_rows)
+    batch = settings.batch_size or _batch_size(checkpoint.config, device, len(ids))
+    parts = -(-len(ids) // settings.part_rows)
     asked = Asked(
         settings=replace(settings, batch_size=None),
         inputs=tuple((path.name, folder.digest(path)) for path in inputs),
         weights=_weights(checkpoint),
-        kernels=tuple(
-            folder.digest(Path(name))
-            for name in (settings.backend, settings.decode_backend)
-            if name and name.endswith(".cu")
-        ),
-        rows=rows,
+        kernels=tuple(folder.digest(spec.version.path) for spec in backends if spec.version),
+        rows=len(ids),
         parts=parts,
         batch_size=batch,
         device=device.type,
@@ -186,7 +178,7 @@ def plan(
         versions={"gpt2-infer": __version__, "torch": str(torch.__version__)},
     )
     file = out / "_job.json"
-    begun = next(_files(out), None)
+    begun = next((path for path in out.rglob("*") if _is_output(path)), None)
     if begun is None:
         folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
     elif not file.exists():
@@ -202,19 +194,17 @@ def plan(
             asked = msgspec.structs.replace(asked, batch_size=batch)
         if changed := asked.differences(known):
             raise RequestError(f"the job in {out} differs in {', '.join(changed)}")
-    for left in [*out.glob(".*.writing"), *(out / "_manifest").glob(".*.writing")]:
-        left.unlink()
+    for temporary in out.rglob(".*.writing"):
+        temporary.unlink()
     (out / "_manifest").mkdir(exist_ok=True)
     job = Job(settings, tuple(inputs), out, parts, batch, (), strict)
     return replace(job, missing=tuple(p for p in range(parts) if not _is_done(job, p)))
 
 
-def _files(out: Path) -> Iterator[Path]:
-    """Yield the folder's files, except those that a job leaves before it writes rows."""
-    for path in out.rglob("*"):
-        is_left = path.name in (".lock", "_job.json") or path.suffix == ".writing"
-        if not (is_left or path.is_dir()):
-            yield path
+def _is_output(path: Path) -> bool:
+    """Return whether a path is a file other than those of a job that has written no rows."""
+    is_early = path.name in (".lock", "_job.json") or path.suffix == ".writing"
+    return not (is_early or path.is_dir())
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -235,8 +225,7 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
     return max(1, min(MAX_BATCH, rows, fits))
 
 
-def part_file(job: Job, part: int) -> Path:
-    """Return the path of a part's file."""
+def _part_file(job: Job, part: int) -> Path:
     return job.out / f"part-{part:05d}.{job.settings.format}"
 
 
@@ -252,34 +241,26 @@ def entries(job: Job) -> list[Entry]:
 
 def _is_done(job: Job, part: int) -> bool:
     """Return whether the part is in the manifest and its file has the digest given there."""
-    file, entry = part_file(job, part), _entry_file(job, part)
+    file, entry = _part_file(job, part), _entry_file(job, part)
     if not entry.exists():
         return False
     digest = folder.read(entry, Entry).sha256
-    if file.is_file() and folder.digest(file) == digest:
-        return True
-    entry.unlink()
-    return False
-
-
-def _backends(settings: Settings) -> list[BackendSpec | None]:
-    names = (settings.backend, settings.decode_backend)
-    return [None if name is None else ladder.resolve(name) for name in names]
+    return file.is_file() and folder.digest(file) == digest
 
 
 def load(settings: Settings, device: torch.device) -> GPT2:
     """Return the model with the job's backends."""
-    attention, decode_attention = _backends(settings)
-    decodes = attention is not None and attention.has_decode(device.type)
-    if device.type == "cpu" and decode_attention is None and not decodes:
-        decode_attention = ladder.resolve(CPU_DECODE)
+    decode_backend = settings.decode_backend
+    if device.type == "cpu" and decode_backend is None:
+        backend = settings.backend and ladder.resolve(settings.backend)
+        decode_backend = None if backend and backend.has_decode("cpu") else CPU_DECODE
     return GPT2.from_pretrained(
         settings.model,
         revision=settings.revision,
         device=device,
-        dtype=resolve_dtype(settings.dtype),
-        attention=attention,
-        decode_attention=decode_attention,
+        dtype=settings.dtype,
+        attention=settings.backend,
+        decode_attention=decode_backend,
         random_weights=settings.random_weights,
         seed=settings.sampling.seed,
     )
@@ -298,34 +279,28 @@ def work(
     on_rows: called with the number of rows just completed. Raises BatchError at an error row if the
     job is strict.
     """
-    mine = set(job.missing[rank::world])
-    if not mine:
+    rows: dict[int, list[InputRow]] = {part: [] for part in job.missing[rank::world]}
+    if not rows:
         return
-    rows = defaultdict[int, list[InputRow]](list)
     for row in read_rows(job.inputs):
-        if (part := job.part_of(row.id)) in mine:
+        if (part := job.part_of(row.id)) in rows:
             rows[part].append(row)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     model = load(job.settings, device)
     engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
-    ordered, at_once = sorted(mine), _parts_at_once(job)
-    for begin in range(0, len(ordered), at_once):
-        by_part = {part: rows.pop(part, []) for part in ordered[begin : begin + at_once]}
-        written = iter(complete(job, engine, [*itertools.chain(*by_part.values())], on_rows))
-        for part, of_part in by_part.items():
-            _write_part(job, part, [*itertools.islice(written, len(of_part))])
-
-
-def _parts_at_once(job: Job) -> int:
-    """Return how many parts to complete together; batches run empty only after the last one."""
-    return max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
+    # Several parts are completed together, because batches run empty only after the last one.
+    at_once = max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
+    while rows:
+        parts = {part: rows.pop(part) for part in [*rows][:at_once]}
+        output = complete(job, engine, [row for part in parts.values() for row in part], on_rows)
+        for part, part_rows in parts.items():
+            _write_part(job, part, [output[row.index] for row in part_rows])
 
 
 def _write_part(job: Job, part: int, written: list[dict[str, Any]]) -> None:
     """Write a part's file and enter it in the manifest."""
-    data = _as_parquet(written) if job.settings.format == "parquet" else _as_jsonl(written)
-    file = part_file(job, part)
+    file, data = _part_file(job, part), _as_bytes(written, job.settings.format)
     folder.write(file, data)
     errors = sum(row["error"] is not None for row in written)
     entry = Entry(file.name, hashlib.sha256(data).hexdigest(), len(written), errors)
@@ -337,20 +312,19 @@ def complete(
     engine: Continuous,
     rows: Sequence[InputRow],
     on_rows: Callable[[int], object] = lambda _: None,
-) -> list[dict[str, Any]]:
-    """Complete rows and return them as they are written, in the order given."""
-    results: dict[int, Completion | str] = {}
-    requests = []
-    for row in rows:
-        try:
-            requests.append((row.index, _request(job.settings, engine.model, row)))
-        except RequestError as error:
-            _settle(job, results, row, str(error), on_rows)
-    by_index = {row.index: row for row in rows}
+) -> dict[int, dict[str, Any]]:
+    """Complete rows and return the output rows by index.
+
+    Raises BatchError at an error row if the job is strict.
+    """
+    output = {}
     with _one_thread():
-        for index, result in engine.run(requests):
-            _settle(job, results, by_index[index], result, on_rows)
-    return [_output(job.settings, engine, row, results[row.index]) for row in rows]
+        for row, result in _results(job.settings, engine, rows):
+            if isinstance(result, str) and job.strict:
+                raise BatchError(f"row {row.id}: {result}")
+            output[row.index] = _output_row(job.settings, engine, row, result)
+            on_rows(1)
+    return output
 
 
 @contextlib.contextmanager
@@ -364,37 +338,42 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _settle(
-    job: Job,
-    results: dict[int, Completion | str],
-    row: InputRow,
-    result: Completion | str,
-    on_rows: Callable[[int], object],
-) -> None:
-    if isinstance(result, str) and job.strict:
-        raise BatchError(f"row {row.id}: {result}")
-    results[row.index] = result
-    on_rows(1)
+def _results(
+    settings: Settings, engine: Continuous, rows: Sequence[InputRow]
+) -> Iterator[tuple[InputRow, Completion | str]]:
+    """Yield each row with its completion, or the reason why it failed, in any order."""
+    requests = []
+    for row in rows:
+        try:
+            requests.append((row.index, _request(settings, engine.model, row)))
+        except RequestError as error:
+            yield row, str(error)
+    by_index = {row.index: row for row in rows}
+    for index, result in engine.run(requests):
+        yield by_index[index], result
 
 
 def _request(settings: Settings, model: GPT2 | Checkpoint, row: InputRow) -> Request:
     if row.error is not None or row.fields is None:
         raise RequestError(row.error)
-    one = settings.sampling
-    seed = (one.seed + row.index) % 2**63
     return Request(
         config=model.config,
         tokenizer=model.tokenizer,
         prompts=[row.fields["prompt"]],
         max_new_tokens=settings.max_new_tokens,
         mode="kv-cache",
-        sampling=Sampling(one.temperature, one.top_k, one.top_p, seed),
+        sampling=_sampling(settings, row),
         stop=settings.stop,
         ignore_eos=settings.ignore_eos,
     )
 
 
-def _output(
+def _sampling(settings: Settings, row: InputRow) -> Sampling:
+    one = settings.sampling
+    return replace(one, seed=(one.seed + row.index) % 2**63)
+
+
+def _output_row(
     settings: Settings, engine: Continuous, row: InputRow, result: Completion | str
 ) -> dict[str, Any]:
     done = None if isinstance(result, str) else result
@@ -408,7 +387,7 @@ def _output(
         "backend": done.backend if done else engine.model.attention.name,
         "decode_backend": engine.model.decode_attention.name,
         "engine": engine.engine,
-        "seed": (settings.sampling.seed + row.index) % 2**63,
+        "seed": _sampling(settings, row).seed,
         "error": None if done else result,
     }
 
@@ -418,32 +397,24 @@ def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
     import pyarrow as pa
 
     if kind == "jsonl":
-        lines = [_as_jsonl([row]).decode() for row in rows]
-        return pa.table({"id": [row["id"] for row in rows], "line": lines})
+        return pa.table({"id": [row["id"] for row in rows], "line": [*map(_as_line, rows)]})
     text = ("id", "input", "text", "finish_reason", "backend", "decode_backend", "engine", "error")
     types = {name: pa.string() for name in text}
     types |= {"tokens": pa.list_(pa.int32()), "logprob": pa.float64(), "seed": pa.int64()}
-    columns = {
-        name: pa.array(
-            [_as_json(row[name]).decode() if name == "input" else row[name] for row in rows],
-            column,
-        )
-        for name, column in types.items()
-    }
-    return pa.table(columns)
+    # The inputs become JSON, because rows may differ in fields.
+    rows = [row | {"input": _as_line(row["input"]).rstrip()} for row in rows]
+    return pa.Table.from_pylist(rows, schema=pa.schema(types))
 
 
-def _as_jsonl(rows: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(_as_json(row) + b"\n" for row in rows)
+def _as_line(value: object) -> str:
+    """Return a line of JSON; values without a JSON form become text, NaN and infinity null."""
+    return f"{msgspec.json.encode(value, enc_hook=str).decode()}\n"
 
 
-def _as_json(value: object) -> bytes:
-    """Return JSON; values without a JSON form become text, NaN and infinity null."""
-    return msgspec.json.encode(value, enc_hook=str)
-
-
-def _as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Return a Parquet file; its column `input` is JSON, because rows may differ in fields."""
+def _as_bytes(rows: Sequence[dict[str, Any]], kind: Format) -> bytes:
+    """Return the content of an output file."""
+    if kind == "jsonl":
+        return "".join(map(_as_line, rows)).encode()
     file = io.BytesIO()
-    pyarrow_parquet().write_table(as_table(rows, "parquet"), file)
+    pyarrow_parquet().write_table(as_table(rows, kind), file)
     return file.getvalue()

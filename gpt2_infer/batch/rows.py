@@ -37,8 +37,10 @@ def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
     index = 0
     names = Counter(path.name for path in paths)
     for path in paths:
+        if path.suffix not in _READERS:
+            raise RequestError(f"{path} must end in {', '.join(_READERS)}")
         file = path.name if names[path.name] == 1 else str(path)
-        for number, value in _READERS[_kind(path)](path):
+        for number, value in _READERS[path.suffix](path):
             yield _input_row(index, f"{file}:{number}", value)
             index += 1
 
@@ -56,24 +58,8 @@ def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRo
     row_id = default if value.get("id") is None else value["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, int | str):
         return InputRow(index, default, value, "its id is neither a text nor an integer")
-    if not _is_text(str(row_id)):
-        return InputRow(index, default, value, "its id is not valid text")
     error = "it has no prompt" if value.get("prompt") is None else None
     return InputRow(index, str(row_id), value, error)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(path: Path) -> str:
-    if path.suffix not in _READERS:
-        raise RequestError(f"{path} must end in {', '.join(_READERS)}")
-    return path.suffix
 
 
 Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or an error

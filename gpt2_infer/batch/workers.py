@@ -1,4 +1,8 @@
-"""The processes of a job: a single one, one per device, or those of torchrun."""
+"""The processes of a job: a single one, one per device, or those of torchrun.
+
+concurrent.futures would end the other processes when one dies, would not say which one died and
+how, would wait for running work after Ctrl-C, and would report progress only by task.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,9 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -24,6 +27,9 @@ from gpt2_infer.batch.folder import BatchError, locked
 from gpt2_infer.batch.job import Job, Settings, plan, work
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
+
+EXPECTED = (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError)
+Workers = dict[Any, SpawnProcess]  # by our end of the pipe to the process
 
 
 def run(
@@ -62,13 +68,13 @@ def run(
                 job = prepare()
                 _work_in_processes(job, workers, on_rows)
         else:
-            job = stack.enter_context(_together(prepare)) if world > 1 else prepare()
+            job = stack.enter_context(_planned_by_rank_0(prepare)) if world > 1 else prepare()
             work(job, devices[0], rank=rank, world=world, on_rows=on_rows)
         return job
 
 
 @contextlib.contextmanager
-def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
+def _planned_by_rank_0(prepare: Callable[[], Job]) -> Iterator[Job]:
     """Have rank 0 plan the job for all ranks; at the end, wait for all of them."""
     import torch.distributed as dist
 
@@ -78,7 +84,7 @@ def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
         if dist.get_rank() == 0:
             try:
                 box = [prepare()]
-            except (GPT2InferError, AttentionError, OSError) as error:
+            except EXPECTED as error:
                 box = [RequestError(str(error))]  # a backend's error may not be picklable
         dist.broadcast_object_list(box)
         (job,) = box
@@ -88,9 +94,6 @@ def _together(prepare: Callable[[], Job]) -> Iterator[Job]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-Workers = dict["Connection[Any, Any]", SpawnProcess]
 
 
 @contextlib.contextmanager
@@ -135,8 +138,8 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
         with contextlib.suppress(ConnectionError):  # the worker has died; recv() reports it
             pipe.send(job)
     while workers:
-        for ready in multiprocessing.connection.wait([*workers]):
-            pipe = cast("Connection[Any, Any]", ready)
+        ready: list[Any] = multiprocessing.connection.wait([*workers])
+        for pipe in ready:
             try:
                 message = pipe.recv()
             except (EOFError, ConnectionResetError):
@@ -152,17 +155,14 @@ def _work_in_processes(job: Job, workers: Workers, on_rows: Callable[[int], obje
         raise BatchError(f"{', '.join(dead)}; --resume completes the job")
 
 
-def _worker(device: torch.device, rank: int, world: int, pipe: Connection[Any, Any]) -> None:
+def _worker(device: torch.device, rank: int, world: int, pipe: Any) -> None:
     """Run a worker process: report completed rows, and expected errors."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has died
         job = pipe.recv()
-    except EOFError:
-        return  # the parent has died
-    try:
-        work(job, device, rank=rank, world=world, on_rows=pipe.send)
-    except (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError) as error:
-        with contextlib.suppress(BrokenPipeError):
+        try:
+            work(job, device, rank=rank, world=world, on_rows=pipe.send)
+        except EXPECTED as error:
             pipe.send(str(error))
 
 
@@ -185,15 +185,12 @@ def find_devices(names: str | None) -> list[torch.device]:
         return [resolve_device(local)]
     if match := re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", names):
         return [torch.device("cpu")] * int(match[1] or 1)
-    if names == "all":
-        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [
-            resolve_device("cuda")
-        ]
-    if not re.fullmatch(r"\d+(,\d+)*", names):
+    if not re.fullmatch(r"all|\d+(,\d+)*", names):
         raise RequestError(f"devices must be all, 0,1 or the like, cpu or cpu:N, not {names!r}")
-    indices = [int(index) for index in names.split(",")]
-    resolve_device("cuda")
-    if absent := [index for index in indices if index >= torch.cuda.device_count()]:
+    resolve_device("cuda")  # raises without CUDA
+    count = torch.cuda.device_count()
+    indices = [*range(count)] if names == "all" else [int(index) for index in names.split(",")]
+    if absent := [index for index in indices if index >= count]:
         raise UnavailableDeviceError(f"this machine has no CUDA device {absent[0]}")
     if len({*indices}) < len(indices):
         raise RequestError(f"devices {names} names a device twice")

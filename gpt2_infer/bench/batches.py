@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 
 from gpt2_infer.batch import Settings
 from gpt2_infer.batch.job import load
+from gpt2_infer.bench import models
 from gpt2_infer.bench.record import BatchCell, Row
 from gpt2_infer.bench.study import BatchStudy, Contender, JobStudy, RejectedError, Subject
-from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.errors import RequestError
@@ -30,7 +30,8 @@ from gpt2_infer.request import Request
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # per contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
-_Requests = list[tuple[int, Request]]
+Texts = dict[int, list[int]]
+"""Tokens by the index of their prompt."""
 
 
 class Batches(Subject[BatchCell]):
@@ -55,54 +56,59 @@ class Batches(Subject[BatchCell]):
         model = load(settings, self.target)
         lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(study.prompts))
         rows = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
-        expected: dict[int, list[int]] = {}
+        expected: Texts = {}
         for batch in study.batch_sizes:
-            row, part = self._part(f"batch {batch}", batch, model, rows)
+            row, prompts = self._part(f"batch {batch}", "gpt2-infer", batch, rows)
             if batch == 1:
-                run = functools.partial(_one_by_one, model.with_attention(None), part)
+                plain = model.with_attention(None)
+                run = functools.partial(_one_by_one, plain, prompts, study.new_tokens)
             else:
                 engine = Continuous(model, batch=batch)
-                run = functools.partial(_ours, engine, part, row, expected)
+                run = functools.partial(_ours, engine, prompts, study.new_tokens, row, expected)
             yield Contender(row, run)
         for batch in study.peer_batch_sizes:
-            row, part = self._part(f"{TRANSFORMERS}, {batch}", batch, model, rows)
-            row.extra["program"] = "transformers"
-            run = functools.partial(_transformers, reference_of(model), part, row, expected)
+            row, prompts = self._part(f"{TRANSFORMERS}, {batch}", "transformers", batch, rows)
+            reference = models.reference_of(model)
+            run = functools.partial(
+                _transformers, reference, prompts, study.new_tokens, row, expected
+            )
             yield Contender(row, run)
 
     def _part(
-        self, name: str, batch: int, model: GPT2, rows: Sequence[list[int]]
-    ) -> tuple[Row, _Requests]:
+        self, name: str, program: str, batch: int, rows: Sequence[list[int]]
+    ) -> tuple[Row, Texts]:
         """Return the row of a batch size and its evenly spaced sample of the prompts."""
         count = min(len(rows), BATCHES * batch)
-        extra = {"program": "gpt2-infer", "batch": batch, "prompts": count}
+        indices = range(0, len(rows), len(rows) // count)[:count]
+        extra = {"program": program, "batch": batch, "prompts": count}
         extra["tokens"] = count * self.study.new_tokens
-        requests = [
-            (
-                index,
-                Request(
-                    config=model.config,
-                    tokenizer=None,
-                    prompts=[rows[index]],
-                    max_new_tokens=self.study.new_tokens,
-                    mode="kv-cache",
-                    ignore_eos=True,
-                ),
-            )
-            for index in range(0, len(rows), len(rows) // count)
-        ]
-        return Row(contender=name, metric="time", unit="s", extra=extra), requests[:count]
+        row = Row(contender=name, metric="time", unit="s", extra=extra)
+        return row, {index: rows[index] for index in indices}
 
 
 def _ours(
-    engine: Continuous, requests: _Requests, row: Row, expected: dict[int, list[int]]
+    engine: Continuous, prompts: Texts, new_tokens: int, row: Row, expected: Texts
 ) -> dict[str, float]:
+    requests = [
+        (
+            index,
+            Request(
+                config=engine.model.config,
+                tokenizer=None,
+                prompts=[prompt],
+                max_new_tokens=new_tokens,
+                mode="kv-cache",
+                ignore_eos=True,
+            ),
+        )
+        for index, prompt in prompts.items()
+    ]
     first = None
     if "same_rows" not in row.extra:
         some = requests[:: max(2, len(requests) // engine.batch)]
         random.Random(1).shuffle(some)
         first = dict(engine.run(some))
-    done, seconds = _timed(engine.model.device, lambda: dict(engine.run(requests)))
+    done, seconds = models.timed(engine.model.device, lambda: dict(engine.run(requests)))
     if first is not None:
         same = sum(done[index] == one for index, one in first.items())
         row.extra["same_rows"] = same / len(first)
@@ -113,64 +119,36 @@ def _ours(
     return {"time": seconds}
 
 
-def _one_by_one(model: GPT2, requests: _Requests) -> dict[str, float]:
+def _one_by_one(model: GPT2, prompts: Texts, new_tokens: int) -> dict[str, float]:
     def run() -> None:
-        for _, one in requests:
-            generate(
-                model,
-                one.rows,
-                max_new_tokens=one.max_new_tokens,
-                mode=one.mode,
-                ignore_eos=one.ignore_eos,
-            )
+        for prompt in prompts.values():
+            generate(model, [prompt], max_new_tokens=new_tokens, mode="kv-cache", ignore_eos=True)
 
-    _, seconds = _timed(model.device, run)
+    _, seconds = models.timed(model.device, run)
     return {"time": seconds}
 
 
 def _transformers(
-    reference: Any, requests: _Requests, row: Row, expected: dict[int, list[int]]
+    reference: Any, prompts: Texts, new_tokens: int, row: Row, expected: Texts
 ) -> dict[str, float]:
-    done: dict[int, list[int]] = {}
-    batch = row.extra["batch"]
-    new_tokens = requests[0][1].max_new_tokens
+    batch, device = row.extra["batch"], reference.device
+    items, done = [*prompts.items()], Texts()
 
     def run() -> None:
-        for begin in range(0, len(requests), batch):
-            part = requests[begin : begin + batch]
-            rows = [request.rows[0] for _, request in part]
+        for begin in range(0, len(items), batch):
+            indices, rows = zip(*items[begin : begin + batch], strict=True)
             longest = max(map(len, rows))
             ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
             mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-            tokens = reference.generate(
-                ids.to(reference.device),
-                attention_mask=mask.to(reference.device),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            for (index, _), text in zip(part, tokens[:, longest:].tolist(), strict=True):
-                done[index] = text
+            tokens = models.generated(
+                reference, ids.to(device), new_tokens, mask=mask.to(device)
+            ).tolist()
+            done.update(zip(indices, tokens, strict=True))
 
-    _, seconds = _timed(reference.device, run)
+    _, seconds = models.timed(device, run)
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
     return {"time": seconds}
-
-
-def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of run(), and the seconds until the device has finished."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    wait()
-    started = time.perf_counter()
-    done = run()
-    wait()
-    return done, time.perf_counter() - started
 
 
 class Jobs(Subject[BatchCell]):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
@@ -72,14 +73,7 @@ class Counting(Subject[Shape]):
 def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
     """Return the access counts of a version, or the reason why they cannot be counted."""
     try:
-        accesses = count_accesses(
-            version,
-            seqlen=cell.seqlen,
-            head_dim=cell.head_dim,
-            batch=cell.batch,
-            num_heads=cell.num_heads,
-            is_causal=cell.is_causal,
-        )
+        accesses = count_accesses(version, **msgspec.structs.asdict(cell))
     except UnsupportedError as error:
         return "; ".join(error.reasons)
     return totals(accesses)

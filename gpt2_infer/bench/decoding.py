@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2_infer.bench import models
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
-from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import Engine
@@ -49,7 +49,7 @@ class Decoding(Subject[DecodeCell]):
         if not torch.cuda.is_available():
             raise RequestError("decoding is compared on a CUDA device only")
         self.study, self.rounds, self.device = study, study.rounds, "cuda"
-        self._newest: tuple[tuple[str, str], GPT2] | None = None
+        self._models = models.OneModel(random_weights=True, device="cuda")
         self.cells = [
             DecodeCell(name, dtype, batch, len(PROMPT), count, study.mode)
             for name, dtype, batch, count in itertools.product(
@@ -66,7 +66,7 @@ class Decoding(Subject[DecodeCell]):
     def contenders(self, cell: DecodeCell) -> Iterator[Contender]:
         """Generate each contender's text and compare it with the first's."""
         torch.cuda.empty_cache()
-        model = self._model(cell.model, cell.dtype)
+        model = self._models.load(cell.model, cell.dtype)
         expected = None
         for name, program, run in self._runs(model, cell):
             # Keep the second text: during compilation or capture other kernels may run.
@@ -78,15 +78,6 @@ class Decoding(Subject[DecodeCell]):
                 row.extra["same_text"] = text == expected
             must_repeat = cell.dtype == "float32" or program == "gpt2-infer"
             yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
-
-    def _model(self, name: str, dtype: str) -> GPT2:
-        """Return a model, releasing the previous one."""
-        if self._newest is None or self._newest[0] != (name, dtype):
-            model = GPT2.from_pretrained(
-                name, random_weights=True, device="cuda", dtype=getattr(torch, dtype)
-            )
-            self._newest = (name, dtype), model
-        return self._newest[1]
 
     def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
         """Yield the name, the program and the run function of each contender."""
@@ -152,27 +143,16 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
-    reference = reference_of(model)
-    ids = torch.tensor([PROMPT] * cell.batch, device="cuda")
-    how: dict[str, object] = {"use_cache": False}
+    reference = models.reference_of(model)
+    ids = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    how: dict[str, Any] = {"use_cache": False}
     if cell.mode == "kv-cache":
         how = {"cache_implementation": "static"}  # also compiles the forward pass
 
     def run() -> tuple[list[list[int]], list[float]]:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        tokens = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=cell.new_tokens,
-            min_new_tokens=cell.new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            **how,
-        )
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        return tokens[:, len(PROMPT) :].tolist(), [seconds]
+        call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
+        tokens, seconds = models.timed(model.device, call)
+        return tokens.tolist(), [seconds]
 
     return run
 
@@ -184,7 +164,7 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     cache = KVCache.allocate(model, cell.batch, capacity)
     # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
     torch._dynamo.mark_static_address(cache.kv)
-    places = torch.arange(capacity, device="cuda")
+    places = torch.arange(capacity, device=model.device)
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         mask = (places <= position)[None, None, None]
@@ -205,22 +185,22 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor([PROMPT] * cell.batch, device="cuda")
-    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device="cuda")
+    prompt = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
-    def run() -> tuple[list[list[int]], list[float]]:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+    def generate() -> None:
         token = model(prompt, cache=cache)[:, 0].argmax(-1)
-        position = torch.tensor([len(PROMPT)], device="cuda")
+        position = torch.tensor([len(PROMPT)], device=model.device)
         tokens[:, 0] = token
         for index in range(1, cell.new_tokens):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             token = compiled(token, position).clone()
             tokens[:, index] = token
             position += 1
-        torch.cuda.synchronize()
-        return tokens.tolist(), [time.perf_counter() - started]
+
+    def run() -> tuple[list[list[int]], list[float]]:
+        _, seconds = models.timed(model.device, generate)
+        return tokens.tolist(), [seconds]
 
     return run

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from attention_kernels import BackendSpec
@@ -29,14 +30,8 @@ from gpt2_infer.device_time import device_seconds
 _ROOT = Path(__file__).parents[2]
 _SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
-_NVIDIA_SMI = (
-    "driver_version",
-    "clocks.max.sm",
-    "clocks.max.mem",
-    "clocks.sm",
-    "clocks.mem",
-    "power.limit",
-)
+_NVIDIA_SMI = [field.encode_name for field in msgspec.structs.fields(Gpu) if not field.required]
+"""The fields that nvidia-smi knows, by its names."""
 
 
 def provenance(*, besides: Path | None = None) -> Provenance:
@@ -144,20 +139,18 @@ def _gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    facts = {}
+    facts = {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda or "",
+    }
     answer = _run("nvidia-smi", f"--query-gpu={','.join(_NVIDIA_SMI)}", "--format=csv,noheader")
     if answer:
         values = [value.strip() for value in answer.splitlines()[0].split(",")]
-        names = (name.replace(".", "_") for name in _NVIDIA_SMI)
-        facts = dict(zip(names, values, strict=True))
-    return Gpu(
-        name=properties.name,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        multiprocessors=properties.multi_processor_count,
-        memory_bytes=properties.total_memory,
-        cuda=torch.version.cuda or "",
-        **facts,
-    )
+        facts |= dict(zip(_NVIDIA_SMI, values, strict=True))
+    return msgspec.convert(facts, Gpu)
 
 
 def _without_folder(word: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
-from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
-from gpt2_infer.bench import environment, selection
+from attention_kernels.judge.worker import Runner
+from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
-from gpt2_infer.bench.transformers import reference_of
 from gpt2_infer.diverge.backends import examine
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP
 from gpt2_infer.errors import RequestError
@@ -55,8 +54,12 @@ class Texts(Subject[GenerationCell]):
         if "float64" in study.dtypes:
             raise RequestError("text is generated in float32, float16 or bfloat16, not in float64")
         self.cells = sorted(cells, key=lambda cell: cell.dtype)
-        self._newest: GPT2 | None = None
-        model = self._model(self.cells[0].dtype)
+        self._models = models.OneModel(
+            random_weights=study.random_weights,
+            device=self.device,
+            attention=BASELINE,  # a placeholder that supports every dtype
+        )
+        model = self._models.load(study.model, self.cells[0].dtype)
         (self.prompt,) = encode_prompts(model.tokenizer, [study.prompt])  # type: ignore[arg-type]
         for cell in self.cells:
             self._check_room(cell, model)
@@ -78,18 +81,6 @@ class Texts(Subject[GenerationCell]):
             self.specs = [first, *others, _free_attention()]
             self.facts["baseline"] = first.name
 
-    def _model(self, dtype: str) -> GPT2:
-        """Return the model in a dtype, releasing the previous one."""
-        if self._newest is None or self._newest.dtype != getattr(torch, dtype):
-            self._newest = GPT2.from_pretrained(
-                self.study.model,
-                random_weights=self.study.random_weights,
-                device=self.device,
-                dtype=getattr(torch, dtype),
-                attention=BASELINE,  # a placeholder that supports every dtype
-            )
-        return self._newest
-
     def _check_room(self, cell: GenerationCell, model: GPT2) -> None:
         """Raise RequestError if the text does not fit the model or the device."""
         if not len(self.prompt) < cell.max_tokens <= model.config.n_positions:
@@ -104,21 +95,21 @@ class Texts(Subject[GenerationCell]):
 
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""
-        model, expected = self._model(cell.dtype), None
+        model, expected = self._models.load(self.study.model, cell.dtype), None
         if self.study.transformers:
-            contender, expected = _transformers(reference_of(model), cell, self.prompt)
+            contender, expected = _transformers(models.reference_of(model), cell, self.prompt)
             yield contender
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
-            contender, text = self._ours(spec, cell, expected)
+            contender, text = self._ours(model, spec, cell, expected)
             if spec is self.specs[0] and not self.study.transformers:
                 expected = text
             yield contender
 
     def _ours(
-        self, spec: BackendSpec, cell: GenerationCell, expected: _Text | None
+        self, model: GPT2, spec: BackendSpec, cell: GenerationCell, expected: _Text | None
     ) -> tuple[Contender, _Text | None]:
         """Check a backend and return it with its text."""
-        model, is_free = self._model(cell.dtype), spec.name == FREE_ATTENTION
+        is_free = spec.name == FREE_ATTENTION
         row = selection.row_of(spec, cell.dtype, self.study.timed, "s", self.sources)
         row.extra |= {"attention": spec.name} | ({"precision": "none"} if is_free else {})
         if cell.mode == "kv-cache":
@@ -137,7 +128,7 @@ class Texts(Subject[GenerationCell]):
                     _compare(row, model, [self.specs[0], spec], [expected, text])
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
-                contender.sample = functools.partial(_sample, row, call, tokens, self.device)
+                contender.sample = functools.partial(_sample, row, call, tokens, model.device)
         except KERNEL_ERRORS as error:
             selection.record_failure(row, error, self.device)
         return contender, text
@@ -172,21 +163,12 @@ def _transformers(
     reference: Any, cell: GenerationCell, prompt: Sequence[int]
 ) -> tuple[Contender, _Text]:
     """Return transformers' greedy generate(), with its default attention, and its text."""
-    is_cuda = reference.device.type == "cuda"
-    ids = torch.tensor([[*prompt]] * cell.batch, device=reference.device)
-    new_tokens = cell.max_tokens - len(prompt)
+    device = reference.device
+    ids = torch.tensor([[*prompt]] * cell.batch, device=device)
+    new_tokens, use_cache = cell.max_tokens - len(prompt), cell.mode == "kv-cache"
 
     def call() -> _Text:
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=cell.mode == "kv-cache",
-            pad_token_id=0,
-        )
-        return _Text(out[:, ids.shape[1] :].tolist())
+        return _Text(models.generated(reference, ids, new_tokens, use_cache=use_cache).tolist())
 
     text = call()
     row = Row(
@@ -197,11 +179,10 @@ def _transformers(
             "program": "transformers",
             "attention": reference.config._attn_implementation,
             # SDPA's choice for float32: its CPU kernel, or the memory-efficient one on CUDA.
-            "precision": "3xtf32" if is_cuda else "ieee-fp32",
+            "precision": "3xtf32" if device.type == "cuda" else "ieee-fp32",
             "token_digest": environment.token_digest(text.tokens),
         },
     )
-    device = reference.device.type
     return Contender(row, functools.partial(_sample, row, call, text.tokens, device)), text
 
 
@@ -214,7 +195,7 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
         Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
         for n in (length, *between, cell.max_tokens)
     ]
-    selection.check(row, spec, cases, model.device.type, decode=cell.mode == "kv-cache")
+    selection.check(row, Runner(spec, model.device.type), cases, decode=cell.mode == "kv-cache")
 
 
 def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]) -> _Text:
@@ -230,21 +211,14 @@ def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequenc
 
 
 def _sample(
-    row: Row, call: Callable[[], _Text], expected: list[list[int]] | None, device: str
+    row: Row, call: Callable[[], _Text], expected: list[list[int]] | None, device: torch.device
 ) -> dict[str, float]:
     """Take one sample; raises RejectedError if the text changes or the kernel raises."""
-    try:
-        _synchronize(device)
-        started = time.perf_counter()
-        text = call()
-        _synchronize(device)
-        call_s = time.perf_counter() - started
-    except KERNEL_ERRORS as error:
-        selection.record_failure(row, error, device)
-        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
+    with selection.rejecting(row, device.type):
+        text, seconds = models.timed(device, call)
     if expected is not None and text.tokens != expected:
         raise RejectedError("its text changes from run to run")
-    figures = {"call": call_s}
+    figures = {"call": seconds}
     if found := text.generation:
         figures |= {"warm-up": found.warm_up_s, "prefill": found.prefill_s}
         figures["generation"] = found.generation_s
@@ -262,11 +236,6 @@ def _text_and_peak(name: str, call: Callable[[], _Text], model: GPT2) -> tuple[_
     text = call()
     peak = torch.cuda.max_memory_allocated(model.device)
     return text, [Row(contender=name, metric="peak memory", unit="bytes", samples=[peak])]
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _free_attention() -> BackendSpec:

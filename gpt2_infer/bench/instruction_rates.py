@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 from gpt2_infer.device_time import device_seconds
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_instruction_rates.cu"
@@ -34,7 +34,7 @@ class Rate:
 
     def __init__(self, kind: str, blocks: int, iterations: int, device: str) -> None:
         version = header.parse_header(SOURCE, "instruction_rates_")
-        self._op = load_struct_op(version, device, "the instruction rates")
+        self._op = load_op(version, device, "the instruction rates")
         self._counts = torch.empty(blocks * THREADS, device=device)
         params = Params(self._counts.data_ptr(), blocks, iterations, KINDS.index(kind))
         self._params = torch.frombuffer(bytearray(params), dtype=torch.uint8)

@@ -1,32 +1,34 @@
-"""Compare kernels alone: check each, time them in interleaved rounds, check again."""
+"""Compare kernels alone, each in a process of its own, in interleaved rounds."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.conformance import KERNEL_ERRORS, Case, describe_error
+from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
+from attention_kernels.judge.conformance import KERNEL_ERRORS
 from attention_kernels.judge.reference import check_precision
+from attention_kernels.judge.worker import EndedError, Runner, open_runner
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
-from gpt2_infer.device_time import device_seconds
 
 MIN_ROTATED_BYTES = 96 * 2**20
 MIN_CALLS = 5
+CPU_CALLS = 4
+# How much faster than a copy, or than the fastest product measured here, a kernel may be.
+FLOOR_MARGIN = 1.2
 
 
 class Kernels(Subject[KernelCell]):
-    """Times attention() alone; a sample is microseconds per call.
+    """Times attention() alone; a sample is microseconds per call, by the judge's rules.
 
-    On CUDA a sample is one replay of a graph of calls that rotate through inputs which together
-    exceed the L2. Backends that need contiguous inputs get them; the copies are not timed.
+    On CUDA a sample is one replay of a graph of calls, on sets of inputs which together exceed the
+    L2. Backends that need contiguous inputs get them; the copies are not timed.
     """
 
     def __init__(self, study: KernelStudy) -> None:
@@ -47,117 +49,86 @@ class Kernels(Subject[KernelCell]):
             what = f"inputs and output at {cell}"
             selection.check_memory(what, cell.min_bytes, self.device)
         self.rounds = study.rounds
+        self._runners: dict[str, Runner] = {}
+        self._limits: dict[str, float] = {}
         self.facts = {"device": self.device, "baseline": first.name}
 
     def limits(self) -> dict[str, float]:
         """Measure the GPU's bandwidth and arithmetic."""
-        if self.device == "cpu":
-            return {}
-        return environment.gpu_limits(sorted({cell.dtype for cell in self.cells}))
+        if self.device == "cuda":
+            self._limits = environment.gpu_limits(sorted({cell.dtype for cell in self.cells}))
+        return self._limits
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
-        case = Case(
-            cell.seqlen,
-            cell.head_dim,
-            batch=cell.batch,
-            num_heads=cell.num_heads,
-            dtype=getattr(torch, cell.dtype),
-            is_causal=cell.is_causal,
-        )
-        inputs = _Inputs(case, _sets(cell, self.device), self.device)
+        case = selection.case_of(cell, cell.dtype)
+        numbers = Numbers(case, _sets(cell, self.device))
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
             try:
-                selection.check(row, spec, [case], self.device)
+                runner = self._runner(spec)
+                selection.check(row, runner, [case])
                 if row.status == "ok":
-                    contender.beside = _workspace(spec, inputs.of(spec)[0], case)
-                    sampler = kernel_sampler(spec, inputs.of(spec), is_causal=cell.is_causal)
-                    contender.sample = functools.partial(_sample, row, sampler, self.device)
-                    contender.recheck = functools.partial(
-                        selection.recheck, spec, case, self.device
-                    )
+                    clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
+                    contender.sample = functools.partial(self._sample, row, clock)
+                    contender.recheck = functools.partial(_recheck, contender, clock)
             except KERNEL_ERRORS as error:
-                selection.record_failure(row, error, self.device)
+                self._record(row, error)
             yield contender
 
+    def close(self) -> None:
+        """End the processes of the backends."""
+        for runner in self._runners.values():
+            runner.close()
 
-class _Inputs:
-    """Sets of q, k and v, made on first use, so that running out of memory fails one backend."""
+    def _runner(self, spec: BackendSpec) -> Runner:
+        if spec.name not in self._runners:
+            is_file = spec.version is not None and spec.family == "file"
+            what = str(spec.version.path) if is_file and spec.version else spec.name
+            self._runners[spec.name] = open_runner(what, self.device)
+        return self._runners[spec.name]
 
-    def __init__(self, case: Case, sets: int, device: str) -> None:
-        self._case, self._sets, self._device = case, sets, device
+    def _floor_us(self, cell: KernelCell) -> float:
+        """Return the least time that reading the inputs and computing take; 0 if unknown."""
+        fastest = max((v for k, v in self._limits.items() if k.endswith("tflops")), default=0.0)
+        if not fastest:
+            return 0.0
+        reading = 0.75 * cell.min_bytes / self._limits["copy_gbps"] / 1e3
+        return max(reading, cell.flops / fastest / 1e6) / FLOOR_MARGIN
 
-    def of(self, spec: BackendSpec) -> list[tuple[Tensor, ...]]:
-        """Return the sets in the layout that a backend needs."""
-        return self._dense if spec.needs_contiguous else self._views
+    def _sample(self, row: Row, clock: Clock) -> dict[str, float]:
+        try:
+            return {"time": clock.sample()}
+        except RejectedTimeError as error:
+            raise RejectedError(str(error)) from error
+        except KERNEL_ERRORS as error:
+            self._record(row, error)
+            raise RejectedError(f"while it was timed: {row.reason}") from error
 
-    @functools.cached_property
-    def _views(self) -> list[tuple[Tensor, ...]]:
-        # All sets hold the same numbers, which do not affect a kernel's time.
-        fused = torch.stack([x.contiguous() for x in self._case.inputs(self._device)], 2)
-        return [tuple((fused.clone() if i else fused).unbind(2)) for i in range(self._sets)]
+    def _record(self, row: Row, error: Exception) -> None:
+        """Record a kernel's exception; the next cell starts a new process if this one has ended."""
+        selection.record_failure(row, error, self.device)
+        if isinstance(error, EndedError) and (runner := self._runners.pop(row.contender, None)):
+            runner.close()
 
-    @functools.cached_property
-    def _dense(self) -> list[tuple[Tensor, ...]]:
-        return [tuple(x.contiguous() for x in qkv) for qkv in self._views]
+
+def _recheck(contender: Contender, clock: Clock) -> None:
+    """Compare the clocks, and add the memory that a call takes on CUDA."""
+    try:
+        clock.check()
+    except RejectedTimeError as error:
+        raise RejectedError(str(error)) from error
+    if clock.runner.device == "cuda":
+        name, samples = contender.row.contender, [float(clock.workspace)]
+        contender.beside.append(
+            Row(contender=name, metric="workspace", unit="bytes", samples=samples)
+        )
 
 
 def _sets(cell: KernelCell, device: str) -> int:
-    """Return the number of input sets that together exceed the L2."""
+    """Return the number of input sets, which on CUDA together exceed the L2."""
     if device == "cpu":
-        return 2
+        return CPU_CALLS
     rotated = max(2 * torch.cuda.get_device_properties().L2_cache_size, MIN_ROTATED_BYTES)
     return max(-(-rotated // (cell.min_bytes * 3 // 4)), MIN_CALLS)
-
-
-def _sample(row: Row, sampler: Callable[[], float], device: str) -> dict[str, float]:
-    try:
-        return {"time": sampler()}
-    except KERNEL_ERRORS as error:
-        selection.record_failure(row, error, device)
-        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
-
-
-def kernel_sampler(
-    spec: BackendSpec, inputs: Sequence[tuple[Tensor, ...]], *, is_causal: bool = True
-) -> Callable[[], float]:
-    """Return a function that takes one sample: mean microseconds per call over the inputs."""
-    calls = [functools.partial(spec.attention, *qkv, is_causal=is_causal) for qkv in inputs]
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    if inputs[0][0].device.type == "cpu":
-
-        def on_host() -> float:
-            started = time.perf_counter()
-            run()
-            return (time.perf_counter() - started) * 1e6 / len(calls)
-
-        return on_host
-
-    calls[0]()
-    work = run
-    if spec.cuda_graphs:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        work = graph.replay
-
-    return lambda: device_seconds(work) * 1e6 / len(calls)
-
-
-def _workspace(spec: BackendSpec, qkv: tuple[Tensor, ...], case: Case) -> list[Row]:
-    """Return the peak device memory of a call beyond inputs and output; nothing on the CPU."""
-    if qkv[0].device.type != "cuda":
-        return []
-    spec.attention(*qkv, is_causal=case.is_causal)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    o = spec.attention(*qkv, is_causal=case.is_causal)
-    most = torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size()
-    return [Row(contender=spec.name, metric="workspace", unit="bytes", samples=[most])]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,11 +16,9 @@ from attention_kernels.inspection import predict
 from attention_kernels.inspection.multiprocessor import Gpu, gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.record import File, KernelCell, Row, Status, read
+from gpt2_infer.bench.record import File, KernelCell, Row, Status
 from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
-
-RESULTS = Path("results")
 
 
 def find_gpu(key: str) -> Gpu:
@@ -62,71 +58,43 @@ class Predictions(Subject[KernelCell]):
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Yield every version's prediction."""
-        for rows in self._rows.values():
+        for rows in self._rows:
             yield Contender(rows[self.cells.index(cell)])
 
     @functools.cached_property
-    def _rows(self) -> dict[str, list[Row]]:
+    def _rows(self) -> list[list[Row]]:
         """Predictions by version; its machine code is read once for all cells."""
-        timed = [file for path in sorted(RESULTS.glob("*.json")) if (file := read(path))]
+        predict_one = functools.partial(predict_version, cells=self.cells, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
-            work = {
-                name: pool.submit(
-                    predict_version, name, version, self.cells, gpu=self.gpu, timed=timed
-                )
-                for name, version in self.versions.items()
-            }
-            for future in tqdm(work.values(), "predicting", unit="", disable=None):
-                future.exception()
-        return {name: future.result() for name, future in work.items()}
+            found = pool.map(predict_one, self.versions.keys(), self.versions.values())
+            return [*tqdm(found, "predicting", len(self.versions), unit="", disable=None)]
 
 
 def predict_version(
-    name: str,
-    version: VersionHeader,
-    cells: Sequence[KernelCell],
-    *,
-    gpu: str,
-    timed: Sequence[File] = (),
+    name: str, version: VersionHeader, cells: Sequence[KernelCell], *, gpu: str
 ) -> list[Row]:
-    """Predict a version in cells that differ only in length.
-
-    timed: earlier results; those whose commit has the same version code are linked by digest.
-    """
+    """Predict a version in cells that differ only in length."""
     digest = environment.version_digest(version.source)
-    (head_dim, batch, num_heads, is_causal) = (
-        cells[0].head_dim,
-        cells[0].batch,
-        cells[0].num_heads,
-        cells[0].is_causal,
-    )
+    cell = cells[0]
     try:
         found = predict.predict(
             version,
             gpus()[gpu],
             [cell.seqlen for cell in cells],
-            head_dim=head_dim,
-            batch=batch,
-            num_heads=num_heads,
-            is_causal=is_causal,
+            head_dim=cell.head_dim,
+            batch=cell.batch,
+            num_heads=cell.num_heads,
+            is_causal=cell.is_causal,
         )
     except AttentionError as error:
         why = str(error)
         return [prediction_row(name, one, digest, status="refused", reason=why) for one in cells]
-    digests = {
-        row.extra["source_digest"]
-        for file in timed
-        if file.study["kind"] == "kernel" and _has_code(version, file)
-        for row in file.of("time")
-        if row.contender == name and "source_digest" in row.extra
-    }
     return [
         prediction_row(
             name,
             cell,
             digest,
             samples=[round(one.time_us, 3)],
-            measured_digests=sorted(digests),
             bound=one.bound,
             needs_us={key: round(value, 3) for key, value in one.needs_us.items() if value},
             waiting_us=round(one.waiting_us, 3),
@@ -160,22 +128,3 @@ def prediction_row(
         reason=reason,
         extra={"version_digest": digest, **extra},
     )
-
-
-def _has_code(version: VersionHeader, timing: File) -> bool:
-    """Return whether some version file had the same code at the commit of the timing."""
-    return environment.version_digest(version.source) in _codes(
-        str(version.path.parent), timing.provenance.commit or ""
-    )
-
-
-@functools.cache
-def _codes(folder: str, commit: str) -> set[str]:
-    """Return the digests of a folder's version files at a commit; empty if git lacks it."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", folder, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-    names = [name for name in git("ls-tree", "--name-only", commit, "./").split() if ".cu" in name]
-    return {environment.version_digest(git("show", f"{commit}:./{name}")) for name in names}

@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, get_backend
-from attention_kernels.judge.conformance import Case
 from gpt2_infer.bench import selection
 from gpt2_infer.bench.record import Row, Shape
 from gpt2_infer.bench.study import Contender, ProfileStudy, Subject
@@ -82,13 +81,7 @@ def launch_each(family: str, shape: Shape) -> None:
     """Call every version once on the GPU."""
     for spec in _specs(family):
         (dtype,) = spec.dtypes
-        case = Case(
-            shape.seqlen,
-            shape.head_dim,
-            batch=shape.batch,
-            num_heads=shape.num_heads,
-            dtype=getattr(torch, dtype),
-        )
+        case = selection.case_of(shape, dtype)
         spec.attention(*case.inputs("cuda"), is_causal=shape.is_causal)
     torch.cuda.synchronize()
 
@@ -98,14 +91,7 @@ def known_counters() -> tuple[dict[str, str], list[str]]:
 
     ncu aborts if it is asked for an unknown counter.
     """
-    query = ["ncu", "--query-metrics"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise RequestError("ncu (Nsight Compute) is not on PATH") from error
-    listed = {line.split(maxsplit=1)[0] for line in done.stdout.splitlines() if line.strip()}
-    if done.returncode or not listed:
-        raise RequestError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    listed = {line.split(maxsplit=1)[0] for line in _ncu("--query-metrics") if line.strip()}
     known = {
         name: counter
         for name, counter in METRICS.items()
@@ -121,15 +107,22 @@ def _run_profiler(
     counters: list[str], family: str, shape: Shape
 ) -> dict[str, list[dict[str, float]]]:
     """Run ncu; return the metrics of each launch by op ("v01")."""
-    command = ["ncu", "--clock-control", "none", "--csv", "--print-units", "base"]
-    command += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
-    command += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
-    command += [sys.executable, "-m", __name__, family, msgspec.json.encode(shape).decode()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    if done.returncode or not lines:
+    options = ["--clock-control", "none", "--csv", "--print-units", "base"]
+    options += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
+    options += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
+    launch = [sys.executable, "-m", __name__, family, msgspec.json.encode(shape).decode()]
+    return parse_csv(line for line in _ncu(*options, *launch) if line.startswith('"'))
+
+
+def _ncu(*words: str) -> list[str]:
+    """Run ncu and return the lines that it prints; raises RequestError if it fails."""
+    try:
+        done = subprocess.run(["ncu", *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise RequestError("ncu (Nsight Compute) is not on PATH") from error
+    if done.returncode or not done.stdout:
         raise RequestError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
-    return parse_csv(lines)
+    return done.stdout.splitlines()
 
 
 def parse_csv(lines: Iterable[str]) -> dict[str, list[dict[str, float]]]:

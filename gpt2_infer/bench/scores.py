@@ -6,16 +6,14 @@ import functools
 from collections.abc import Iterator
 
 import msgspec
-import torch
 from tqdm import tqdm
 
 from attention_kernels import AttentionError
 from gpt2_infer import perplexity
-from gpt2_infer.bench import selection
+from gpt2_infer.bench import models, selection
 from gpt2_infer.bench.record import Row
 from gpt2_infer.bench.study import Contender, PerplexityStudy, Subject
 from gpt2_infer.errors import NotFiniteError
-from gpt2_infer.model import GPT2
 
 
 class Dtype(msgspec.Struct, frozen=True):
@@ -37,7 +35,8 @@ class Scores(Subject[Dtype]):
         self.study = study
         self.device, self.specs, _ = selection.selected(study, emulated=True)
         self.cells = [*map(Dtype, study.dtypes)]
-        model = self._model(study.dtypes[0])
+        self._models = models.OneModel(device=self.device, attention=perplexity.BASELINE)
+        model = self._models.load("demo", study.dtypes[0])
         self.text = perplexity.read_text(perplexity.HELD_OUT, model, max_tokens=study.max_tokens)
         self.facts = {
             "device": self.device,
@@ -46,17 +45,9 @@ class Scores(Subject[Dtype]):
             "bytes": self.text.bytes,
         }
 
-    def _model(self, dtype: str) -> GPT2:
-        return GPT2.from_pretrained(
-            "demo",
-            device=self.device,
-            dtype=getattr(torch, dtype),
-            attention=perplexity.BASELINE,
-        )
-
     def contenders(self, cell: Dtype) -> Iterator[Contender]:
         """Score each backend that supports the dtype."""
-        model, window = self._model(cell.dtype), self.study.window
+        model, window = self._models.load("demo", cell.dtype), self.study.window
         nats = functools.partial(
             perplexity.token_nats, ids=self.text.ids, window=window, stride=window // 2
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
@@ -16,12 +18,15 @@ from attention_kernels.judge.conformance import (
     Case,
     DecodeCase,
     describe_error,
-    run_case,
+    judged,
+    run_check,
 )
+from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.record import Check, ResultsError, Row, Shape
+from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
 from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
@@ -57,7 +62,7 @@ def select(
 
     A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
     are skipped if they cannot run, support none of the dtypes, only decode or, without `emulated`,
-    run emulated; a line on stderr names each family of which none is left.
+    run emulated. A line on stderr names each family that has none left, with the reasons.
     Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
     that cannot be compared for one of these reasons, or when nothing is left.
     """
@@ -124,6 +129,11 @@ def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
     )
 
 
+def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
+    """Return the judge's case of a shape."""
+    return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
+
+
 def unit_of(metric: str) -> str:
     """Return the unit in which a metric of a profile or an inspection is recorded."""
     if metric.endswith("_us"):
@@ -187,50 +197,53 @@ def row_of(
     return Row(contender=spec.name, metric=metric, unit=unit, extra=extra)
 
 
-def check(
-    row: Row, spec: BackendSpec, cases: Sequence[Case], device: str, *, decode: bool = False
-) -> None:
-    """Check a backend against the reference and record the result in its row."""
-    emulated = device in spec.emulated_on
+def check(row: Row, runner: Runner, cases: Sequence[Case], *, decode: bool = False) -> None:
+    """Check a backend against the reference and record the result in its row.
+
+    Raises the errors of Runner.receive(), except a refusal.
+    """
     worst = None
-    for wanted in cases:
-        short = dataclasses.replace(wanted, seqlen=min(wanted.seqlen, EMULATED_SEQLEN), batch=1)
-        case = short if emulated else wanted
-        q, k, v = case.inputs(device)
-        if reasons := spec.unsupported_reasons(q, k, v, is_causal=case.is_causal):
-            row.status, row.reason = "refused", "; ".join(reasons)
+    wanted: list[Case | DecodeCase] = [*cases]
+    if runner.is_emulated:
+        wanted = [
+            dataclasses.replace(case, seqlen=min(case.seqlen, EMULATED_SEQLEN), batch=1)
+            for case in cases
+        ]
+    if decode and not runner.has_decode:
+        row.status, row.reason = "refused", f"it has no decode kernel on {runner.device}"
+        return
+    if decode:
+        wanted.append(DecodeCase(cases[0].head_dim, cases[0].dtype))
+    for case in wanted:
+        try:
+            verdict = run_check(runner, judged(runner, case))
+        except UnsupportedError as error:
+            row.status, row.reason = "refused", "; ".join(error.reasons)
             return
-        verdict = run_case(spec, case, device)
+        assert isinstance(verdict, Verdict)
         worst = max(worst or verdict, verdict, key=lambda verdict: verdict.nearness)
         if not verdict.passed:
             row.status, row.reason = "failed", f"{case}: {verdict}"
             break
-    if decode and row.status == "ok":
-        if not spec.has_decode(device):
-            row.status, row.reason = "refused", f"it has no decode kernel on {device}"
-            return
-        verdict = run_case(spec, DecodeCase(cases[0].head_dim, cases[0].dtype), device)
-        if not verdict.passed:
-            row.status, row.reason = "failed", f"decode: {verdict}"
     if worst:
         row.check = Check(
             **{name: _rounded(getattr(worst, name)) for name in Check.__struct_fields__}
         )
-    if emulated and row.status == "ok":
+    if runner.is_emulated and row.status == "ok":
         row.status, row.reason = "emulated", EMULATED
 
 
-def recheck(spec: BackendSpec, case: Case, device: str) -> None:
-    """Check with other inputs after the timing: a kernel must not return a cached answer.
+@contextlib.contextmanager
+def rejecting(row: Row, device: str) -> Iterator[None]:
+    """Turn an exception of the kernel being timed into RejectedError.
 
-    Raises RejectedError.
+    Raises ResultsError if the exception broke the CUDA context.
     """
     try:
-        verdict = run_case(spec, dataclasses.replace(case, seed=1), device)
+        yield
     except KERNEL_ERRORS as error:
-        raise RejectedError(f"after its samples: {describe_error(error)}") from error
-    if not verdict.passed:
-        raise RejectedError(f"after its samples its output is wrong: {verdict}")
+        record_failure(row, error, device)
+        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
 
 
 def record_failure(row: Row, error: Exception, device: str) -> None:

@@ -7,7 +7,6 @@ a JSON line to OUT.partial, from which an interrupted run resumes.
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -279,6 +278,9 @@ class Subject(Generic[Cell]):
         """Check and yield the contenders of a cell."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End what the study has started."""
+
 
 def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     """Measure and write `out`; after an interruption the same call resumes.
@@ -299,11 +301,12 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
     settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
     file = File(task=task, study=settings, provenance=provenance(), rows=[])
-    progress = Progress(out, file, subject)
-    ladder.build_all(subject.device, subject.specs)
-    if out:
-        file.provenance.limits = subject.limits()
-    file.rows = time_cells(subject, progress)
+    with contextlib.closing(subject):
+        progress = Progress(out, file, subject)
+        ladder.build_all(subject.device, subject.specs)
+        if out:
+            file.provenance.limits = subject.limits()
+        file.rows = time_cells(subject, progress)
     if out:
         file.write(out)
         progress.remove()
@@ -398,22 +401,13 @@ def _rounded(value: Any) -> Any:
     return [*map(_rounded, value)] if isinstance(value, list) else float(f"{value:.6g}")
 
 
-# ---- Going on after an interruption --------------------------------------------------------------
-
-
-class _Plan(msgspec.Struct):
-    """Everything that two runs must share to be combined."""
-
-    settings: dict[str, Any]
-    commit: str | None
-    source_digest: str
-    sources: dict[str, str | None]
-    machine: dict[str, Any]
+# ---- Resuming ------------------------------------------------------------------------------------
 
 
 class Progress:
     """The finished cells of a run, one JSON line each in OUT.partial.
 
+    The first line is the run's plan: everything that must be the same for the run to resume.
     out: None writes no file. Raises ResultsError if OUT.partial belongs to a different run or
     cannot be read.
     """
@@ -422,22 +416,19 @@ class Progress:
         self.cells: dict[str, list[Row]] = {}
         self.path = out.with_name(f"{out.name}.partial") if out else None
         provenance = file.provenance
-        plan = _Plan(
-            settings={"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
-            commit=provenance.commit,
-            source_digest=provenance.source_digest,
-            sources=dict(subject.sources),
-            machine={
-                "machine": provenance.machine,
-                "driver": provenance.gpu.driver_version if provenance.gpu else None,
-                "packages": provenance.packages,
-                "precision": provenance.precision,
-                "build_flags": provenance.build_flags,
-            },
-        )
+        plan = {
+            "settings": {"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
+            "commit": provenance.commit,
+            "source digest": provenance.source_digest,
+            "sources": subject.sources,
+            "machine": [provenance.machine, provenance.gpu and provenance.gpu.driver_version],
+            "packages": provenance.packages,
+            "precision": provenance.precision,
+            "build flags": provenance.build_flags,
+        }
         self._header = msgspec.json.encode((provenance.date, plan))
         if self.path and self.path.exists():
-            provenance.resumed_from = [self._read(self.path, plan)]
+            provenance.resumed_from = [self._read(self.path)]
 
     def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
         """Add and write a finished cell; raises ResultsError if it cannot be written."""
@@ -449,7 +440,10 @@ class Progress:
                         file.write(self._header + b"\n")
                     file.write(line + b"\n")
             except OSError as error:
-                raise ResultsError(self._not_written(error)) from error
+                raise ResultsError(
+                    f"{self.path} cannot be written: {error.strerror} (finished cells: "
+                    f"{len(self.cells)}); rerun to resume"
+                ) from error
         self.cells[str(cell)] = rows
 
     def remove(self) -> None:
@@ -457,36 +451,21 @@ class Progress:
         if self.path:
             self.path.unlink(missing_ok=True)
 
-    def _read(self, path: Path, plan: _Plan) -> str:
+    def _read(self, path: Path) -> str:
         """Load the cells that an earlier run finished and return its date."""
+        _, plan = msgspec.json.decode(self._header)
         try:
             header, *lines = path.read_bytes().splitlines(keepends=True)
-            date, earlier = msgspec.json.decode(header, type=tuple[str, _Plan])
-            differ = [
-                name
-                for name in _Plan.__struct_fields__
-                if getattr(earlier, name) != getattr(plan, name)
-            ]
-            if differ:
-                names = ", ".join(name.replace("_", " ") for name in differ)
-                raise ResultsError(
-                    f"{path} is of another run (its {names} differ): delete it or name another "
-                    "output"
-                )
-            lines = [
-                line for line in lines if line.endswith(b"\n")
-            ]  # the last line may be truncated
-            for line in lines:
-                cell, rows = msgspec.json.decode(line, type=tuple[str, list[Row]])
-                self.cells[cell] = rows
+            date, earlier = msgspec.json.decode(header, type=tuple[str, dict[str, Any]])
+            lines = [line for line in lines if line.endswith(b"\n")]  # the last may be truncated
+            cells = [msgspec.json.decode(line, type=tuple[str, list[Row]]) for line in lines]
         except (OSError, ValueError) as error:
-            if isinstance(error, ResultsError):
-                raise
             raise ResultsError(f"{path} cannot be read, delete it: {error}") from error
+        if differ := [name for name in plan if earlier.get(name) != plan[name]]:
+            raise ResultsError(
+                f"{path} belongs to another run ({', '.join(differ)} differ): delete it or name "
+                "another output"
+            )
+        self.cells |= cells
         path.write_bytes(header + b"".join(lines))
         return date
-
-    def _not_written(self, error: OSError) -> str:
-        full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        kept = "nothing was finished" if not self.cells else f"{len(self.cells)} cells are kept"
-        return f"{self.path} cannot be written: {full}; {kept}, and the same command goes on"

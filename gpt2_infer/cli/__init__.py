@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         if _is_expected(error):
-            console.print_error("gpt2-infer", f"{_text(error)}{_hint(error)}")
+            console.print_error("gpt2-infer", _message(error))
             return console.EXIT_BAD_INPUT
         from attention_kernels.errors import describe
 
-        what = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
-        console.print_error("gpt2-infer", what)
+        bug = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
+        console.print_error("gpt2-infer", bug)
         return console.EXIT_BUG
 
 
@@ -93,20 +93,16 @@ def _list_commands() -> str:
     return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
 
 
-def _text(error: Exception) -> str:
-    """Return an error's message; an OSError's goes without its number."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) or type(error).__name__
-
-
-def _hint(error: Exception) -> str:
-    """Return a hint that names a command or an option, which attention_kernels does not know."""
+def _message(error: Exception) -> str:
+    """Return an expected error in words, with a hint at the command or option that helps."""
     from attention_kernels import KernelError, UnknownBackendError
 
+    if isinstance(error, OSError) and error.strerror:  # without the error's number
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error) or type(error).__name__
     if isinstance(error, UnknownBackendError) and not error.nearest:
-        return "; see `gpt2-infer backends`"
-    return "; --debug shows the traceback" if isinstance(error, KernelError) else ""
+        return f"{text}; see `gpt2-infer backends`"
+    return f"{text}; --debug shows the traceback" if isinstance(error, KernelError) else text
 
 
 def _is_expected(error: Exception) -> bool:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 
-from gpt2_infer.cli.console import show
-from gpt2_infer.cli.kernels import usual_head_dim, version_of
-from gpt2_infer.cli.options import POSITIVE, seconds
+from gpt2_infer.cli.console import show, show_json
+from gpt2_infer.cli.kernels import describe, shape_of, version_of
+from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
-    add("--seqlen", type=POSITIVE, default=128, help="tokens (default: %(default)s)")
-    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or the first supported")
-    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
-    add("--heads", type=POSITIVE, default=1, help="number of heads (default: %(default)s)")
-    add("--full", action="store_true", help="omit the causal mask")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="time limit (default: 600 s)")
+    add_shape_options(add, heads=1)
+    add("--seqlen", type=POSITIVE, default=128, help=SEQLEN)
+    add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
     add("--json", action="store_true", help="print a JSON list")
 
 
@@ -31,23 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels.inspection import accesses
 
     _, version = version_of(arguments.name)
-    head_dim = arguments.head_dim or usual_head_dim(version)
-    found = accesses.count_accesses(
-        version,
-        seqlen=arguments.seqlen,
-        head_dim=head_dim,
-        batch=arguments.batch,
-        num_heads=arguments.heads,
-        is_causal=not arguments.full,
-        timeout_s=arguments.timeout,
-    )
+    shape = {"seqlen": arguments.seqlen, **shape_of(arguments, version)}
+    found = accesses.count_accesses(version, **shape, timeout_s=arguments.timeout)
     if arguments.json:
-        show(json.dumps([dataclasses.asdict(access) for access in found], indent=2))
+        show_json([dataclasses.asdict(access) for access in found])
         return 0
-    show(
-        f"{version.path.name}, emulated: B={arguments.batch} H={arguments.heads} "
-        f"N={arguments.seqlen} head_dim={head_dim} {'full' if arguments.full else 'causal'}\n"
-    )
+    show(f"{version.path.name}, emulated: {describe(shape)}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     show(accesses.format_table(found, width))
     if any(len(access.lines) > 1 for access in found):

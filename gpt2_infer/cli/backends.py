@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -23,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows = [_describe(spec) for spec in list_backends()]
     if arguments.json:
-        show(json.dumps(rows, indent=2))
+        show_json(rows)
         return 0
     width = max(len(row["name"]) for row in rows)
     indent = " " * (width + 31)

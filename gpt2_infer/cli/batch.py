@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -23,20 +24,21 @@ INPUT = (
     "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
     "id; or text (.txt), one prompt per line"
 )
-DECODE_BACKEND = "default: the same as generate's, but NAIVE_PYTORCH on cpu"
-ENGINE = "eager, graph or auto, the faster one that supports the request (default)"
+DECODE_BACKEND = (
+    "attention backend for decoding (default: the same as generate's, but NAIVE_PYTORCH on cpu)"
+)
+ENGINE = "engine: eager, graph, or auto, the faster one that supports the request (default)"
 DEVICES = (
     "devices, one process each: all, CUDA indices such as 0,1, cpu, or cpu:N for N single-threaded "
     "processes (default: one CUDA device if available, else cpu; under torchrun LOCAL_RANK's)"
 )
 RAY = (
-    "run on the Ray cluster at ADDRESS, or start a local one: one actor per GPU, or N with "
-    "--devices cpu:N"
+    "address of the Ray cluster to run on, with one actor per GPU, or N with --devices cpu:N; "
+    "without an address, a new local cluster"
 )
-BATCH_SIZE = (
-    "rows at a time per device, or auto (default): 32 on cpu; on cuda up to 512, by free memory"
-)
-PART_ROWS = "rows per output file (default: %(default)s)"
+BATCH_SIZE = "rows per batch and device, or auto (default): 32 on cpu; on cuda up to 512, by memory"
+FORMAT = "format of the output files (default: %(default)s)"
+PART_ROWS = "approximate rows per output file (default: %(default)s)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +46,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input", metavar="INPUT", type=Path, nargs="+", help=INPUT)
     add("--out", type=Path, required=True, metavar="DIR", help="output folder")
-    add("--format", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s")
+    add("--format", choices=("jsonl", "parquet"), default="jsonl", help=FORMAT)
     add("--resume", action="store_true", help="resume the job in DIR, if any")
     add("--strict", action="store_true", help="stop at the first row that cannot be completed")
     model = parser.add_argument_group("model")
     add_model_options(model, device=False)
     add = model.add_argument
     add("--backend", metavar="NAME", help=f"attention backend for prompts; {BACKEND}")
-    add("--decode-backend", metavar="NAME", help=f"the same for new tokens; {DECODE_BACKEND}")
+    add("--decode-backend", metavar="NAME", help=DECODE_BACKEND)
     add_text_options(parser.add_argument_group("text").add_argument)
     add_sampling_options(parser)
     add = parser.add_argument_group("how").add_argument
@@ -73,22 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpt2_infer import batch
 
-    settings = batch.Settings(
-        model=arguments.model,
-        revision=arguments.revision,
-        random_weights=arguments.random_weights,
-        dtype=arguments.dtype,
-        backend=arguments.backend,
-        decode_backend=arguments.decode_backend,
-        engine=arguments.engine,
-        max_new_tokens=arguments.max_new_tokens,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-        sampling=make_sampling(arguments),
-        format=arguments.format,
-        part_rows=arguments.part_rows,
-        batch_size=arguments.batch_size,
-    )
+    given = vars(arguments) | {"stop": tuple(arguments.stop), "sampling": make_sampling(arguments)}
+    names = [field.name for field in dataclasses.fields(batch.Settings)]
+    settings = batch.Settings(**{name: given[name] for name in names})
+    inputs, out = arguments.input, arguments.out
+    how = {"resume": arguments.resume, "strict": arguments.strict}
     started = time.perf_counter()
     if arguments.ray:
         try:
@@ -96,37 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
         except ImportError:
             raise RequestError("--ray needs Ray: install gpt2-infer[ray]") from None
         rows, errors = cluster.run_on_ray(
-            arguments.input,
-            arguments.out,
-            settings,
-            address=arguments.ray,
-            devices=arguments.devices,
-            resume=arguments.resume,
-            strict=arguments.strict,
+            inputs, out, settings, address=arguments.ray, devices=arguments.devices, **how
         )
-        return _report(arguments, rows, errors, started)
-    with tqdm(unit="row", disable=None) as bar:
-        job = batch.run(
-            arguments.input,
-            arguments.out,
-            settings,
-            devices=batch.find_devices(arguments.devices),
-            resume=arguments.resume,
-            strict=arguments.strict,
-            on_rows=bar.update,
-        )
-    if os.environ.get("RANK", "0") != "0":
-        return 0  # only torchrun's first process reports
-    done = batch.entries(job)
-    rows, errors = sum(entry.rows for entry in done), sum(entry.errors for entry in done)
-    print(f"batches of {job.batch}", file=sys.stderr)
-    return _report(arguments, rows, errors, started)
-
-
-def _report(arguments: argparse.Namespace, rows: int, errors: int, started: float) -> int:
-    """Print what a job wrote and return the exit status."""
-    files = len([*arguments.out.glob(f"*.{arguments.format}")])
-    show(f"rows: {rows}, errors: {errors}, files: {files}, in {arguments.out}")
+    else:
+        devices = batch.find_devices(arguments.devices)
+        with tqdm(unit="row", disable=None) as bar:
+            job = batch.run(inputs, out, settings, devices=devices, on_rows=bar.update, **how)
+        if os.environ.get("RANK", "0") != "0":
+            return 0  # only torchrun's first process reports
+        entries = batch.entries(job)
+        rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
+        print(f"batches of {job.batch}", file=sys.stderr)
+    files = len([*out.glob(f"*.{settings.format}")])
+    show(f"rows: {rows}, errors: {errors}, files: {files}, in {out}")
     print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     if errors < rows:
         return 0

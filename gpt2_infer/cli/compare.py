@@ -11,6 +11,9 @@ from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS
 from gpt2_infer.errors import RequestError
 
 MODES = ("recompute", "kv-cache")
+MAX_TOKENS = "text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to 64)"
+SEQLENS = "sequence lengths in tokens (default: 64 to 4096; on a CPU, to 512)"
+HEAD_DIMS = "head dimensions (default: 64)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,23 +25,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--name", help="task name in the results (default: --task's)")
     add("--backends", nargs="+", metavar="NAME", help="backend names or version files, *.cu")
     add("--families", nargs="+", metavar="NAME", help="families, from `gpt2-infer backends`")
-    add("--baseline", metavar="NAME", help="backend or *.cu file (default: NAIVE_PYTORCH)")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if available")
-    add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: float32")
-    add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="default: 1")
+    add("--baseline", metavar="NAME", help="backend that ratios refer to (default: NAIVE_PYTORCH)")
+    add("--device", choices=("cuda", "cpu"), help="device (default: cuda if available, else cpu)")
+    add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="dtypes (default: float32)")
+    add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="batch sizes (default: 1)")
     add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")
     text = parser.add_argument_group("generation").add_argument
-    text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help="total, prompt included")
-    text("--modes", nargs="+", choices=MODES, help="default: recompute")
-    text("--model", help="as for generate (default: demo)")
-    text("--random-weights", action="store_true", help="as for generate")
-    text("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
+    text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help=MAX_TOKENS)
+    text("--modes", nargs="+", choices=MODES, help="modes (default: recompute)")
+    text("--model", help="hub id, local folder or demo (default: demo)")
+    text("--random-weights", action="store_true", help="random weights in the size of --model")
+    text("--prompt", help=f"text to complete (default: {DEFAULT_PROMPT!r})")
     kernel = parser.add_argument_group("kernel").add_argument
-    kernel(
-        "--seqlens", nargs="+", type=POSITIVE, metavar="N", help="default: 64 to 4096 (CPU: 512)"
-    )
+    kernel("--seqlens", nargs="+", type=POSITIVE, metavar="N", help=SEQLENS)
     kernel("--heads", type=POSITIVE, help="number of heads (default: 12)")
-    kernel("--head-dims", nargs="+", type=POSITIVE, metavar="D", help="default: 64")
+    kernel("--head-dims", nargs="+", type=POSITIVE, metavar="D", help=HEAD_DIMS)
     kernel("--full", action="store_true", help="omit the causal mask")
 
 
@@ -47,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt2_infer.bench import study
     from gpt2_infer.bench.show import tables
 
-    settings = {"task", "out", "name", "debug", "version"}
-    options = {name: value for name, value in vars(arguments).items() if name not in settings}
+    others = {"task", "out", "name", "debug"}
+    options = {name: value for name, value in vars(arguments).items() if name not in others}
     task, out = arguments.task, arguments.out
     kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
     for name in options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -31,6 +32,11 @@ def show(text: object = "", *, end: str = "\n") -> None:
         raise
     except OSError as error:
         raise StandardOutputError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def show_json(value: object) -> None:
+    """Write a value to standard output as JSON."""
+    show(json.dumps(value, indent=2))
 
 
 def prepare_streams() -> None:

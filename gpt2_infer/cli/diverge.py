@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, get_args
 
-from gpt2_infer.cli.console import EXIT_FAILED, show
+from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.generate import load
-from gpt2_infer.cli.options import DEFAULT_PROMPT, POSITIVE, add_model_options
+from gpt2_infer.cli.options import DEFAULT_PROMPT, MAX_NEW_TOKENS, POSITIVE, add_model_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from gpt2_infer.request import Mode
+
+PROMPT = f"text to complete, only one (default: {DEFAULT_PROMPT!r})"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("a", metavar="A", help="attention backend, version file (*.cu) or engine")
     add("b", metavar="B", help="another of the same kind, or A again")
     add_model_options(parser)
-    add("--prompt", action="append", metavar="TEXT", help=f"only one; default: {DEFAULT_PROMPT!r}")
-    add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help="default: %(default)s")
+    add("--prompt", action="append", metavar="TEXT", help=PROMPT)
+    add("--max-new-tokens", type=POSITIVE, default=64, metavar="N", help=MAX_NEW_TOKENS)
     add("--kv-cache", action="store_true", help="generate with a KV cache")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -35,8 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.diverge.backends import Comparison, diverge
+    from gpt2_infer.diverge.backends import diverge
     from gpt2_infer.diverge.engines import diverge_engines
+    from gpt2_infer.diverge.report import Divergence, Side
     from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = {"prompts": prompts, "max_new_tokens": new_tokens}
     model, checked = load(arguments, request=request, attention=attention)
     (prompt,) = checked.rows
-    result: Comparison
+    result: Divergence[Side]
     if engines:
         result = diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
     else:
@@ -60,5 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         result = diverge(
             model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress
         )
-    show(json.dumps(result.to_json(), indent=2) if arguments.json else result)
+    if arguments.json:
+        show_json(result.to_json())
+    else:
+        show(result)
     return 0 if result.passed else EXIT_FAILED

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
+from gpt2_infer.cli.console import EXIT_INTERRUPTED, show, show_json
 from gpt2_infer.cli.options import (
     DEFAULT_PROMPT,
     add_model_options,
@@ -31,23 +30,22 @@ BACKEND = (
     "PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 DECODE_BACKEND = (
-    "default: the given --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on "
-    "cuda (NAIVE_PYTORCH without nvcc, or if it does not support the model) and "
-    "PYTORCH_SDPA_FLASH_ATTENTION on cpu"
+    "attention backend for decoding with --kv-cache (default: the given --backend if it has a "
+    "decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or NAIVE_PYTORCH without nvcc or if "
+    "the model is not supported, and PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 PROMPT = (
-    "an empty prompt stands for GPT-2's <|endoftext|>, which starts a document (default: "
-    f"{DEFAULT_PROMPT!r})"
+    "text to complete; repeatable; an empty one stands for GPT-2's <|endoftext|>, which starts a "
+    f"document (default: {DEFAULT_PROMPT!r})"
 )
-PROMPT_FILE = "UTF-8, one prompt per line, empty lines skipped; repeatable; - is standard input"
+PROMPT_FILE = "UTF-8 file with one prompt per line, or - for standard input; repeatable"
 ENGINE = (
-    "how steps run: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
+    "engine: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
     "runs our own kernels: one per step with --kv-cache, else matrix products in float32; auto is "
     "the fastest that supports the request (default: %(default)s)"
 )
 KV_CACHE = (
-    "cache keys and values; without it every token reruns the whole prefix (recompute, the case "
-    "study's workload)"
+    "cache keys and values; without it every token reruns the whole prefix, as in the case study"
 )
 
 
@@ -57,9 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(model)
     add = model.add_argument
     add("--backend", metavar="NAME", help=f"attention backend; {BACKEND}")
-    add("--decode-backend", metavar="NAME", help=f"attention with --kv-cache; {DECODE_BACKEND}")
+    add("--decode-backend", metavar="NAME", help=DECODE_BACKEND)
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", action="append", metavar="TEXT", help=f"repeatable; {PROMPT}")
+    add("--prompt", action="append", metavar="TEXT", help=PROMPT)
     add("--prompt-file", action="append", metavar="FILE", help=PROMPT_FILE)
     add_text_options(add)
     add_sampling_options(parser)
@@ -116,17 +114,17 @@ def run(arguments: argparse.Namespace) -> int:
             show()  # an error starts on a new line
     status = EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
     name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
-    report = make_report(
-        model, result, load_s=load_s, name=name, random_weights=arguments.random_weights
-    )
-    rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
+    if arguments.random_weights:
+        name += " (random weights: the text means nothing)"
+    report = make_report(model, result, name=name, load_s=load_s)
     if arguments.json:
+        rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
         keys = ("prompt", "text", "finish_reason", "tokens")
         texts = [dict(zip(keys, row, strict=True)) for row in rows]
-        show(json.dumps({"report": report, "results": texts}, indent=2))
+        show_json({"report": report, "results": texts})
         return status
     if not streams:
-        for i, (prompt, text, *_) in enumerate(rows, 1):
+        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True), 1):
             show(f"--- prompt {i} of {len(prompts)}\n{prompt}{text}\n")
     print(format_report(report), file=sys.stderr)
     return status
@@ -162,21 +160,17 @@ def load(
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the prompts given, or the default one; raises RequestError or OSError."""
     prompts = list(arguments.prompt or [])
     for name in arguments.prompt_file or []:
+        if name == "-" and sys.stdin is None:
+            raise RequestError("--prompt-file -: standard input is closed")
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         try:
-            if name == "-" and sys.stdin is None:
-                raise RequestError("--prompt-file -: standard input is closed")
-            raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
             text = raw.decode("utf-8-sig")
-        except OSError as error:
-            raise RequestError(
-                f"--prompt-file {name} cannot be read: {error.strerror or error}"
-            ) from error
         except UnicodeDecodeError as error:
-            raise RequestError(
-                f"--prompt-file {name} is not UTF-8: byte {error.start} is not valid"
-            ) from error
+            reason = f"is not UTF-8: byte {error.start} is not valid"
+            raise RequestError(f"--prompt-file {name} {reason}") from error
         lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
         if not lines:
             raise RequestError(f"--prompt-file {name} contains no prompt")

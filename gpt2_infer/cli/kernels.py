@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import POSITIVE
 from gpt2_infer.errors import RequestError
 
@@ -17,27 +16,17 @@ if TYPE_CHECKING:
     from attention_kernels import BackendSpec
     from attention_kernels.ladder.header import VersionHeader
 
-
+NAMES = "backend names or version files, *.cu (default: a whole ladder)"
 ARCH = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
+HEAD_DIM = "head dimensions (default: all that a version supports)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add(
-        "names",
-        nargs="*",
-        metavar="BACKEND",
-        help="or version files, *.cu; default: a whole ladder",
-    )
+    add("names", nargs="*", metavar="BACKEND", help=NAMES)
     add("--arch", nargs="+", type=arch, metavar="SM", help=ARCH)
-    add(
-        "--head-dim",
-        nargs="+",
-        type=POSITIVE,
-        metavar="D",
-        help="default: all that a version supports",
-    )
+    add("--head-dim", nargs="+", type=POSITIVE, metavar="D", help=HEAD_DIM)
     add("--family", help="ladder, from `gpt2-infer backends`, or all (default: fp32)")
     add("--json", action="store_true", help="print a JSON list")
 
@@ -80,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.head_dim or sorted(taken),
     )
     if arguments.json:
-        show(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        show_json([dataclasses.asdict(row) for row in rows])
     else:
         show(resources.format_table(rows))
     return 0
@@ -108,6 +97,23 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
             raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
         versions[spec.name] = spec.version
     return versions
+
+
+def shape_of(arguments: argparse.Namespace, version: VersionHeader) -> dict[str, Any]:
+    """Return the shape given by add_shape_options(), as keyword arguments."""
+    return {
+        "batch": arguments.batch,
+        "num_heads": arguments.heads,
+        "head_dim": arguments.head_dim or usual_head_dim(version),
+        "is_causal": not arguments.full,
+    }
+
+
+def describe(shape: dict[str, Any]) -> str:
+    """Return a shape in words."""
+    names = {"batch": "B", "num_heads": "H", "seqlen": "N", "head_dim": "head_dim"}
+    sizes = [f"{name}={shape[key]}" for key, name in names.items() if key in shape]
+    return " ".join([*sizes, "causal" if shape["is_causal"] else "full"])
 
 
 def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from gpt2_infer.checks import integer_error
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, show
 from gpt2_infer.errors import RequestError
 
@@ -27,20 +28,26 @@ RANDOM_WEIGHTS = (
     "random weights from a seed, in the size of --model (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
     "distilgpt2, demo or a folder), without a download: for timing, as the text means nothing"
 )
-TOP_P = "keep the most likely tokens that add up to probability P; 1 keeps all (default)"
+TEMPERATURE = "divisor of the logits; 0 is greedy (default)"
+TOP_K = "number of most likely tokens to sample from; 0 is all (default)"
+TOP_P = "total probability of the most likely tokens to sample from; 1 is all (default)"
+SEED_HELP = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
+MAX_NEW_TOKENS = "maximum number of new tokens per prompt (default: %(default)s)"
+STOP = "text to end before; repeatable"
+SEQLEN = "sequence length in tokens (default: %(default)s)"
+TIMEOUT = "time limit in seconds (default: 600)"
+HEAD_DIM = "head dimension (default: 64, or the first supported)"
 
 
-def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return an option type for integers in a range, int32 by default, as kernels take."""
+def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return an option type for integers in a range, by default int32, which kernels take."""
 
     def convert(text: str) -> int:
         # No range reaches 20 digits, and Python refuses to convert more than 4,300.
-        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be an integer from {least} to {most}, not {text[:40]!r}"
-            )
-        return value
+        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else text[:40]
+        if error := integer_error(value, low, high):
+            raise argparse.ArgumentTypeError(error)
+        return int(value)
 
     return convert
 
@@ -77,6 +84,15 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_BAD_INPUT)
 
 
+def add_shape_options(add: Callable[..., object], *, heads: int) -> None:
+    """Add the options for a kernel and, except for seqlen, the shape of its inputs."""
+    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
+    add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
+    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
+    add("--heads", type=POSITIVE, default=heads, help="number of heads (default: %(default)s)")
+    add("--full", action="store_true", help="omit the causal mask")
+
+
 def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True) -> None:
     """Add the options for the model, its dtype and, with `device`, the device."""
     add = parser.add_argument
@@ -84,42 +100,28 @@ def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True
     add("--revision", help="branch, tag or commit of a hub id")
     add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
     if device:
-        add("--device", choices=("cuda", "cpu"), help="default: cuda if available, else cpu")
-    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+        add(
+            "--device",
+            choices=("cuda", "cpu"),
+            help="device (default: cuda if available, else cpu)",
+        )
+    add("--dtype", choices=DTYPES, default="float32", help="dtype (default: %(default)s)")
 
 
 def add_text_options(add: Callable[..., object]) -> None:
     """Add the options for where a text ends."""
-    add(
-        "--max-new-tokens",
-        type=POSITIVE,
-        default=512,
-        metavar="N",
-        help="tokens (default: %(default)s)",
-    )
-    add(
-        "--stop", action="append", default=[], metavar="TEXT", help="text to end before; repeatable"
-    )
+    add("--max-new-tokens", type=POSITIVE, default=512, metavar="N", help=MAX_NEW_TOKENS)
+    add("--stop", action="append", default=[], metavar="TEXT", help=STOP)
     add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for how the next token is chosen."""
     add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add(
-        "--top-k",
-        type=integer(0),
-        default=0,
-        metavar="K",
-        help="keep the K most likely tokens; 0 keeps all",
-    )
+    add("--temperature", type=float, default=0.0, metavar="T", help=TEMPERATURE)
+    add("--top-k", type=integer(0), default=0, metavar="K", help=TOP_K)
     add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
-    add(
-        "--seed",
-        type=SEED,
-        help="seed of random weights; prompt i is sampled with SEED + i (default: 0)",
-    )
+    add("--seed", type=SEED, help=SEED_HELP)
 
 
 def make_sampling(arguments: argparse.Namespace) -> Sampling:

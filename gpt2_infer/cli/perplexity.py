@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import sys
 from pathlib import Path
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import POSITIVE, add_model_options
 
 INPUT = (
     "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the bundled "
     "model's held-out books)"
 )
+BACKENDS = "attention backends to compare with NAIVE_PYTORCH"
+WINDOW = "tokens per forward pass (default: the model's maximum)"
+STRIDE = "tokens between the starts of two windows (default: half a window)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,27 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input", metavar="INPUT", type=Path, nargs="?", help=INPUT)
     add_model_options(parser)
-    add("--backend", nargs="+", default=[], metavar="NAME", help="compared with NAIVE_PYTORCH")
-    add(
-        "--window",
-        type=POSITIVE,
-        metavar="N",
-        help="tokens per pass (default: the model's maximum)",
-    )
-    add("--stride", type=POSITIVE, metavar="N", help="tokens from window to window (default: half)")
-    add(
-        "--max-tokens",
-        type=POSITIVE,
-        metavar="N",
-        help="tokens of the text to score (default: all)",
-    )
+    add("--backend", nargs="+", default=[], metavar="NAME", help=BACKENDS)
+    add("--window", type=POSITIVE, metavar="N", help=WINDOW)
+    add("--stride", type=POSITIVE, metavar="N", help=STRIDE)
+    add("--max-tokens", type=POSITIVE, metavar="N", help="tokens to score (default: all)")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from dataclasses import asdict
-
     from tabulate import tabulate
     from tqdm import tqdm
 
@@ -72,24 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
             "window": window,
             "stride": stride,
             "scores": [
-                {**asdict(s), "perplexity": s.perplexity, "standard_errors": s.standard_errors}
+                dataclasses.asdict(s)
+                | {"perplexity": s.perplexity, "standard_errors": s.standard_errors}
                 for s in scores
             ],
         }
-        show(json.dumps(facts, indent=2))
+        show_json(facts)
         return 0
-    rows = [
-        (
-            s.backend,
-            s.bits_per_byte,
-            s.perplexity,
-            f"{s.difference:+.2e}" if i else "",
-            f"{s.standard_errors:+.1f}" if i else "",
-        )
-        for i, s in enumerate(scores)
-    ]
-    headers = ("backend", "bits per byte", "perplexity", "nats per token", "standard errors")
-    show(tabulate(rows, headers, floatfmt=("", ".6f", ".5f", "", ""), disable_numparse=[3, 4]))
+    table = [("backend", "bits per byte", "perplexity", "nats per token", "standard errors")]
+    for i, s in enumerate(scores):
+        differences = (f"{s.difference:+.2e}", f"{s.standard_errors:+.1f}") if i else ("", "")
+        table.append((s.backend, f"{s.bits_per_byte:.6f}", f"{s.perplexity:.5f}", *differences))
+    align = ("left", *["right"] * 4)
+    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
     print(
         f"{scores[0].tokens} tokens, {text.bytes} bytes of {path.name}; {arguments.dtype}, windows "
         f"of {window}, stride {stride}; the last two columns: difference from {scores[0].backend}",

@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_infer.cli.console import show
-from gpt2_infer.cli.kernels import usual_head_dim, version_of
-from gpt2_infer.cli.options import POSITIVE
+from gpt2_infer.cli.console import show, show_json
+from gpt2_infer.cli.kernels import describe, shape_of, version_of
+from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.predict import Prediction
     from gpt2_infer.bench.record import File, Row
 
+GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
+SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
+NO_RESULTS = ("no results", "")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
-    add("--gpu", default="h200", help="h200, h100, a100, t4 or rtx4090 (default: %(default)s)")
-    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help="tokens (default: 1024)")
-    add("--head-dim", type=POSITIVE, metavar="D", help="default: 64, or the first supported")
-    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
-    add("--heads", type=POSITIVE, default=12, help="number of heads (default: %(default)s)")
-    add("--full", action="store_true", help="omit the causal mask")
+    add_shape_options(add, heads=12)
+    add("--gpu", default="h200", help=GPU)
+    add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from tabulate import tabulate
+
     from attention_kernels.inspection import predict
-    from attention_kernels.inspection.resources import aligned
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
     from gpt2_infer.bench.record import KernelCell
@@ -47,54 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
     gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
     files = [] if arguments.json else _read_results(arguments.results)
-    head_dim = arguments.head_dim or usual_head_dim(version)
-    found = predict.predict(
-        version,
-        gpu,
-        arguments.seqlen,
-        head_dim=head_dim,
-        batch=arguments.batch,
-        num_heads=arguments.heads,
-        is_causal=not arguments.full,
-    )
+    shape = shape_of(arguments, version)
+    found = predict.predict(version, gpu, arguments.seqlen, **shape)
     if arguments.json:
-        show(
-            json.dumps([dataclasses.asdict(one) | {"bound": one.bound} for one in found], indent=2)
-        )
+        show_json([dataclasses.asdict(one) | {"bound": one.bound} for one in found])
         return 0
-    show(
-        f"{version.path.name} on {gpu.name}: B={arguments.batch} H={arguments.heads} "
-        f"head_dim={head_dim} {'full' if arguments.full else 'causal'}; microseconds\n"
-    )
+    show(f"{version.path.name} on {gpu.name}: {describe(shape)}; microseconds\n")
     digest = environment.version_digest(version.source)
     timings = timed_on(gpu, files)
-    # Predictions record the digests of earlier results of the same version file.
-    earlier = [
-        known
-        for file in files
-        if file.study["kind"] == "prediction"
-        for row in file.rows
-        if row.extra.get("version_digest") == digest
-        for known in row.extra.get("measured_digests", ())
-    ]
-    cells = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
+    table = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(
-            one.seqlen, arguments.batch, arguments.heads, head_dim, is_causal=not arguments.full
-        )
-        wanted = prediction_row(name, cell, digest, measured_digests=earlier)
-        seen = _measured(wanted, timings)
-        cells.append(
-            (
-                str(one.seqlen),
-                f"{one.time_us:.1f}",
-                f"{seen:.1f}" if seen else "no results",
-                f"{one.time_us / seen:.2f}" if seen else "",
-                one.bound,
-                *(f"{value:.1f}" for value in _parts(one).values()),
-            )
-        )
-    show(aligned(cells))
+        cell = KernelCell(one.seqlen, **shape)
+        wanted = prediction_row(name, cell, digest)
+        measured = _measured(wanted, timings)
+        compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
+        times = [f"{value:.1f}" for value in _parts(one).values()]
+        table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
+    align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
+    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
     return 0
 
 
@@ -107,15 +76,12 @@ def _read_results(folder: Path | None) -> list[File]:
 
     if folder is not None and not folder.is_dir():
         raise RequestError(f"--results: there is no folder {folder}")
-    found, left_out = [], []
+    found = []
     for path in sorted((folder or Path("results")).glob("*.json")):
         try:
             found.append(read(path))
         except ResultsError as error:
-            left_out.append(str(error))
-    if left_out:
-        others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        print(f"skipped: {left_out[0]}{others}", file=sys.stderr)
+            print(f"skipped: {error}", file=sys.stderr)
     return found
 
 

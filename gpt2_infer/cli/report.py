@@ -7,31 +7,23 @@ from pathlib import Path
 
 from gpt2_infer.cli.console import show
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
-from gpt2_infer.cli.options import POSITIVE, seconds
+from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
+
+NAMES = "backend names, version files, *.cu, or results files, *.json"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add(
-        "names", nargs="*", metavar="WHAT", help="backends, version files, *.cu, or results, *.json"
-    )
-    add(
-        "--family",
-        help="ladder whose versions are added, with the predictions in the results",
-    )
+    add("names", nargs="*", metavar="WHAT", help=NAMES)
+    add("--family", help="ladder whose versions are added, with the predictions in the results")
     add("--out", type=Path, default=Path("report.html"), help="HTML file (default: %(default)s)")
-    add("--seqlen", type=POSITIVE, default=128, help="tokens (default: %(default)s)")
-    add(
-        "--head-dim",
-        type=POSITIVE,
-        metavar="D",
-        help="default: 64 if the first version supports it",
-    )
+    add("--seqlen", type=POSITIVE, default=128, help=SEQLEN)
+    add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
     add("--full", action="store_true", help="omit the causal mask")
     add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="time limit (default: 600 s)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from gpt2_infer.bench.show.page import make_page
     except ModuleNotFoundError as error:
-        missing = f"{error.name} is missing: pip install 'gpt2-infer[report]'"
-        raise RequestError(missing) from error
+        raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
     page = make_page(
         versions,
         files,

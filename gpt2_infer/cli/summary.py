@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from gpt2_infer.model import GPT2
 
 
-def make_report(
-    model: GPT2, result: Generation, *, load_s: float, name: str, random_weights: bool
-) -> dict[str, Any]:
-    """Return what ran and how long it took, in printing order."""
+def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) -> dict[str, Any]:
+    """Return what ran and how long it took, for the model `name`, loaded in load_s seconds."""
     import torch
 
     from attention_kernels.contract import dtype_name
@@ -34,7 +32,7 @@ def make_report(
     specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
     emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
     report: dict[str, Any] = {
-        "model": name + (" (random weights: the text means nothing)" if random_weights else ""),
+        "model": name,
         "attention": result.attention,
         "decode_attention": result.decode_attention,
         "device": device,
@@ -71,35 +69,29 @@ def format_report(report: dict[str, Any]) -> str:
     """Return the report as aligned lines of text."""
 
     def counts(values: list[int]) -> str:
-        return (
-            str(values[0]) if len(values) == 1 else f"{sum(values)} ({', '.join(map(str, values))})"
-        )
-
-    decode = report["decode_attention"]
-    how = report["mode"]
-    how += f", {report['engine']} engine"
-    if report["length_step"] > 1:
-        how += f", lengths rounded up to multiples of {report['length_step']}"
+        each = f" ({', '.join(map(str, values))})" if len(values) > 1 else ""
+        return f"{sum(values)}{each}"
 
     def backend(name: str) -> str:
         return f"{name} (emulated on the CPU)" if name in report["emulated_backends"] else name
 
+    mode = f"{report['mode']}, {report['engine']} engine"
+    if report["length_step"] > 1:
+        mode += f", lengths rounded up to multiples of {report['length_step']}"
     ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
     lines = {"model": report["model"], "attention": backend(report["attention"])}
-    if decode is not None:
-        lines["decode attention"] = backend(decode)
+    if report["decode_attention"] is not None:
+        lines["decode attention"] = backend(report["decode_attention"])
     lines |= {
         "device": report["device"],
         "dtype": report["dtype"],
-        "mode": how,
+        "mode": mode,
         "prompt tokens": counts(report["prompt_tokens"]),
         "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
         "load": f"{report['load_s']:.2f} s",
     }
     if report["emulated"]:
-        lines["timing"] = (
-            "none: the kernel ran in the CPU emulator, which says nothing about its speed"
-        )
+        lines["timing"] = "none: the CPU emulator's speed says nothing about the kernel's"
     else:
         lines |= {
             "warm-up": f"{report['warm_up_s']:.3f} s",
@@ -107,11 +99,11 @@ def format_report(report: dict[str, Any]) -> str:
             "generation": f"{report['generation_s']:.3f} s, prefill included",
             "speed": f"{report['tokens_per_second']:.1f} tokens/s",
         }
-        if "interval_p50_s" in report:
-            p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
-            lines["between tokens"] = f"{p50:.3f} ms (median), {p99:.3f} ms (99th percentile)"
-        if "weights_gb_s" in report:
-            lines["weights"] = _weights(report)
+    if "interval_p50_s" in report:
+        p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
+        lines["between tokens"] = f"{p50:.3f} ms (median), {p99:.3f} ms (99th percentile)"
+    if "weights_gb_s" in report:
+        lines["weights"] = _weights(report)
     lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
     return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
 
@@ -129,14 +121,12 @@ def _read_gb_s(device: torch.device) -> float | None:
 
 
 def _weights(report: dict[str, Any]) -> str:
-    """Say how fast the weights are read and how fast the GPU could read them."""
+    """Say how fast the weights are read and, on a GPU, how fast it could read them."""
     speed = report["weights_gb_s"]
     text = f"{report['step_bytes'] / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
-    if (
-        "read_gb_s" not in report
-    ):  # not measured on a CPU, whose caches may be faster than its memory
+    if "read_gb_s" not in report:  # a CPU's caches may be faster than its memory
         return text
     if report["read_gb_s"] is None:
-        return f"{text}; no memory was left to measure the GPU's"
+        return f"{text}; no memory was left to measure the GPU's bandwidth"
     most = report["read_gb_s"]
     return f"{text}, {100 * speed / most:.0f} % of the measured {most:.0f} GB/s"

@@ -1,1 +1,1 @@
-"""Where two texts part, by backends or by engines, and whether rounding or a bug parts them."""
+"""Where the texts of two backends or engines diverge, and whether rounding or a bug is why."""

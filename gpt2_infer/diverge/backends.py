@@ -16,27 +16,26 @@ most twice that below the largest. (That the smaller top-2 margin is at most max
 nothing: it holds whenever two backends choose different tokens.)
 
 A backend has a bug if one of its layers exceeds its budget, if its logits are not finite, or if
-rounding does not explain the token it wrote. If neither has a bug, two different tokens are a tie.
+rounding does not explain the token it wrote.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
+from attention_kernels.contract import dtype_name
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner
+from gpt2_infer.diverge import report
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
@@ -46,7 +45,7 @@ from gpt2_infer.request import Mode, encode_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Verdict):
-    """A layer's verdict, and where its output is farthest off; indices start at 0."""
+    """A layer's verdict, and where its error is largest; indices start at 0."""
 
     layer: int
     head: int
@@ -62,18 +61,12 @@ class Place(Verdict):
         return f"layer {self.layer}, head {self.head}, row {self.row}"
 
 
-@dataclass(frozen=True)
-class Side:
+@dataclass(frozen=True, kw_only=True)
+class BackendSide(report.Side):
     """One of the two backends at the examined step."""
 
     backend: str
     emulated: bool
-    token: int
-    """The token it wrote."""
-    text: str | None
-    """The token's text; None without a tokenizer."""
-    margin: float
-    """The difference between its two largest logits."""
     logits_error: float
     """The largest error of its logits against float64 attention's; infinite for a NaN."""
     shortfall: float
@@ -84,6 +77,22 @@ class Side:
     """The first layer over its budget, else the layer closest to it."""
     key_tile: int | None
     """The number of keys per tile, from its kernel's header; None if not stated there."""
+
+    @property
+    def name(self) -> str:
+        """The backend, and whether it is emulated."""
+        return f"{self.backend}{' (emulated on the CPU)' if self.emulated else ''}"
+
+    @property
+    def findings(self) -> list[str]:
+        """The differences from float64 attention, in the logits and in the layer."""
+        budget = "is closest to its budget" if self.place.passed else "first exceeds its budget"
+        return [
+            f"logits differ from float64 attention's by up to {self.logits_error:.2e}",
+            f"with float64 attention the token's logit is {self.shortfall:.2e} below the largest; "
+            f"rounding explains up to {self.allowed:.2e}",
+            f"attention {budget} in {self.place}",
+        ]
 
     @property
     def faults(self) -> list[str]:
@@ -107,121 +116,36 @@ class Side:
         return found
 
 
-class Judged(Protocol):
-    """A side of a comparison."""
-
-    @property
-    def faults(self) -> list[str]:
-        """One sentence per fault."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What was compared, and the verdict on its two sides."""
-
-    device: str
-    dtype: str
-    prompt_tokens: int
-    new_tokens: int
-    step: int | None
-    """The index of the first new token that differs, from 0; None if the texts are equal."""
-    position: int
-    """The number of tokens before the examined one."""
-    a: Judged
-    b: Judged
-
-    @property
-    def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
-        """The verdict, by the module's rules; equal texts do not rule out a bug."""
-        if self.a.faults and self.b.faults:
-            return "bug in both"
-        if self.a.faults or self.b.faults:
-            return "bug in A" if self.a.faults else "bug in B"
-        return "equal" if self.step is None else "tie"
-
-    @property
-    def passed(self) -> bool:
-        """Whether neither side has a bug here."""
-        return self.verdict in ("equal", "tie")
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that attention saw at once."""
-        return self.prompt_tokens + self.new_tokens - 1
-
-    @property
-    def untried(self) -> str:
-        """What the text did not exercise."""
-        return f"not tried: more than {self.longest} tokens at once"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every field, the verdict and the faults; null for a number that is not finite."""
-        value = {"verdict": self.verdict, **asdict(self), "untried": self.untried}
-        for name, side in (("a", self.a), ("b", self.b)):
-            value[name]["faults"] = side.faults
-        finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence(Comparison):
+class BackendDivergence(report.Divergence[BackendSide]):
     """The result of diverge(); if the texts are equal, the last step is examined."""
 
     seqlen: int
     """The length of the examined step, padding included."""
-    a: Side
-    b: Side
     logits_difference: float
     """max|A - B|, infinite for a NaN."""
     apart: Place
     """Where a layer's outputs differ most, relative to the sum of both budgets."""
 
     @property
-    def longest(self) -> int:
-        """The most tokens that attention saw at once, up to where the texts diverge."""
-        return self.position
-
-    @property
     def untried(self) -> str:
-        """What the text did not exercise; a kernel may go wrong only in its second tile."""
-        tiles = [
+        """What the texts did not exercise; a kernel may go wrong only in its second tile."""
+        tiles = dict.fromkeys(
             f"the first tile of {side.key_tile} keys of {side.backend}"
             for side in (self.a, self.b)
-            if side.key_tile and self.longest <= side.key_tile
-        ]
-        beyond = f", and so nothing beyond {' and '.join(dict.fromkeys(tiles))}" if tiles else ""
-        return super().untried + beyond
+            if side.key_tile and self.position <= side.key_tile
+        )
+        beyond = f", that is, anything beyond {' and '.join(tiles)}" if tiles else ""
+        return f"not tested: more than {self.position} tokens at once{beyond}"
 
-    def __str__(self) -> str:
-        """Return a readable summary; the last line is the verdict."""
-        sides = {"A": self.a, "B": self.b}
-        examined = self.position - self.prompt_tokens
-        lines = [
-            f"{self.device}, {self.dtype}, {self.prompt_tokens} prompt tokens and "
-            f"{self.new_tokens} new ones",
-            f"the texts are equal; their last step, {examined}, is examined"
-            if self.step is None
-            else f"the texts part at step {self.step}, the token at position {self.position}",
-        ]
-        for name, side in sides.items():
-            where = "nearest to its budget" if side.place.passed else "first over its budget"
-            lines += [
-                f"\n{name}  {side.backend}{' (emulated on the CPU)' if side.emulated else ''}",
-                f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
-                f"   from float64 attention's: logits up to {side.logits_error:.2e}; its token "
-                f"{side.shortfall:.2e} below the most likely, rounding explains {side.allowed:.2e}",
-                f"   attention {where} in {side.place}",
-            ]
-        lines += [
+    @property
+    def differences(self) -> list[str]:
+        """The largest difference of the logits and of a layer."""
+        return [
             f"\nA and B  logits differ by up to {self.logits_difference:.2e}",
             f"   attention at seqlen {self.seqlen} differs most in {self.apart.position}: "
-            f"{self.apart.error:.2e}, both budgets {self.apart.budget:.2e}\n",
+            f"{self.apart.error:.2e}, both budgets {self.apart.budget:.2e}",
         ]
-        for name, side in sides.items():
-            lines += [f"{name}: {fault}" for fault in side.faults]
-        lines += [self.untried] if self.passed else []
-        wrong = dict.fromkeys(side.backend for side in sides.values() if side.faults)
-        return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
 
 
 def diverge(
@@ -233,12 +157,12 @@ def diverge(
     max_new_tokens: int = 64,
     mode: Mode = "recompute",
     progress: bool = False,
-) -> Divergence:
+) -> BackendDivergence:
     """Compare the greedy texts of backends `a` and `b` in `model`; its own backend is not used.
 
-    prompt: a text or token ids; generation goes on past the end-of-text token. If `a` is `b`, the
-    question is whether the backend writes the same text twice. mode: how the texts are written; the
-    layers are examined in recompute even then, so a decode kernel is judged by its token alone.
+    prompt: a text or token ids; generation continues past the end-of-text token. If `a` is `b`, the
+    question is whether the backend writes the same text twice. mode: how the texts are generated;
+    the layers are always examined in recompute mode, so only a decode kernel's tokens are judged.
     Raises RequestError, UnknownBackendError, UnavailableBackendError or UnsupportedError, and
     KeyboardInterrupt if a text was interrupted.
     """
@@ -265,21 +189,20 @@ def diverge(
     return examine(model, specs, runs)
 
 
-def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation]) -> Divergence:
+def examine(
+    model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation]
+) -> BackendDivergence:
     """Compare two backends' finished texts as diverge() does.
 
-    runs: one complete run per backend, with the same prompts and mode. The row whose texts diverge
-    first is examined, within its batch.
+    runs: one complete run per backend, with the same prompts and mode. Of a batch, the row whose
+    texts diverge first is examined.
     """
     texts = [run.tokens for run in runs]
     new_tokens = len(texts[0][0])
-    parted = [
-        (i, row)
-        for i in range(new_tokens)
-        for row, (one, other) in enumerate(zip(*texts, strict=True))
-        if one[i] != other[i]
-    ]
-    step, row = parted[0] if parted else (None, 0)
+    pairs = [*enumerate(zip(*texts, strict=True))]
+    step, row = next(
+        ((i, row) for i in range(new_tokens) for row, (a, b) in pairs if a[i] != b[i]), (None, 0)
+    )
     examined = new_tokens - 1 if step is None else step
     # Up to this token both texts are equal.
     prefixes = [[*p, *t[:examined]] for p, t in zip(runs[0].prompts, texts[0], strict=True)]
@@ -295,25 +218,22 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
         return found.double()
 
     layers = _Layers(specs)
-    reference = logits(unregistered(layers.attention))
-    naive_error = _distance(logits(unregistered(naive_attention)), reference)
+    reference = logits(report.unregistered(layers.attention))
+    naive_error = _distance(logits(report.unregistered(naive_attention)), reference)
     if not math.isfinite(naive_error):
-        raise RequestError(no_budget("the logits", model.dtype))
+        raise RequestError(report.no_budget("the logits", model.dtype))
     largest = reference.abs().max().item()
     owns = [logits(spec) for spec in specs]
     sides = []
     for spec, own, text, places in zip(specs, owns, texts, layers.places, strict=True):
-        first, second = own.topk(2).values.tolist()
         token = text[row][examined]
-        precision = layers.precision(spec)
+        precision = spec.precisions[layers.dtype]
         over = [place for place in places if not place.passed]
         sides.append(
-            Side(
+            BackendSide(
                 backend=spec.name,
                 emulated=model.device.type in spec.emulated_on,
-                token=token,
-                text=model.tokenizer.decode([token]) if model.tokenizer else None,
-                margin=first - second,
+                **report.choice(model, token, own),
                 logits_error=_distance(own, reference),
                 shortfall=(reference.max() - reference[token]).item(),
                 allowed=2 * error_budget(precision, model.dtype, naive_error, largest),
@@ -321,9 +241,10 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation
                 key_tile=_key_tile(spec),
             )
         )
-    return Divergence(
+    return BackendDivergence(
         device=model.device.type,
         dtype=dtype_name(model.dtype),
+        mode=runs[1].mode,
         prompt_tokens=length - examined,
         new_tokens=new_tokens,
         step=step,
@@ -355,10 +276,6 @@ class _Layers:
         self.places: list[list[Place]] = [[] for _ in specs]
         self.apart: list[Place] = []
 
-    def precision(self, spec: BackendSpec) -> str:
-        """Return the backend's precision class for the dtype of the calls."""
-        return spec.precisions[self.dtype]
-
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
     ) -> Tensor:
@@ -371,9 +288,9 @@ class _Layers:
         for spec, places in zip(self.specs, self.places, strict=True):
             found = Runner(spec, q.device.type).call(request)
             o = found.o[0].to(q.device)
-            verdict = right.judge(o, self.precision(spec), spec.error_slack)
+            verdict = right.judge(o, spec.precisions[self.dtype], spec.error_slack)
             if not 0 < verdict.budget < math.inf:
-                raise RequestError(no_budget(f"the attention of layer {layer}", q.dtype))
+                raise RequestError(report.no_budget(f"the attention of layer {layer}", q.dtype))
             verdict = dataclasses.replace(verdict, fault=verdict.fault or found.fault)
             places.append(_place(layer, o, right.reference, verdict))
             outputs.append(o)
@@ -398,22 +315,3 @@ def _distance(x: Tensor, y: Tensor) -> float:
     """Return max|x - y|, or infinity if it is not finite."""
     distance = (x.double() - y.double()).abs().max().item()
     return distance if math.isfinite(distance) else math.inf
-
-
-def no_budget(where: str, dtype: torch.dtype) -> str:
-    """Return the message for a call that has no usable error budget."""
-    return (
-        f"in {dtype_name(dtype)} plain PyTorch gives NaN, infinity or only zeros in {where}, so "
-        "there is no error budget to judge a backend by: try another --dtype"
-    )
-
-
-def unregistered(kernel: AttentionFunction) -> BackendSpec:
-    """Return a backend for an unregistered kernel."""
-    return BackendSpec(
-        name="UNREGISTERED",
-        family="none",
-        summary="A kernel that only this module runs.",
-        loader=lambda: Kernels(kernel),
-        precisions=PLAIN_PRECISIONS,
-    )

@@ -8,8 +8,7 @@ before or in the projection that made them.
 
 The budget of a stage is the rule of `judge.reference` with more slack (LUCK):
 8 max|naive - ref| + 4 ulp(max|ref|), over all positions. naive is the model in its own dtype, run
-once over the whole text. A token must be the most likely one by the engine's own logits. If both
-engines keep all budgets and choose different tokens, that is a tie.
+once over the whole text. A token must be the most likely one by the engine's own logits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from attention_kernels.contract import PLAIN_PRECISIONS, dtype_name
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention
-from gpt2_infer.diverge.backends import Comparison, no_budget, unregistered
+from gpt2_infer.diverge import report
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused
@@ -56,65 +55,36 @@ class Stage(Verdict):
         return f"{where}: error {self.error:.2e}, budget {self.budget:.2e}"
 
 
-@dataclass(frozen=True)
-class EngineSide:
-    """One of the two engines."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSide(report.Side):
+    """One of the two engines at the examined step."""
 
     engine: EngineName
-    token: int
-    """The token chosen in the examined step; -1 if the logits were not finite."""
-    text: str | None
-    """The token's text; None without a tokenizer."""
-    margin: float
-    """The difference between its two largest logits."""
     stage: Stage
     """The first stage over its budget, else the stage closest to it."""
     wrong_choice: int | None
     """The first step whose token is not the most likely one by its own logits."""
 
     @property
+    def name(self) -> str:
+        """The engine."""
+        return self.engine
+
+    @property
+    def findings(self) -> list[str]:
+        """Where the engine comes closest to its budget, or first exceeds it."""
+        where = "closest to its budget" if self.stage.passed else "first over its budget"
+        return [f"{where}: {self.stage}"]
+
+    @property
     def faults(self) -> list[str]:
-        """One sentence per fault."""
+        """One sentence per fault; empty if rounding explains everything."""
         found = [] if self.stage.passed else [f"the first stage over its budget: {self.stage}"]
         if self.wrong_choice is not None:
             found.append(
                 f"in step {self.wrong_choice} its token is not the most likely by its own logits"
             )
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineDivergence(Comparison):
-    """The result of diverge_engines(); the first suspect step is examined, else the last."""
-
-    mode: Mode
-    a: EngineSide
-    b: EngineSide
-
-    def __str__(self) -> str:
-        """Return a readable summary; the last line is the verdict."""
-        sides = {"A": self.a, "B": self.b}
-        lines = [
-            f"{self.device}, {self.dtype}, {self.mode}, {self.prompt_tokens} prompt tokens and "
-            f"{self.new_tokens} new ones, which A chose",
-            "both engines choose the same tokens"
-            if self.step is None
-            else f"the engines first choose different tokens in step {self.step}",
-            f"step {self.position - self.prompt_tokens} is examined",
-        ]
-        for name, side in sides.items():
-            where = "nearest to its budget" if side.stage.passed else "first over its budget"
-            lines += [
-                f"\n{name}  {side.engine}",
-                f"   token {side.token} {side.text!r}, top-2 margin {side.margin:.2e}",
-                f"   {where}: {side.stage}",
-            ]
-        lines.append("")
-        for name, side in sides.items():
-            lines += [f"{name}: {fault}" for fault in side.faults]
-        lines += [self.untried] if self.passed else []
-        wrong = [side.engine for side in sides.values() if side.faults]
-        return "\n".join([*lines, self.verdict + (f": {' and '.join(wrong)}" if wrong else "")])
 
 
 def diverge_engines(
@@ -125,10 +95,11 @@ def diverge_engines(
     *,
     max_new_tokens: int = 64,
     mode: Mode = "kv-cache",
-) -> EngineDivergence:
-    """Compare two engines on one prompt, step by step.
+) -> report.Divergence[EngineSide]:
+    """Compare two engines on one prompt, step by step; both get the tokens that `a` chooses.
 
-    Raises RequestError if an engine does not support the request, or without an error budget.
+    The first suspect step is examined, else the last. Raises RequestError if an engine does not
+    support the request, or without an error budget.
     """
     if model.dtype == torch.float64:
         raise RequestError("a float64 model has no finer reference to be held to")
@@ -155,12 +126,10 @@ def diverge_engines(
     examined = min(suspect, default=max_new_tokens - 1)
 
     def side(run: _Run, stage: Stage) -> EngineSide:
-        first, second = run.logits[examined].topk(2).values.tolist()
-        token = run.chosen[examined]
-        text = model.tokenizer.decode([token]) if model.tokenizer and token >= 0 else None
-        return EngineSide(run.engine, token, text, first - second, stage, run.wrong_choice)
+        chosen = report.choice(model, run.chosen[examined], run.logits[examined])
+        return EngineSide(engine=run.engine, stage=stage, wrong_choice=run.wrong_choice, **chosen)
 
-    return EngineDivergence(
+    return report.Divergence(
         device=model.device.type,
         dtype=dtype_name(model.dtype),
         mode=mode,
@@ -185,7 +154,7 @@ class _Recorder(Sampling):
 
 
 class _Run:
-    """An engine's run, with the tokens in `fed` as inputs or, if None, its own."""
+    """An engine's run; `fed` holds the tokens it gets as inputs, None if those it chooses."""
 
     @torch.inference_mode()
     def __init__(self, model: GPT2, request: Request, fed: list[int] | None) -> None:
@@ -230,7 +199,7 @@ class _Judge:
         for key, right in self.truth.items():
             error, largest = float(_errors(naive[key], right).max()), float(right.abs().max())
             if not 0 < error < math.inf:
-                raise RequestError(no_budget(f"the {key[1]}", model.dtype))
+                raise RequestError(report.no_budget(f"the {key[1]}", model.dtype))
             self.naive_errors[key] = error
             self.budgets[key] = error_budget(precision, model.dtype, LUCK * error, largest)
 
@@ -270,7 +239,7 @@ def _stages(cache: KVCache | None, length: int, logits: Tensor) -> dict[Key, Ten
 
 def _whole(model: GPT2, tokens: list[int], steps: int) -> dict[Key, Tensor]:
     """Run the model once over a whole text, with logits for the last `steps` positions."""
-    model = model.with_attention(unregistered(naive_attention))
+    model = model.with_attention(report.unregistered(naive_attention))
     cache = KVCache.allocate(model, 1, len(tokens))
     ids = torch.tensor([tokens], device=model.device)
     logits = model(ids, cache=cache, logits_to_keep=steps)[0]

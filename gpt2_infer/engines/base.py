@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
@@ -149,10 +150,6 @@ class Engine:
         self.tokens.index_put_((self.rows, self.lengths), self.newest)
         self.lengths += 1
 
-    def rounded(self, length: int) -> int:
-        """Return the length rounded up to a multiple of length_step."""
-        return round_up(length, self.length_step)
-
     def reset(self) -> None:
         """Discard all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
@@ -170,14 +167,22 @@ def round_up(length: int, step: int) -> int:
     return -(-length // step) * step
 
 
-def device_reasons(device: torch.device) -> list[str]:
-    """Return the reasons why our own kernels cannot run on a device."""
-    if device.type != "cuda":
-        return ["it needs a CUDA device"]
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return ["it needs compute capability 9.0 or higher"]
-    missing = compilers.missing_compiler("cuda")
-    return [missing] if missing else []
+def kernel_reasons(model: GPT2, dtypes: Sequence[str]) -> list[str]:
+    """Return the reasons why our own kernels, which take these dtypes, cannot run a model."""
+    config, dtype, reasons = model.config, dtype_name(model.dtype), []
+    if model.device.type != "cuda":
+        reasons.append("it needs a CUDA device")
+    elif torch.cuda.get_device_capability(model.device) < (9, 0):
+        reasons.append("it needs compute capability 9.0 or higher")
+    elif missing := compilers.missing_compiler("cuda"):
+        reasons.append(missing)
+    if dtype not in dtypes:
+        reasons.append(f"dtype {dtype} (it takes {', '.join(dtypes)})")
+    if config.n_embd % 64 or config.inner_dim % 64:
+        reasons.append(f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64)")
+    if not config.is_gelu_tanh:
+        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+    return reasons
 
 
 def capture(

@@ -21,7 +21,7 @@ from gpt2_infer.engines.base import capture
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
-from gpt2_infer.stream import FinishReason, TextStream, Watcher
+from gpt2_infer.stream import FinishReason, Watcher
 
 MIN_PROMPT = 16  # prompts are padded to this times a power of two
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
@@ -47,15 +47,12 @@ class Completion:
     """The backend that computed attention over the prompt."""
 
 
-@dataclass
 class _Row:
     """A prompt in progress, as the host sees it."""
 
-    key: int
-    request: Request
-    watcher: Watcher
-    backend: str
-    logprob: float = 0.0
+    def __init__(self, key: int, request: Request, backend: str) -> None:
+        self.key, self.request, self.backend = key, request, backend
+        self.watcher, self.logprob = Watcher(request), 0.0
 
     def see(self, token: int, logprob: float) -> None:
         """Take the row's next token."""
@@ -68,12 +65,8 @@ class _Row:
 
     def completion(self) -> Completion:
         """Return a finished row's completion."""
-        watcher, tokenizer = self.watcher, self.request.tokenizer
-        text = watcher.text
-        if tokenizer is not None and watcher.stream is None:
-            text = tokenizer.decode(watcher.tokens)
-        reason = watcher.finish or "length"
-        return Completion(watcher.tokens, text, reason, self.logprob, self.backend)
+        tokens, text = self.watcher.tokens, self.watcher.whole_text()
+        return Completion(tokens, text, self.watcher.finish or "length", self.logprob, self.backend)
 
 
 class Continuous:
@@ -145,14 +138,13 @@ class Continuous:
     ) -> Iterator[tuple[int, Completion | str]]:
         model = self.model.up_to(prompt_length)
         slots = _Slots(model, members[0][1], self.batch, prompt_length, self.engine)
-        waiting = deque(members)
+        waiting, backend = deque(members), model.attention.name
         free, running = list(range(self.batch)), dict[int, _Row]()
         work = deque[_Work]()
         while waiting or running:
-            if waiting and len(free) >= min(slots.group, len(waiting)):
-                count = min(slots.group, len(waiting))
-                rows = (self._row(*waiting.popleft(), model.attention.name) for _ in range(count))
-                joining = {free.pop(): row for row in rows}
+            count = min(slots.group, len(waiting))
+            if waiting and len(free) >= count:
+                joining = {free.pop(): _Row(*waiting.popleft(), backend) for _ in range(count)}
                 running |= joining
                 work.append(slots.join(joining))
             else:
@@ -171,12 +163,6 @@ class Continuous:
                     yield row.key, NOT_FINITE if token < 0 else row.completion()
             slots.leave(left)
             free += left
-
-    def _row(self, key: int, request: Request, backend: str) -> _Row:
-        eos = () if request.ignore_eos else self.model.config.eos_token_id
-        tokenizer = request.tokenizer
-        stream = TextStream(tokenizer) if tokenizer and request.stops else None
-        return _Row(key, request, Watcher(0, eos, request.stops, stream, None), backend)
 
 
 class _Work:

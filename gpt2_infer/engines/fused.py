@@ -18,9 +18,9 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines.base import device_reasons
+from gpt2_infer.engines.base import kernel_reasons
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import Request
@@ -39,18 +39,11 @@ MAX_STATIC_BYTES = 48 * 1024  # most static shared memory of a kernel
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return the reasons why the fused engine cannot decode this model and request."""
-    config, reasons = model.config, device_reasons(model.device)
-    dtype = dtype_name(model.dtype)
-    if dtype not in DTYPES:
-        reasons.append(f"dtype {dtype} (it takes {', '.join(DTYPES)})")
+    reasons = kernel_reasons(model, DTYPES)
     if len(request.rows) > MAX_BATCH:
         reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-    if config.n_embd % 64 or config.inner_dim % 64:
-        reasons.append(f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64)")
-    if config.head_dim not in (32, 64, 128):
-        reasons.append(f"head_dim {config.head_dim} (it takes 32, 64, 128)")
-    if not config.is_gelu_tanh:
-        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+    if (head_dim := model.config.head_dim) not in (32, 64, 128):
+        reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
     if not request.check_finite:
         reasons.append("logits that are not checked for NaN and infinity")
     if model.decodes_with_named_backend:
@@ -58,11 +51,6 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
         reasons.append("a block's weights that do not fit in its shared memory")
     return reasons
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
-    return -(-a // b)
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
@@ -191,7 +179,7 @@ class Shape:
         ]
         # Pieces of 16 bytes that a lane has per stage of the embedding: its share of a row in
         # float32, 4 in 16 bits.
-        chunks = ceil_div(self.config.n_embd, 4 * 32) if self.dtype == torch.float32 else 4
+        chunks = -(-self.config.n_embd // (4 * 32)) if self.dtype == torch.float32 else 4
         two_stages = 2 * chunks * 16 * 256
         head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
         partials = 8 + self.max_splits  # attention's: of its warps, and of the splits of the keys
@@ -201,7 +189,7 @@ class Shape:
     @property
     def max_splits(self) -> int:
         """The number of splits of the longest row's keys."""
-        return ceil_div(self.config.n_positions, SPLIT)
+        return -(-self.config.n_positions // SPLIT)
 
     @property
     def scratch_floats(self) -> int:
@@ -230,32 +218,17 @@ class Shape:
         return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}")
 
 
+# The tensors that the kernels point to, in this order.
+POINTERS = "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"
+
+
 class Params(ctypes.Structure):
     """The kernels' StructParams."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "weights",
-                "vectors",
-                "ln_f",
-                "wte",
-                "wpe",
-                "head",
-                "kv",
-                "seqlens",
-                "newest",
-                "tokens",
-                "lengths",
-                "logits",
-                "scratch",
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
         ("capacity", ctypes.c_int64),
-        ("layers", ctypes.c_int),
-        ("max_seqlen", ctypes.c_int),
-        ("is_greedy", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("layers", "max_seqlen", "is_greedy")),
         ("softmax_scale", ctypes.c_float),
         ("scales_by_layer", ctypes.c_int),
         ("epsilon", ctypes.c_float),
@@ -281,28 +254,18 @@ def pack(model: GPT2, shape: Shape) -> Packed:
 
 def _pack(model: GPT2, shape: Shape) -> Packed:
     products = shape.products.values()
-    each = sum(one.rows * one.columns for one in products)
-    weights = model.wte.weight.new_empty(model.config.n_layer, each)
+    sizes = [one.rows * one.columns for one in products]
+    weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
+    vectors: list[Tensor] = []
     for layer, block in zip(weights, model.blocks(), strict=True):
-        linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        first = 0
-        for product, linear in zip(products, linears, strict=True):
-            packed = product.pack(linear.weight)
-            layer[first : first + len(packed)] = packed
-            first += len(packed)
-    vectors = [
-        vector.float()
-        for block in model.blocks()
-        for part, linear in (
-            (block.ln_1, block.attn.c_attn),
-            (None, block.attn.c_proj),
-            (block.ln_2, block.mlp.c_fc),
-            (None, block.mlp.c_proj),
-        )
-        for vector in ([part.weight, part.bias] if part else []) + [linear.bias]
-    ]
-    ln_f = torch.cat([model.ln_f.weight.float(), model.ln_f.bias.float()])
-    return Packed(weights, torch.cat(vectors), ln_f)
+        attn, mlp = block.attn, block.mlp
+        linears = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+        for part, product, linear in zip(layer.split(sizes), products, linears, strict=True):
+            part.copy_(product.pack(linear.weight))
+        vectors += [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
+        vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
+    ln_f = torch.cat([model.ln_f.weight, model.ln_f.bias])
+    return Packed(weights, torch.cat(vectors).float(), ln_f.float())
 
 
 def shape_on(model: GPT2, batch: int) -> Shape:
@@ -333,36 +296,19 @@ class Step:
         *,
         shape: Shape | None = None,
     ) -> None:
-        config, device = model.config, model.device
-        batch = newest.shape[0]
+        config, device, batch = model.config, model.device, len(newest)
         shape = shape or shape_on(model, batch)
-        self.packed = pack(model, shape)
+        packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
         scratch = torch.empty(shape.scratch_floats, dtype=torch.float32, device=device)
         # Weights that were laid out on a CPU may have been moved here.
         wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
         head = wte if model.lm_head is None else model.lm_head.weight.contiguous()
-        # Kept alive: the kernels hold pointers to these.
-        self._kept = (cache, newest, tokens, lengths, scratch, wte, wpe, head)
+        weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
+        state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
+        self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
         self._params = Params(
-            *(
-                tensor.data_ptr()
-                for tensor in (
-                    self.packed.weights,
-                    self.packed.vectors,
-                    self.packed.ln_f,
-                    wte,
-                    wpe,
-                    head,
-                    cache.kv,
-                    cache.seqlens,
-                    newest,
-                    tokens,
-                    lengths,
-                    self.logits,
-                    scratch,
-                )
-            ),
+            *(tensor.data_ptr() for tensor in self._kept),
             tokens.shape[1],
             config.n_layer,
             cache.kv.shape[4],
@@ -372,7 +318,7 @@ class Step:
             config.layer_norm_epsilon,
         )
         self._bytes = torch.frombuffer(self._params, dtype=torch.uint8)
-        self._op = load_struct_op(shape.version(), device.type, "the fused decode step")
+        self._op = load_op(shape.version(), device.type, "the fused decode step")
 
     def __call__(self) -> None:
         """Enqueue the step on the current stream."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
@@ -46,27 +46,16 @@ class Tile:
 TILES = (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4))
 
 
+# The tensors that the kernel points to, in this order.
+POINTERS = "x weight bias y residual ln_weight ln_bias workspace"
+
+
 class Params(ctypes.Structure):
     """The kernel's StructParams."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "x",
-                "weight",
-                "bias",
-                "y",
-                "residual",
-                "ln_weight",
-                "ln_bias",
-                "workspace",
-            )
-        ),
-        ("m", ctypes.c_int),
-        ("n", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("mode", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "mode")),
         ("epsilon", ctypes.c_float),
         ("tile", ctypes.c_int),
         ("blocks", ctypes.c_int),
@@ -131,7 +120,7 @@ def choose(m: int, n: int, k: int, multiprocessors: int) -> Plan:
 @functools.cache
 def _op(device_type: str) -> Callable[..., None]:
     version = header.parse_header(SOURCE, "matrix_product_")
-    return load_struct_op(version, device_type, "the matrix product")
+    return load_op(version, device_type, "the matrix product")
 
 
 class Product:
@@ -143,12 +132,11 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor, *, plan: Plan | None = None) -> None:
         self.weight, self.bias, self.plan = weight.contiguous(), bias, plan
-        device = weight.device
         self._multiprocessors = EMULATED_MULTIPROCESSORS
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
+        if weight.is_cuda:
+            properties = torch.cuda.get_device_properties(weight.device)
             self._multiprocessors = properties.multi_processor_count
-        self._op = _op(device.type)
+        self._op = _op(weight.device.type)
 
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
@@ -176,21 +164,9 @@ class Product:
         tiles = tile.count(m, n)
         parts = plan.blocks + tiles if tiles % plan.blocks else 0
         workspace = x.new_empty(parts * tile.block_m * tile.block_n)
-        params = Params(
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            self.bias.data_ptr(),
-            y.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            None if norm is None else norm.weight.data_ptr(),
-            None if norm is None else norm.bias.data_ptr(),
-            workspace.data_ptr(),
-            m,
-            n,
-            k,
-            mode,
-            0.0 if norm is None else norm.eps,
-            plan.tile,
-            plan.blocks,
-        )
+        scale, shift = (None, None) if norm is None else (norm.weight, norm.bias)
+        epsilon = 0.0 if norm is None else norm.eps
+        tensors = (x, self.weight, self.bias, y, residual, scale, shift, workspace)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        params = Params(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
         self._op(x, torch.frombuffer(params, dtype=torch.uint8))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import dtype_name
-from gpt2_infer.engines.base import Engine, device_reasons
+from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
 from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
 from gpt2_infer.request import EngineName, Request
@@ -20,16 +19,9 @@ MAX_ROWS = 2048
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return the reasons why the fused engine cannot run this model and request."""
-    config, reasons = model.config, device_reasons(model.device)
-    if model.dtype != torch.float32:
-        reasons.append(f"dtype {dtype_name(model.dtype)} (it takes float32)")
-    if config.n_embd % 64 or config.n_embd > MAX_NORM or config.inner_dim % 64:
-        reasons.append(
-            f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64, n_embd up "
-            f"to {MAX_NORM})"
-        )
-    if not config.is_gelu_tanh:
-        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+    reasons = kernel_reasons(model, ["float32"])
+    if model.config.n_embd > MAX_NORM:
+        reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")
     longest = max(map(len, request.rows)) + request.max_new_tokens - 1
     if (rows := len(request.rows) * longest) > MAX_ROWS:
         reasons.append(f"passes of up to {rows} positions (it takes up to {MAX_ROWS})")
@@ -67,7 +59,7 @@ class Recompute(Engine):
 
     def padded(self, length: int) -> int:
         """Return the padded length at which a prefix runs."""
-        return min(self.rounded(length), self.capacity)
+        return min(round_up(length, self.length_step), self.capacity)
 
     def run(self, length: int) -> None:
         """Run the first `length` positions and accept a token."""

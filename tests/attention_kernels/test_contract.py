@@ -94,7 +94,7 @@ def test_unsupported_names_the_backend_and_every_reason():
 
 
 @pytest.mark.parametrize("backend", [None, "NAIVE_PYTORCH"])
-def test_an_array_is_no_tensor(backend):
+def test_an_array_is_not_a_tensor(backend):
     with pytest.raises(ArgumentError) as caught:
         attention(GOOD.numpy(), GOOD, GOOD, backend=backend)
     assert str(caught.value) == "q must be a torch.Tensor, not ndarray"
@@ -105,7 +105,7 @@ def test_an_array_is_no_tensor(backend):
 
 
 def test_a_gradient_is_computed_or_refused():
-    """PyTorch's backends have a backward pass; of a kernel of ours none must pass for zero."""
+    """PyTorch's backends have a backward pass; other backends must not return a zero gradient."""
     plain = [x.double().requires_grad_() for x in (GOOD, GOOD + 1, GOOD - 1)]
     for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
         gradients = torch.autograd.grad(attention(*plain, backend=name).square().sum(), plain)

@@ -1,4 +1,4 @@
-"""Kernels that would hang or kill the process: the emulator ends them and says where they were."""
+"""The emulator: blocks, copies, and kernels that would hang or kill the process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch
 from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import compilers
+from tests.attention_kernels.backends.common import changed
+from tests.attention_kernels.conftest import probe_line
 
 NEGATIVE = Path(__file__).parent / "negative"
 FILE = NEGATIVE / "v04_faults.cu"
@@ -66,7 +68,7 @@ def runs_right(spec):
 
 
 def interrupt_handler() -> bytes:
-    """What the process does on SIGINT, as the operating system has it."""
+    """Return the process's SIGINT handler, as the operating system stores it."""
     action = ctypes.create_string_buffer(256)
     assert ctypes.CDLL(None).sigaction(signal.SIGINT, None, action) == 0
     return action.raw[:16]  # the handler, and as many of the blocked signals as Linux has
@@ -74,7 +76,7 @@ def interrupt_handler() -> bytes:
 
 @pytest.fixture
 def python_handler():
-    """Python's own handler of SIGINT, and nothing of the emulator's when the test is over."""
+    """Install Python's SIGINT handler, and check that it is still there after the test."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = interrupt_handler()
     yield
@@ -83,7 +85,7 @@ def python_handler():
 
 
 def interrupt_a_launch():
-    """Press Ctrl-C once a launch runs: it answers SIGINT itself, so what answers has changed."""
+    """Press Ctrl-C once a launch runs, which shows in its own SIGINT handler."""
     before = interrupt_handler()
 
     def wait():
@@ -120,7 +122,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
     ],
 )
 def test_a_wrong_setting_is_reported_as_one(spec, variable, value, monkeypatch):
-    """And not as a head_dim that this device refuses."""
+    """Do not blame the head_dim."""
     monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)
     with pytest.raises(RuntimeError) as caught:
         launch(spec, RIGHT)
@@ -235,15 +237,13 @@ def test_early_launches_overlap_all_that_are_in_a_row(order, threads, monkeypatc
 
 
 def test_a_version_whose_second_kernel_might_end_first_fails(tmp_path):
-    """Version 17 of the ladder, where nothing is cut and no block waits."""
+    """In version 17, if nothing is cut, one block must wait for the first kernel."""
+    waits = "if (!is_cut && blockIdx.x > 0) return;"
     source = get_backend("CUSTOM_CUDA_VERSION_17").version.path
-    text = source.read_text("utf-8")
-    assert "if (!is_cut && blockIdx.x > 0) return;" in text
-    file = tmp_path / source.name
-    file.write_text(text.replace("if (!is_cut && blockIdx.x > 0) return;", "if (!is_cut) return;"))
+    spec = changed(source, tmp_path, (waits, "if (!is_cut) return;"))
     x = torch.zeros(1, 65, 16, 32)
     with pytest.raises(RuntimeError, match="launched early ended"):
-        ladder.resolve(str(file)).attention(x, x, x, is_causal=False)
+        spec.attention(x, x, x, is_causal=False)
 
 
 def test_a_write_past_an_array_through_a_function_is_told(spec):
@@ -314,3 +314,78 @@ def test_what_the_emulator_has_not_is_told_by_the_compiler(statement, told, tmp_
 def test_the_time_of_a_sanitizer_is_limited():
     (fault,) = sanitize([str(FILE)], "cpu", timeout_s=0.2)
     assert "running under a sanitizer took more than 0.2 s" in fault
+
+
+# Blocks and asynchronous copies
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "markers"),
+    [
+        (0, "", []),
+        (1, "divergence: this thread waits in __syncthreads()", ["ONE BARRIER", "BARRIER"]),
+        (2, "the mask does not name the caller", ["NOT NAMED"]),
+        (3, "divergence: this thread waits in __syncwarp()", ["MASKS"]),
+        (4, "illegal access to byte 256 of 256 bytes of dynamic shared memory", []),
+        (5, "a thread wrote to byte -4 of 256 bytes of dynamic shared memory", []),
+        (6, "cudaErrorIllegalAddress: illegal memory access (address 0x", []),
+        (7, "a thread's stack overflowed", []),
+    ],
+)
+@pytest.mark.parametrize("order", ["", "shuffle:1"])
+def test_a_wrong_block_is_reported(probe, fault, words, markers, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    d = torch.zeros(2, 64)
+    message = probe("run_reverse", fault, 256, d)
+    assert words in message
+    assert bool(message) == bool(words)
+    for marker in markers:
+        assert probe_line(marker) in message
+    if not words:
+        assert torch.equal(d, torch.arange(63.0, -1, -1).expand(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("fault", "missing"),
+    [(8, [(1, 58)]), (9, [(1, 58)]), (10, [(block, i) for block in (0, 1) for i in range(16)])],
+)
+def test_what_nobody_wrote_or_sent_is_nan(probe, fault, missing):
+    """Shared memory that a block has not written, and lanes that take no part in a shuffle."""
+    d = torch.zeros(2, 64)
+    assert probe("run_reverse", fault, 256, d) == ""
+    assert [tuple(place) for place in d.isnan().nonzero().tolist()] == missing
+
+
+def test_shared_memory_of_both_kinds_counts(probe, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
+    d = torch.zeros(2, 64)
+    assert probe("run_reverse", 0, 65536 - 256, d) == ""
+    message = probe("run_reverse", 0, 65536 - 252, d)
+    assert "65284 bytes of dynamic and at least 256 of static shared memory are more" in message
+    assert "65540 bytes of dynamic shared memory are more" in probe("run_reverse", 0, 65540, d)
+
+
+def test_copies_arrive_when_they_are_waited_for(probe):
+    data = torch.arange(32.0)
+    for fault, early in ((0, 16), (1, 0), (2, 0)):
+        to = torch.zeros(48)
+        assert probe("run_copy", fault, data, to) == ""
+        assert torch.equal(to[:early], data[:early])
+        assert to[early:32].isnan().all()
+        last = data[16:].view(4, 4)
+        last[:, 2:] = 0  # the copy was to fill the last 8 of 16 bytes with zeros
+        assert torch.equal(to[32:], last.flatten())
+        data = torch.arange(32.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "marker"),
+    [
+        (3, "4, 8 or 16 bytes can be copied", "SIZE"),
+        (4, "an address is not a multiple of the size", "ADDRESS"),
+        (5, "the destination is not in shared memory", "NOT SHARED"),
+    ],
+)
+def test_a_wrong_copy_is_reported(probe, fault, words, marker):
+    message = probe("run_copy", fault, torch.zeros(32), torch.zeros(48))
+    assert f"__pipeline_memcpy_async() at {probe_line(marker)}: {words}" in message

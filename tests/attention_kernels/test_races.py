@@ -1,4 +1,4 @@
-"""The emulator reports races in shared memory, and none in a kernel that has none."""
+"""The emulator reports races in shared memory, and none in the ladders' kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from attention_kernels import KernelError, get_backend, ladder
 from attention_kernels.judge.conformance import race_checks, run_check, verify
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
-from tests.attention_kernels.backends.test_cuda import NAMES, for_each
+from tests.attention_kernels.backends.common import for_each
 from tests.conftest import usable
 
 FILE = Path(__file__).parent / "negative" / "v06_races.cu"
 LINES = FILE.read_text("utf-8").splitlines()
-DECODERS = [name for name, version in ladder.versions().items() if version.role == "decode"]
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -64,7 +63,7 @@ def test_a_race_is_told_with_both_lanes_and_lines(races, race, order, monkeypatc
 
 
 def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
-    """WMMA's fourth version, as it was: a lane stores O where others read S, a shuffle between."""
+    """In an earlier WMMA version 4, only a shuffle separated reads of S from stores of O there."""
     source = get_backend("WMMA_FLASH_ATTENTION_2_VERSION_4").version.path
     barrier = re.compile(r"^ *__syncwarp\(\);  // all lanes have read S.*\n", re.M)
     text, count = barrier.subn("", source.read_text("utf-8"))
@@ -77,7 +76,7 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
     assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
 
 
-@for_each([*NAMES, *DECODERS])
+@for_each([*ladder.versions()])
 def test_a_version_has_no_race(name):
     spec = usable(name, "cpu")
     runner = Runner(spec, "cpu")

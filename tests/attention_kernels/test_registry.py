@@ -66,7 +66,6 @@ def test_any_other_text_is_refused_with_the_nearest_names(text):
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(text)
     error = caught.value
-    assert error.valid == NAMES
     assert set(error.nearest) <= set(NAMES)
     hint = f": did you mean {' or '.join(error.nearest)}?" if error.nearest else ""
     assert str(error) == f"unknown attention backend {text!r}{hint}"
@@ -75,22 +74,15 @@ def test_any_other_text_is_refused_with_the_nearest_names(text):
 
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_one_wrong_letter_names_the_right_backend(name, data):
-    # In a version's number any digit may be the wrong one: there, no name is nearer than others.
+    # Not in a version's number, where several names are equally near.
     at = data.draw(st.integers(0, len(name.rstrip("0123456789")) - 1))
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(name[:at] + "%" + name[at + 1 :])
     assert name in caught.value.nearest
 
 
-@given(st.text(max_size=20))
+@pytest.mark.parametrize("name", ["", "lower", "A-DASH", "A NAME", "1ST", "_A", "\u00c4", "A\n"])
 def test_only_upper_case_identifiers_are_names(name):
-    valid = (
-        bool(name)
-        and name[0] in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        and all(c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_" for c in name)
-    )
-    if valid:
-        return
     with pytest.raises(ValueError, match="a backend's name must be upper case"):
         register(name=name, **FIELDS)(lambda: Kernels(None))
 
@@ -118,24 +110,18 @@ def test_registering_and_loading(clean_registry):
         {"precisions": {"float32": "exact"}},
         {"precisions": {}},
         {"summary": "no full stop"},
+        {"summary": "Two\nlines."},
         {"device_types": ("tpu",)},
+        {"error_slack": 5},
     ],
 )
-def test_fields_that_are_off_are_refused(change):
-    with pytest.raises(ValueError, match="TEST_OFF"):
-        register(name="TEST_OFF", **(FIELDS | change))(lambda: Kernels(None))
+def test_invalid_fields_are_refused(change):
+    with pytest.raises(ValueError, match=r"TEST_INVALID: .* must be "):
+        register(name="TEST_INVALID", **(FIELDS | change))(lambda: Kernels(None))
 
 
 def raise_assertion(*_: object) -> Tensor:
     raise AssertionError("no")
-
-
-class OddError(BaseException):
-    """An exception of a plug-in's own that `except Exception` does not catch."""
-
-
-def raise_odd(*_):
-    raise OddError("odd")
 
 
 def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
@@ -145,7 +131,6 @@ def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
     for name, loader, words in (
         ("TEST_BROKEN", load, "its loader raised OSError: no such library (test_registry.py:"),
         ("TEST_EXIT", lambda: sys.exit(3), "its loader raised SystemExit: 3 (test_registry.py:"),
-        ("TEST_ODD", raise_odd, "its loader raised OddError: odd (test_registry.py:"),
         ("TEST_NONE", lambda: None, "its loader returned NoneType instead of Kernels"),
     ):
         register(name=name, **FIELDS)(loader)
@@ -158,9 +143,6 @@ def test_a_probe_that_fails_is_a_reason(clean_registry):
     register(name="TEST_PROBE", probe=raise_assertion, **FIELDS)(Kernels)
     reason = get_backend("TEST_PROBE").unavailable_reason("cpu")
     assert reason.startswith("its probe raised AssertionError: no (test_registry.py:")
-    register(name="TEST_ODD_PROBE", probe=raise_odd, **FIELDS)(Kernels)
-    reason = get_backend("TEST_ODD_PROBE").unavailable_reason("cpu")
-    assert reason.startswith("its probe raised OddError: odd")
 
 
 Q = torch.randn(1, 1, 2, 8)
@@ -177,21 +159,16 @@ CALLS = {
         (raise_assertion, KernelError, "raised AssertionError: no (test_registry.py:"),
         (lambda *_: {}["tile"], KernelError, "raised KeyError: 'tile' (test_registry.py:"),
         (lambda *_: Q @ Q, KernelError, "raised RuntimeError: Expected size"),
-        (raise_odd, KernelError, "raised OddError: odd (test_registry.py:"),
         (lambda *_: sys.exit(), KernelError, "raised SystemExit: no message (test_"),
         (lambda *_: None, OutputError, "returned NoneType instead of (1, 1, 2, 8)"),
         (lambda q, *_: q.mT, OutputError, "returned (1, 1, 8, 2) torch.float32 on cpu instead of"),
         (lambda q, *_: q.double(), OutputError, "returned (1, 1, 2, 8) torch.float64"),
         (lambda q, *_: q.to("meta"), OutputError, "returned (1, 1, 2, 8) torch.float32 on meta"),
-        (
-            lambda *_: Q.mT.contiguous().mT,
-            OutputError,
-            "returned strides (16, 16, 1, 2) instead",
-        ),
+        (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
     ],
 )
-def test_what_a_kernel_does_wrong_is_one_sentence(call, kernel, error, words):
+def test_a_kernels_fault_is_one_sentence(call, kernel, error, words):
     kernels = Kernels(kernel, kernel)
     spec = BackendSpec(name="TEST_WRONG", loader=lambda: kernels, **FIELDS)
     with pytest.raises(error) as caught:
@@ -201,7 +178,7 @@ def test_what_a_kernel_does_wrong_is_one_sentence(call, kernel, error, words):
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, torch.OutOfMemoryError, UnsupportedError])
-def test_what_is_not_the_kernels_fault_comes_through(raised):
+def test_other_exceptions_come_through(raised):
     def kernel(*_: object) -> Tensor:
         raise raised("TEST", []) if raised is UnsupportedError else raised
 
@@ -250,7 +227,7 @@ def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
     assert names == ["NAIVE_PYTORCH", "DECODE_SPLIT_KV_VERSION_1", "NAIVE_PYTORCH"]
 
 
-def test_needs_contiguous_is_met(clean_registry):
+def test_needs_contiguous_makes_inputs_contiguous(clean_registry):
     seen = []
 
     def kernel(q, k, v, softmax_scale, is_causal):
@@ -265,14 +242,10 @@ def test_needs_contiguous_is_met(clean_registry):
         seen.clear()
 
 
-def test_missing_modules_and_devices_are_reasons(clean_registry):
-    register(name="TEST_MODULE", modules=("not_a_module", "os"), **FIELDS)(Kernels)
-    assert (
-        "needs the Python package not_a_module" in get_backend("TEST_MODULE").unavailable_reason()
-    )
-    register(name="TEST_CPU", device_types=("cpu",), **FIELDS)(lambda: Kernels(None))
-    assert get_backend("TEST_CPU").unavailable_reason("cpu") is None
-    assert "runs on cpu only" in get_backend("TEST_CPU").unavailable_reason("cuda")
+def test_a_device_type_that_it_does_not_run_on_is_a_reason():
+    spec = BackendSpec(name="TEST_CPU", loader=Kernels, device_types=("cpu",), **FIELDS)
+    assert spec.unavailable_reason("cpu") is None
+    assert "runs on cpu only" in spec.unavailable_reason("cuda")
 
 
 @pytest.mark.parametrize(
@@ -283,13 +256,13 @@ def test_missing_modules_and_devices_are_reasons(clean_registry):
         ((12, 0), None),
     ],
 )
-def test_a_device_that_is_too_old_is_a_reason(capability, reason, clean_registry, monkeypatch):
+def test_a_device_that_is_too_old_is_a_reason(capability, reason, monkeypatch):
     capabilities = {None: (9, 0), 1: capability}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
-    register(name="TEST_OLD", min_compute_capability=(8, 0), **FIELDS)(Kernels)
-    assert get_backend("TEST_OLD").unavailable_reason("cuda:1") == reason
-    assert get_backend("TEST_OLD").unavailable_reason("cuda") is None
+    spec = BackendSpec(name="TEST_OLD", loader=Kernels, min_compute_capability=(8, 0), **FIELDS)
+    assert spec.unavailable_reason("cuda:1") == reason
+    assert spec.unavailable_reason("cuda") is None
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:
@@ -311,28 +284,35 @@ def load():
 BAD_PLUGINS = {
     "raises": ("raise ImportError('no libfoo')", "failed to load: ImportError: no libfoo (raises"),
     "exits": ("import sys; sys.exit(0)", "failed to load: SystemExit: 0 (exits.py:1)"),
-    "odd": (
-        "class Odd(BaseException): pass\nraise Odd('no GPU in\\nthis rack')",
-        "failed to load: Odd: no GPU in (odd.py:2)",
-    ),
-    "empty": ("", "registers no backend: empty"),
+    "two_lines": ("raise OSError('no GPU in\\nthis rack')", "failed to load: OSError: no GPU in ("),
 }
 
 
 @pytest.fixture
-def discover(tmp_path, monkeypatch):
-    """discover(): {name: reason} of the plug-ins in tmp_path, as a new process would find them."""
+def forget(tmp_path, monkeypatch):
+    """forget(): make the next use of the registry discover the plug-ins in tmp_path alone."""
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = {*sys.modules}
 
-    def discover() -> dict[str, str | None]:
+    def forget() -> None:
         monkeypatch.setattr(registry, "_specs", {})
         monkeypatch.setattr(registry, "_discovered", False)
+        for name in {*sys.modules} - modules:
+            del sys.modules[name]
+
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def discover(forget):
+    """discover(): {name: reason} of the plug-ins in tmp_path, as a new process would find them."""
+
+    def discover() -> dict[str, str | None]:
+        forget()
         return {spec.name: spec.unavailable_reason("cpu") for spec in list_backends()}
 
-    yield discover
-    for name in {*sys.modules} - modules:
-        del sys.modules[name]
+    return discover
 
 
 def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
@@ -343,11 +323,9 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
         install_plugin(tmp_path, name, code)
     reasons = discover()
     assert reasons.pop("PLUGGED_IN") is None
-    assert reasons.keys() == {name.upper() for name in BAD_PLUGINS}
+    assert reasons.keys() == {f"PLUGIN_{name.upper()}" for name in BAD_PLUGINS}
     for name, (_, words) in BAD_PLUGINS.items():
-        assert words in reasons[name.upper()]
-    # What is imported before discovery registers nothing then, and is no fault.
-    assert "GOOD_PLUGIN" not in discover()
+        assert words in reasons[f"PLUGIN_{name.upper()}"]
     monkeypatch.setenv("ATTENTION_KERNELS_PLUGINS", "off")
     assert discover() == {}
 
@@ -367,14 +345,10 @@ def test_discovery_patches_nothing_that_other_threads_use(tmp_path, discover):
     assert discover() == {"PLUGGED_IN": None}
 
 
-def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(
-    tmp_path, discover, monkeypatch
-):
+def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(tmp_path, forget):
     install_plugin(tmp_path, "good_plugin", "import time; time.sleep(0.2)\n" + GOOD_PLUGIN)
-    discover()
-    sys.modules.pop("good_plugin")
-    monkeypatch.setattr(registry, "_specs", {})
-    monkeypatch.setattr(registry, "_discovered", False)
+    list_backends()
+    forget()
     ready = threading.Barrier(8)
 
     def use(thread: int) -> str:
@@ -385,51 +359,26 @@ def test_the_first_use_of_the_registry_by_many_threads_finds_every_backend(
         assert [*threads.map(use, range(8))] == ["PLUGGED_IN"] * 8
 
 
-def test_importing_a_plugin_in_one_thread_while_another_lists_backends_ends(
-    tmp_path, discover, monkeypatch
-):
-    """Each holds the lock that the other one wants, if registering takes discovery's lock."""
-    monkeypatch.setattr(registry, "_specs", {})
-    monkeypatch.setattr(registry, "_discovered", False)
-    importing, discovering = threading.Event(), threading.Event()
-    monkeypatch.setattr(registry, "_test_events", (importing, discovering), raising=False)
-    waits = """
-from attention_kernels import registry
-importing, discovering = registry._test_events
-importing.set()
-assert discovering.wait(30)
-"""
-    install_plugin(tmp_path, "good_plugin", waits + GOOD_PLUGIN)
-    plugins = registry._plugins
-
-    def found():
-        discovering.set()  # and holds the lock of discovery
-        return plugins()
-
-    monkeypatch.setattr(registry, "_plugins", found)
-    threads = [
-        threading.Thread(target=importlib.import_module, args=["good_plugin"], daemon=True),
-        threading.Thread(target=list_backends, daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-        assert importing.wait(30)
-    for thread in threads:
-        thread.join(timeout=30)
-    assert not any(thread.is_alive() for thread in threads)
+def test_a_plugin_that_another_thread_imports_does_not_wait_for_discovery(tmp_path, forget):
+    """Discovery holds its lock while it waits for that import, so waiting would be a deadlock."""
+    install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
+    forget()
+    with registry._lock, ThreadPoolExecutor(1) as thread:
+        thread.submit(importlib.import_module, "good_plugin").result(timeout=30)
     assert [spec.name for spec in list_backends()] == ["PLUGGED_IN"]
 
 
-def test_a_slow_plugin_is_named_while_it_loads(tmp_path, discover, monkeypatch, capsys):
-    install_plugin(tmp_path, "slow", "import time; time.sleep(1)\n" + GOOD_PLUGIN)
-    monkeypatch.setattr(registry, "SLOW_PLUGIN_S", 0.1)
-    assert discover() == {"PLUGGED_IN": None}
-    err = capsys.readouterr().err
-    assert err.startswith("still loading the attention plug-in slow (ATTENTION_KERNELS_PLUGINS=")
+def test_a_slow_plugin_is_named(tmp_path, discover, monkeypatch, capsys):
+    install_plugin(tmp_path, "slow", GOOD_PLUGIN)
+    discover()
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(registry, "SLOW_PLUGIN_S", 0.0)
+    discover()
+    assert capsys.readouterr().err.startswith("the attention plug-in slow took 0 s to load (ATTEN")
 
 
-def test_half_a_registry_is_never_gone_on_with(monkeypatch):
-    """A module of our own that cannot be imported fails every call, not only the first."""
+def test_an_incomplete_registry_is_never_used(monkeypatch):
+    """If one of our modules cannot be imported, every call fails, not only the first."""
 
     def fail(name):
         raise ImportError(name)

@@ -1,4 +1,4 @@
-"""The twins of tensor-core instructions give the bits that a GPU gives."""
+"""Emulated tensor cores: WMMA's fragments, and instructions that match a GPU bit for bit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import load_struct_op
+from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.conftest import probe_line
 
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
 PRODUCTS = 2000
+SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]
+ARCHS = ["75", "90"]
 
 pytestmark = pytest.mark.skipif(
     compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
@@ -34,7 +37,7 @@ def run(kind, a, b, sums, device):
     """Return what a warp makes of each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
     params = Params(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
-    op = load_struct_op(header.parse_header(FILE, "probe_"), device, "the probe")
+    op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
     op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()
 
@@ -73,7 +76,7 @@ def sums_of(d):
 
 
 def operands(kind, name, products=PRODUCTS):
-    """Return A, B and the sums to begin with, of a kind of numbers."""
+    """Return A, B and the initial sums for a kind of numbers."""
     g = torch.Generator().manual_seed(1)
     depth = 8 if kind == TF32 else 16
     a, b, c = (
@@ -86,7 +89,7 @@ def operands(kind, name, products=PRODUCTS):
     if name == "spread":
         bits = 5 if kind == HALF else 12
         a, b, c = spread(a, bits), spread(b, bits), spread(c, 2 * bits)
-    if name == "cancelling":  # sums that are nearly 0, so that what was cut off shows
+    if name == "cancelling":  # sums near 0, where the bits that are cut off show
         a[:, :, depth // 2 :] = a[:, :, : depth // 2]
         b[:, depth // 2 :] = -b[:, : depth // 2]
         a, b, c = spread(a, 3), spread(b, 3), c * 2**-10
@@ -110,7 +113,7 @@ def multiply(kind, a, b, c, device):
 
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
 def test_products_are_right_and_are_cut_off(kind):
-    """Sums are rounded towards zero, and so is each product: small ones beside 1 add nothing."""
+    """Sums and products are rounded towards zero: adding small products to 1 changes nothing."""
     a, b, c = (x.double() for x in operands(kind, "normal", 20))
     if kind != TF32:
         dtype = torch.float16 if kind == HALF else torch.bfloat16
@@ -157,3 +160,95 @@ def test_the_hardware_loads_the_same_matrices(kind):
     b, sums = torch.zeros(100, 32, 2, dtype=torch.int32), torch.zeros(100, 32, 4)
     twin, hardware = (run(kind, a, b, sums, device) for device in ("cpu", "cuda"))
     assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32))
+
+
+# WMMA's fragments
+
+
+def placed(matrix: torch.Tensor, rows: bool, padding: int) -> tuple[torch.Tensor, int]:
+    """Store a matrix by rows or columns with padding; return it and its leading dimension."""
+    lines = matrix if rows else matrix.T
+    padded = lines.new_full((lines.shape[0], lines.shape[1] + padding), torch.nan)
+    padded[:, : lines.shape[1]] = lines
+    return padded, padded.shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=generator).half()
+    b = torch.randn(k, n, generator=generator).half()
+    c = torch.randn(m, n, generator=generator).to(dtype)
+    expected = (a.double() @ b.double() + c.double()).to(dtype)
+    for layout in range(8):
+        a_rows, b_rows, c_rows = (bool(layout >> bit & 1) for bit in range(3))
+        (a_in, lda), (b_in, ldb) = placed(a, a_rows, 8), placed(b, b_rows, 16)
+        c_in, ldc = placed(c, c_rows, 24)
+        d = torch.zeros_like(c_in)
+        is_float = dtype == torch.float32
+        message = probe(
+            "run_product", m, a_rows, b_rows, is_float, a_in, lda, b_in, ldb, c_in, d, ldc, c_rows
+        )
+        assert message == ""
+        lines = d[:, : n if c_rows else m]
+        out = lines if c_rows else lines.T
+        # Half: one rounding of a float sum. Float: 16 products, exact, and as many sums.
+        torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=4e-6)
+        assert not d[:, lines.shape[1] :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_fragment_tells_the_rows_of_its_elements(probe, arch, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    rows = torch.arange(16.0)[:, None].expand(16, 16).contiguous()
+    scales, c, d = torch.randn(16), torch.randn(16, 16), torch.zeros(16, 16)
+    assert probe("run_scale_rows", rows, scales, c, d) == ""
+    assert torch.equal(d, scales[:, None] * c)
+
+
+@pytest.mark.parametrize(("arch", "alike"), [("75", False), ("80", True), ("90", True)])
+def test_layouts_differ_between_architectures(probe, arch, alike, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
+    index, same = torch.arange(256.0), torch.zeros(32)
+    assert probe("run_compare_uses", index.half(), index, same) == ""
+    assert bool(same.all()) == alike
+
+
+@pytest.mark.parametrize(
+    ("fault", "threads", "words", "markers"),
+    [
+        (0, 32, "", []),
+        (0, 16, "the warp has fewer than 32 threads", []),
+        (1, 32, "waits for lanes that never arrive: thread (16, 0, 0) has returned", ["LOAD"]),
+        (2, 32, "divergence: this thread waits in mma_sync() at", ["ONE PLACE", "MMA"]),
+        (3, 32, "divergence: this thread waits in ", ["SYNCWARP", "MMA"]),
+        (4, 32, "cudaErrorMisalignedAddress: load_matrix_sync() at", ["MISALIGNED"]),
+        (5, 32, "leading dimension is not a multiple of 8 halfs", ["LEADING DIMENSION"]),
+        (6, 32, "the lanes' arguments differ", ["ARGUMENTS"]),
+        (7, 32, "another thread writes to the matrix at the same time", []),
+        (8, 32, "another thread writes to the matrix at the same time", ["LOAD"]),
+        (10, 32, "an element and its duplicate differ", []),
+    ],
+)
+@pytest.mark.parametrize("order", ["", "reverse"])
+def test_wrong_use_is_reported(probe, fault, threads, words, markers, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    a, d = torch.ones(512).half(), torch.zeros(256)
+    message = probe("run_fail", fault, threads, a, d)
+    assert words in message
+    assert bool(message) == bool(words)
+    for marker in markers:
+        assert probe_line(marker) in message
+
+
+def test_what_is_not_ordered_or_not_loaded_is_not_there(probe):
+    a = torch.ones(512).half()
+    for fault, missing in ((0, 0), (9, 1), (11, 256)):
+        d = torch.full((256,), torch.nan)
+        assert probe("run_fail", fault, 32, a, d) == ""
+        assert (d.isnan().sum() > 0) == (missing > 0), fault

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_infer import GPT2, ConfigError, RequestError, WeightsError
+from gpt2_infer import GPT2, RequestError, WeightsError
 from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.config import named_config
 from gpt2_infer.tokenizer import Tokenizer
@@ -30,16 +29,12 @@ def test_sharded_equals_single(save_checkpoint, tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     (tmp_path / "sharded" / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
     (tmp_path / "sharded" / "merges.txt").write_bytes((folder / "merges.txt").read_bytes())
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(shards) > 2
     assert torch.equal(logits(load(tmp_path / "sharded")), logits(load(folder)))
-
-
-def test_an_index_that_names_a_missing_file(save_checkpoint):
-    folder, _ = save_checkpoint()
-    index = {"weight_map": {"wte.weight": "model-1.safetensors", "wpe.weight": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names missing files: model-1\.safetensors"):
-        load(folder)
+    shards[-1].unlink()
+    with pytest.raises(WeightsError, match=r"sharded does not fit its configuration: missing "):
+        load(tmp_path / "sharded")
 
 
 def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
@@ -56,39 +51,27 @@ def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
     assert torch.equal(logits(load(folder)), expected)
 
 
-def test_a_second_copy_of_a_tied_head(save_checkpoint):
+def test_a_tied_checkpoint_may_hold_the_head_as_well_or_alone(save_checkpoint):
     folder, _ = save_checkpoint()
     expected = logits(load(folder))
     rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()})
     assert torch.equal(logits(load(folder)), expected)
-    rewrite(folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1})
+    rewrite(folder, lambda t: t | {"lm_head.weight": t.pop("transformer.wte.weight")})
+    assert torch.equal(logits(load(folder)), expected)
+    rewrite(folder, lambda t: t | {"transformer.wte.weight": t["lm_head.weight"] + 1})
     with pytest.raises(WeightsError, match=r"lm_head\.weight differs from wte\.weight"):
         load(folder)
 
 
-def test_a_tied_checkpoint_may_hold_the_head_alone(save_checkpoint):
+def test_a_tensor_that_is_stored_twice_is_refused(save_checkpoint):
     folder, _ = save_checkpoint()
-    expected = logits(load(folder))
-    rewrite(folder, lambda t: t | {"lm_head.weight": t.pop("transformer.wte.weight")})
-    assert torch.equal(logits(load(folder)), expected)
-
-
-def test_a_tensor_under_two_names_is_refused(save_checkpoint):
-    folder, _ = save_checkpoint()
-    rewrite(folder, lambda t: t | {"wte.weight": torch.zeros_like(t["transformer.wte.weight"])})
-    with pytest.raises(WeightsError, match=r"wte\.weight is stored twice"):
+    shutil.copy(folder / "model.safetensors", folder / "model-1-of-2.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-2-of-2.safetensors")
+    with pytest.raises(WeightsError, match=r"stores h\.0\..* twice"):
         load(folder)
 
 
-def test_shards_lie_in_the_folder(save_checkpoint):
-    folder, _ = save_checkpoint()
-    index = {"weight_map": {"wte.weight": "../other/model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"names files in other folders: \.\./other"):
-        load(folder)
-
-
-def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
+def test_all_mismatches_are_listed_at_once(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
 
     def spoil(tensors):
@@ -102,16 +85,16 @@ def test_everything_that_does_not_fit_is_told_at_once(save_checkpoint):
     with pytest.raises(WeightsError) as caught:
         load(folder)
     for words in (
-        "missing h.0.ln_1.weight (32,)",
-        "missing ln_f.bias (32,)",
+        "missing h.0.ln_1.weight [32]",
+        "missing ln_f.bias [32]",
         "unexpected score.weight",
-        "h.1.attn.c_attn.weight is (32, 95) and should be (32, 96)",
+        "h.1.attn.c_attn.weight is [32, 95] and should be [32, 96]",
         "h.0.mlp.c_fc.bias is I8",
     ):
         assert words in str(caught.value)
 
 
-def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
+def test_at_most_five_problems_are_listed(save_checkpoint):
     folder, _ = save_checkpoint(n_layer=3, vocab_size=50)
     rewrite(folder, lambda t: {n: x for n, x in t.items() if ".h.1." not in n or "ln_1.b" in n})
     with pytest.raises(WeightsError) as caught:
@@ -119,14 +102,6 @@ def test_of_much_that_does_not_fit_five_are_told(save_checkpoint):
     text = str(caught.value)
     assert text.count("; ") == text.count("missing h.") == 5
     assert text.endswith("; and 6 more")
-
-
-def test_the_number_of_layers_is_compared_before_a_model_is_made(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 10**6}))
-    with pytest.raises(WeightsError, match="n_layer is 1000000, but its weights have 2 layers"):
-        load(folder)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
@@ -138,30 +113,18 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
         load(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_truncated_file(keep, save_checkpoint):
+def test_a_truncated_file(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
+    file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(WeightsError, match=r"model\.safetensors is truncated or corrupt"):
-        load(folder)
-
-
-def test_a_corrupt_header(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    file = folder / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[8:40] = b"\xff" * 32
-    file.write_bytes(data)
-    with pytest.raises(WeightsError, match="is truncated or corrupt"):
         load(folder)
 
 
 def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    expected = r"only pytorch_model\.bin.*never from a pickle.*save_pretrained"
-    with pytest.raises(WeightsError, match=expected):
+    with pytest.raises(WeightsError, match=r"never read from a pickle.*save_pretrained"):
         load(folder)
 
 
@@ -170,19 +133,19 @@ def test_a_pickle_is_refused_with_how_to_convert_it(save_checkpoint):
     [
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "cannot be read as JSON"),
-        ("config.json", "[]", "is not a JSON object"),
-        ("config.json", "[" * 200_000, "is nested too deeply"),
-        ("config.json", '{"n_embd": ' + "9" * 5000 + "}", "cannot be read as JSON: Exceeds"),
+        ("config.json", "[]", "Expected `object`, got `array`"),
+        ("config.json", "caf\udce9", "cannot be read as JSON"),
         ("vocab.json", "{", "holds no readable tokenizer"),
-        ("model.safetensors", None, "holds no weights"),
+        ("model.safetensors", None, "has neither model.safetensors nor its shards"),
+        ("model.safetensors", "\xff" * 100, "model.safetensors is truncated or corrupt"),
     ],
 )
-def test_folders_that_are_incomplete_or_spoiled(file, content, words, save_checkpoint):
+def test_incomplete_or_damaged_folders(file, content, words, save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     if content is None:
         (folder / file).unlink()
     else:
-        (folder / file).write_text(content)
+        (folder / file).write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(WeightsError) as caught:
         load(folder)
     assert words in str(caught.value)
@@ -201,7 +164,7 @@ def test_any_stored_dtype_becomes_the_dtype_asked_for(stored, dtype, save_checkp
 
 
 def test_float32_weights_on_the_cpu_are_the_files_own_pages(save_checkpoint):
-    """No second copy in host memory: the parameters lie in the mapped file."""
+    """The parameters lie in the mapped file, with no second copy in host memory."""
     folder, _ = save_checkpoint(n_embd=256, vocab_size=8192)
     model = load(folder)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -220,22 +183,23 @@ def test_end_of_text_ids_come_from_generation_config(save_checkpoint):
 
 
 def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, monkeypatch):
-    """The real huggingface_hub code, offline, against a cache folder made here."""
+    """Run the real huggingface_hub, offline, on a cache folder made by the test."""
     from huggingface_hub import constants
 
     folder, _ = save_checkpoint()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "cache" / "models--someone--tiny"
     snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, snapshot)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
-    (repository / "refs" / "v2").write_text("a" * 40)
-    for file in folder.iterdir():
-        (snapshot / file.name).write_bytes(file.read_bytes())
+    for name in ("main", "v2"):
+        (repository / "refs" / name).write_text("a" * 40)
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
+        load("someone/tiny")
 
 
 def test_a_tokenizer_of_ones_own_is_used(demo):
@@ -243,80 +207,19 @@ def test_a_tokenizer_of_ones_own_is_used(demo):
     assert GPT2.from_pretrained("demo", device="cpu", tokenizer=own).tokenizer is own
 
 
-def test_a_half_filled_cache_offline_is_a_hub_out_of_reach(save_checkpoint, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    folder, _ = save_checkpoint()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    snapshot = tmp_path / "cache" / "models--someone--tiny" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            (snapshot / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
-        load("someone/tiny")
-
-
-def test_a_pickle_only_repository_is_refused_as_such(save_checkpoint, monkeypatch):
-    import huggingface_hub
-
-    class Entry:
-        rfilename = "pytorch_model.bin"
-
-    class Info:
-        siblings = (Entry,)
-
-    folder, _ = save_checkpoint()
-    (folder / "model.safetensors").unlink()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
-    monkeypatch.setattr(huggingface_hub, "model_info", lambda *_, **__: Info)
-    with pytest.raises(WeightsError, match=r"someone/old holds only pytorch_model\.bin.*convert"):
-        load("someone/old")
-
-
-def test_the_hub_out_of_reach_is_one_sentence_with_ways_out(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(WeightsError) as caught:
-        load("someone/unknown")
-    text = str(caught.value)
-    assert "someone/unknown could not be fetched" in text
-    assert "--model demo" in text
-    assert "--model FOLDER" in text
-    assert "\n" not in text
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "a/b/c", ""])
-def test_what_is_neither_a_folder_nor_a_hub_id(name):
-    with pytest.raises(WeightsError, match="there is no folder"):
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "~nobody/x", "a/b/c", "x" * 300])
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name):
+    with pytest.raises(WeightsError, match="is neither a local folder nor a model on the"):
         load(name)
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"model": None},
-        {"model": b"demo"},
-        {"device": 1.5},
-        {"dtype": 5},
-        {"tokenizer": 3},
-        {"random_weights": True, "seed": "x"},
-        {"random_weights": True, "seed": 2**70},
-    ],
+    "wrong", [{"model": None}, {"device": "gpu"}, {"dtype": 5}, {"tokenizer": 3}, {"seed": "x"}]
 )
-def test_arguments_of_a_wrong_type_are_refused_by_name(wrong):
-    name = "the seed" if "seed" in wrong else next(iter(wrong))
-    with pytest.raises(RequestError, match=f"^{name} must be "):
+def test_invalid_arguments_are_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(RequestError, match=f"^(the )?{name} must be "):
         GPT2.from_pretrained(**({"model": "demo", "device": "cpu"} | wrong))
-
-
-def test_a_pipe_in_the_folder_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(WeightsError, match=r"config\.json cannot be read as JSON: .*Not a regular"):
-        open_checkpoint(str(tmp_path))
 
 
 def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):
@@ -328,8 +231,7 @@ def test_a_revision_of_a_local_folder_is_refused(save_checkpoint):
 def test_a_named_size_with_random_weights_needs_no_download():
     checkpoint = open_checkpoint("distilbert/distilgpt2", random_weights=True)
     assert (checkpoint.config.n_layer, checkpoint.config.n_embd) == (6, 768)
-    ids = checkpoint.tokenizer.encode("Hello, I'm a language model,")
-    assert ids == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert checkpoint.tokenizer.encode("Hello, I'm") == [15496, 11, 314, 1101]
 
 
 def test_random_weights_are_those_of_the_seed():
@@ -357,32 +259,6 @@ def test_named_sizes_are_the_published_ones(name, parameters):
     with torch.device("meta"):
         model = GPT2(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-
-
-def test_the_demo_model_is_small_and_complete(demo):
-    folder = open_checkpoint("demo").folder
-    assert (folder / "model.safetensors").stat().st_size < 16e6
-    assert {"README.md", "vocab.json", "merges.txt", "config.json"} <= {
-        f.name for f in folder.iterdir()
-    }
-    config = demo.config
-    assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (6, 256, 4, 1024)
-    assert config.vocab_size == 8192
-    assert demo.tokenizer.decode([8191]) == "<|endoftext|>"
-
-
-def test_an_end_of_text_id_that_is_no_id_is_refused(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": 1.5}))
-    (folder / "generation_config.json").unlink()
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        load(folder)
-
-
-def test_a_device_that_torch_does_not_know():
-    with pytest.raises(RequestError, match="device must be cuda or cpu, not 'gpu'"):
-        GPT2.from_pretrained("demo", device="gpu")
 
 
 def test_a_dtype_may_be_named_as_on_the_command_line():

@@ -9,39 +9,32 @@ from gpt2_infer import ConfigError, GPT2Config
     ("fields", "words"),
     [
         ({"n_head": 5}, "n_embd (768) must be a multiple of n_head (5)"),
-        ({"n_layer": 0}, "n_layer must be a positive integer, not 0"),
-        ({"n_embd": "768"}, "n_embd must be a positive integer, not '768'"),
-        ({"add_cross_attention": True}, "add_cross_attention is set"),
+        ({"n_layer": 0}, "Expected `int` >= 1 - at `$.n_layer`"),
+        ({"n_embd": "768"}, "Expected `int`, got `str` - at `$.n_embd`"),
+        ({"add_cross_attention": True}, "without add_cross_attention"),
         ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number of 0 or more"),
-        ({"layer_norm_epsilon": -1}, "layer_norm_epsilon must be a number of 0 or more"),
-        ({"scale_attn_weights": "false"}, "scale_attn_weights must be true or false"),
-        ({"activation_function": None}, "activation_function must be a name"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
-        ({"rope_scaling": {"factor": 2.0}, "rope_theta": 1e4}, "rope_scaling, rope_theta are set"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
-        ({"architectures": "GPT2LMHeadModel"}, "architectures is 'GPT2LMHeadModel'"),
+        ({"layer_norm_epsilon": -1}, "Expected `float` >= 0.0 - at `$.layer_norm_epsilon`"),
+        ({"scale_attn_weights": "false"}, "Expected `bool`, got `str` - at `$.scale_attn_weights`"),
+        ({"activation_function": None}, "at `$.activation_function`"),
+        ({"eos_token_id": 1.5}, "at `$.eos_token_id`"),
+        ({"rope_scaling": {"factor": 2.0}, "rope_theta": 1e4}, "without rope_scaling, rope_theta"),
         ({"auto_map": {"AutoConfig": "evil.Evil"}}, "auto_map is set"),
-        ({"pruned_heads": {"0": [1]}}, "pruned_heads is set"),
-        ({"n_embd": 2**62, "n_head": 2}, "make more than 2^40 parameters"),
-        ({"n_inner": 2**62}, "make more than 2^40 parameters"),
-        ({"n_layer": 10**6}, "make more than 2^40 parameters"),
     ],
 )
-def test_configurations_that_cannot_be_honoured_are_refused_by_name(fields, words):
+def test_unsupported_fields_are_refused_by_name(fields, words):
     with pytest.raises(ConfigError) as caught:
         GPT2Config.from_dict(fields)
     assert words in str(caught.value)
 
 
-def test_fields_that_change_nothing_are_taken():
+def test_fields_without_effect_are_accepted():
     notes = {"resid_pdrop": 0.3, "n_ctx": 7, "summary_type": "cls_index", "use_cache": True}
     unset = {"rope_scaling": None, "add_cross_attention": False, "pruned_heads": {}}
     architecture = {"architectures": ["GPT2LMHeadModel"], "transformers_version": "4.1"}
     assert GPT2Config.from_dict({**notes, **unset, **architecture}) == GPT2Config()
 
 
-def test_defaults_and_aliases_are_transformers():
+def test_defaults_and_aliases_equal_transformers():
     from transformers import GPT2Config as Theirs
 
     theirs = Theirs()

@@ -8,7 +8,7 @@ from gpt2_infer.linear import Linear, lay_out, project, with_room
 
 
 @pytest.mark.parametrize("is_laid_out", [False, True])
-# Of these the product of one row depends on.
+# Only a product of one row depends on these.
 @pytest.mark.parametrize(("threads", "min_split"), [(1, 0), (2, 0), (2, 2**17)])
 @pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize(("ins", "outs"), [(3, 6), (4, 5), (5, 4), (6, 3)])

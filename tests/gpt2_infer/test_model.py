@@ -23,7 +23,7 @@ ACTIVATIONS = (
     "tanh",
 )
 BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
-SEEDS = range(len(ACTIVATIONS) * len(BACKENDS))  # each activation with each backend
+SEEDS = range(len(ACTIVATIONS) * len(BACKENDS))  # every pair of activation and backend
 
 
 def random_fields(seed: int) -> dict:
@@ -54,24 +54,17 @@ def test_logits_equal_transformers(seed, save_checkpoint):
     )
     with torch.no_grad():
         expected = theirs(tokens).logits
-    assert expected.std() > 0.01  # a model whose logits are all alike would prove nothing
+    assert expected.std() > 0.01  # equal logits would prove nothing
     assert (ours(tokens, logits_to_keep=0) - expected).abs().max() < 1e-4
     assert (ours(tokens) - expected[:, -1:]).abs().max() < 1e-4
-    # And against a cache: a prefill of 7 tokens, then one at a time.
+    # Also with a cache: a prefill of 7 tokens, then one token at a time.
     cache = KVCache.allocate(ours, 3, 40)
     logits = [ours(tokens[:, :7], cache=cache)[:, 0]]
     logits += [ours.decode(tokens[:, i], cache) for i in range(7, 40)]
     assert (torch.stack(logits, 1) - expected[:, 6:]).abs().max() < 1e-4
 
 
-def test_every_random_field_takes_every_value():
-    drawn = [random_fields(seed) for seed in SEEDS]
-    for name in drawn[0]:
-        assert len({fields[name] for fields in drawn}) > 1, name
-    assert {fields["activation_function"] for fields in drawn} == {*ACTIVATIONS}
-
-
-def test_logits_to_keep_is_transformers(save_checkpoint):
+def test_logits_to_keep_is_as_in_transformers(save_checkpoint):
     folder, theirs = save_checkpoint(vocab_size=50)
     ours = GPT2.from_pretrained(str(folder), device="cpu")
     tokens = torch.randint(0, 50, (2, 9))

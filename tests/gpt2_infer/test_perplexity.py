@@ -19,7 +19,7 @@ BACKENDS = ("PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
 
 
 def transformers_nats(ids, window, stride):
-    """The sum over every token but the first, by transformers, window by window."""
+    """Return transformers' sum over all tokens but the first, window by window."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -51,14 +51,14 @@ def test_perplexity_equals_transformers(window, stride, windows, demo):
         assert abs(score.difference) < 1e-5
 
 
-def test_the_default_text_is_what_the_model_was_not_trained_on(demo):
+def test_the_default_text_is_the_held_out_one(demo):
     facts = json.loads((HELD_OUT.parent / "training.json").read_text("utf-8"))
     text = read_text(HELD_OUT, demo)
     assert (len(text.ids), text.bytes) == (facts["held_out_tokens"], facts["held_out_bytes"])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_backend_that_is_wrong_costs_bits(device, clean_registry):
+def test_a_wrong_backend_costs_bits(device, clean_registry):
     add("OFF_BY_ONE", off_by_one)
     model = GPT2.from_pretrained("demo", device=device)
     text = read_text(HELD_OUT, model, max_tokens=500)
@@ -90,7 +90,7 @@ def test_documents_and_their_bytes(demo, tmp_path: Path):
     assert short == Text([end, *king, end, queen[0]], 9 + 3)
 
 
-def test_what_is_no_text_is_refused(demo, tmp_path: Path):
+def test_files_that_are_not_text_are_refused(demo, tmp_path: Path):
     file = tmp_path / "a.txt.xz"
     for data in (b"not xz", b""):
         file.write_bytes(data)

@@ -15,30 +15,17 @@ GPT2 = Tokenizer.load(open_checkpoint("gpt2", random_weights=True).folder)
 
 
 def test_gpt2s_own_ids():
-    assert GPT2.encode("Hello, I'm a language model,") == [
-        15496,
-        11,
-        314,
-        1101,
-        257,
-        3303,
-        2746,
-        11,
-    ]
+    ids = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert GPT2.encode("Hello, I'm a language model,") == ids
     assert GPT2.encode("<|endoftext|>") == [50256]
     assert GPT2.end_of_text == 50256
     assert DEMO.end_of_text == 8191
 
 
-def test_a_configuration_alone_is_no_tokenizer(tmp_path):
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
     config = open_checkpoint("demo").folder / "config.json"
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     with pytest.raises(WeightsError, match=r"holds no tokenizer: none of tokenizer\.json"):
-        Tokenizer.load(tmp_path)
-
-
-def test_no_tokenizer(tmp_path):
-    with pytest.raises(WeightsError, match="holds no tokenizer"):
         Tokenizer.load(tmp_path)
 
 
@@ -64,18 +51,18 @@ def assert_like(ours: Tokenizer, theirs) -> None:
     for text in TEXTS:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text) == ids
-        cut = ids[: len(ids) // 2 + 1]  # perhaps within a character
+        cut = ids[: len(ids) // 2 + 1]  # may cut a character in two
         assert ours.decode(cut) == theirs.decode(cut, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_gpt2s_tokenizer_is_transformers(saved, tmp_path):
+def test_gpt2s_tokenizer_equals_transformers(saved, tmp_path):
     folder = open_checkpoint("gpt2", random_weights=True).folder
-    if saved:  # as tokenizer.json
+    if saved:  # writes tokenizer.json
         theirs(folder).save_pretrained(tmp_path)
         folder = tmp_path
     ours = Tokenizer.load(folder)
-    assert type(ours) is Tokenizer  # which needs no transformers
+    assert type(ours) is Tokenizer  # not the one that needs transformers
     assert_like(ours, theirs(folder))
 
 
@@ -87,7 +74,7 @@ def test_gpt2s_tokenizer_is_transformers(saved, tmp_path):
         lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase()),
     ],
 )
-def test_another_tokenizer_than_gpt2s_is_left_to_transformers(change, tmp_path):
+def test_other_tokenizers_are_left_to_transformers(change, tmp_path):
     changed = theirs(open_checkpoint("demo").folder)
     change(changed)
     changed.save_pretrained(tmp_path)
@@ -97,7 +84,7 @@ def test_another_tokenizer_than_gpt2s_is_left_to_transformers(change, tmp_path):
 
 
 def test_the_bundled_model_runs_without_transformers():
-    """Importing it takes longer than everything else that a short run does."""
+    """Importing transformers takes longer than the rest of a short run."""
     code = """
 import sys
 from gpt2_infer import GPT2, generate

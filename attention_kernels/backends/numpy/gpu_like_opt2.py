@@ -22,7 +22,7 @@ from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, Array, Sha
 
 
 class Block(NamedTuple):
-    """The buffers that a block of threads keeps from one tile of keys to the next, and the tile."""
+    """The buffers of a block of threads; k and v hold the current tile of keys."""
 
     q: Array  # block_m * head_dim
     k: Array  # block_n * head_dim

@@ -6,6 +6,7 @@ imports only.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from attention_kernels.contract import Kernels
@@ -13,6 +14,8 @@ from attention_kernels.registry import register
 
 
 def _probe(device_type: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs the Python package triton"
     interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     if device_type == "cuda" and interpreting:
         return "TRITON_INTERPRET is set: Triton would run every kernel on the CPU"
@@ -27,7 +30,6 @@ def _register(name: str, summary: str, op: str) -> None:
         precisions={"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"},
         head_dims=(32, 64, 128),
         min_compute_capability=(8, 0),
-        modules=("triton",),
         probe=_probe,
         emulated_on=("cpu",),
     )

@@ -172,11 +172,8 @@ _compiled = triton.jit(
 
 @functools.cache
 def _tell_of_tuning() -> None:
-    print(
-        "tuning the Triton kernel: some seconds for each new size of input",
-        file=sys.stderr,
-        flush=True,
-    )
+    message = "tuning the Triton kernel, which takes some seconds for each new input size"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _bench(kernel_call: Callable[[], None], quantiles: tuple[float, ...]) -> Any:

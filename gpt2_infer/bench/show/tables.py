@@ -599,11 +599,9 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 
 def is_of(prediction: Row, timed: Row) -> bool:
     """Return whether a row timed the predicted version file in the same cell."""
-    extra = prediction.extra
-    digests = {extra["version_digest"], *extra.get("measured_digests", ())}
-    same_file = {timed.extra.get("version_digest"), timed.extra.get("source_digest")} & digests
+    same_code = timed.extra.get("version_digest") == prediction.extra["version_digest"]
     same_cell = prediction.kernel == timed.kernel
-    return bool(same_file) and same_cell and timed.contender == prediction.contender
+    return same_code and same_cell and timed.contender == prediction.contender
 
 
 def measured_time(prediction: Row, timed: Iterable[Row]) -> float | None:

@@ -1,4 +1,4 @@
-"""The NumPy ladder: right results, the tiling of the CUDA kernels, and the buffers it claims."""
+"""The NumPy ladder: any shape and tile, the passes over a tile, and the buffers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from attention_kernels import UnsupportedError, get_backend, list_backends
+from attention_kernels import get_backend
 from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, SharedMemory
-from attention_kernels.judge.conformance import LENGTHS, Case, cases, future_leaks, run_case
+from attention_kernels.judge.conformance import Case, run_case
 from attention_kernels.judge.reference import judge
-from gpt2_infer import GPT2, generate
 
 PROGRAMS = ["basic", "gpu_like", "gpu_like_1d", "gpu_like_opt1", "gpu_like_opt2"]
 GPU_LIKE = PROGRAMS[1:]
 NAMES = [f"NUMPY_{program.upper()}" for program in PROGRAMS]
-DTYPES = [torch.float32, torch.float64]
 
 for_every_program = pytest.mark.parametrize("program", PROGRAMS)
 for_every_backend = pytest.mark.parametrize("name", NAMES)
-in_both_dtypes = pytest.mark.parametrize(
-    "dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=pytest.mark.slow)]
-)
 
 
 def module_of(program: str) -> ModuleType:
@@ -39,33 +34,6 @@ def arrays(case: Case) -> list[np.ndarray]:
 
 
 # Right results
-
-
-def test_the_five_are_programs_of_the_cpu():
-    assert [spec.name for spec in list_backends() if spec.family == "numpy"] == NAMES
-    for name in NAMES:
-        spec = get_backend(name)
-        assert dict(spec.precisions) == {"float32": "ieee-fp32", "float64": "fp64"}
-        assert spec.device_types == ("cpu",)
-        assert spec.emulated_on == ()
-        assert spec.head_dims == ()
-        assert spec.unavailable_reason("cpu") is None
-        assert not spec.has_decode("cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@for_every_backend
-def test_conformance(name, dtype):
-    """Every 11th case of the suite up to 200, others for each, and one case of many tiles.
-
-    The six cases of a shape follow each other: every 11th is another shape and another of the six.
-    """
-    suite = [*cases((32, 64, 128), dtype, lengths=LENGTHS[:-2])]
-    suite = suite[2 * NAMES.index(name) + DTYPES.index(dtype) :: 11]
-    suite.append(Case(350, 32, 8.0, num_heads=1, dtype=dtype))
-    failed = [str(case) for case in suite if not run_case(get_backend(name), case, "cpu").passed]
-    assert not failed
 
 
 @for_every_backend
@@ -100,45 +68,6 @@ def test_the_five_agree():
         assert np.array_equal(o[4], o[2])
 
 
-# The future
-
-
-@in_both_dtypes
-@for_every_backend
-def test_the_future_does_not_change_the_past(name, dtype):
-    for cut in (1, 16, 41, 64, 99):
-        assert not future_leaks(get_backend(name), Case(100, 64, dtype=dtype), "cpu", cut)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("what", ["k", "v"])
-@in_both_dtypes
-@for_every_backend
-def test_a_later_nan_changes_no_earlier_row(name, dtype, what, poison):
-    spec = get_backend(name)
-    q, k, v = Case(40, 32, dtype=dtype).inputs("cpu")
-    before = spec.attention(q, k, v)
-    for cut in (1, 15, 16, 25, 39):
-        poisoned = {"k": k.clone(), "v": v.clone()}
-        poisoned[what][:, cut:] = poison
-        after = spec.attention(q, **poisoned)
-        assert torch.equal(after[:, :cut], before[:, :cut])
-        if poison is torch.nan or what == "v":  # and where it is seen, it is not hidden either
-            assert not after[:, cut:].isfinite().any()
-
-
-# The way there
-
-
-@for_every_backend
-def test_inputs_are_left_alone(name):
-    q, k, v = Case(40, 32, batch=2).inputs("cpu")
-    copies = [x.clone() for x in (q, k, v)]
-    o = get_backend(name).attention(q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), copies, strict=True))
-    assert o.is_contiguous()
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 @for_every_backend
 def test_torch_copies_nothing(name):
@@ -151,25 +80,6 @@ def test_torch_copies_nothing(name):
     ran = {event.key for event in profiler.key_averages()}
     assert f"attention_kernels::{name.lower()}" in ran
     assert not ran & {"aten::copy_", "aten::clone", "aten::contiguous", "aten::empty"}
-
-
-@for_every_backend
-def test_what_it_does_not_take_is_refused(name):
-    q, k, v = Case(5, 32, dtype=torch.float16).inputs("cpu")
-    with pytest.raises(UnsupportedError, match=r"dtype float16 \(it takes float32, float64\)"):
-        get_backend(name).attention(q, k, v)
-
-
-@for_every_backend
-def test_it_is_an_op_that_torch_compile_does_not_trace(name):
-    spec = get_backend(name)
-    q, k, v = Case(20, 32).inputs("cpu")
-    torch.library.opcheck(spec.load().attention, (q, k, v, 0.2, True))
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *qkv: spec.attention(*qkv) + 1, fullgraph=True, backend="aot_eager"
-    )
-    assert torch.equal(compiled(q, k, v), spec.attention(q, k, v) + 1)
 
 
 # Tiles, passes and buffers
@@ -200,8 +110,8 @@ def test_passes_over_a_tile(program, passes):
     assert len(function.body) == 1 + passes  # the docstring
 
 
-# With these sizes, each of which is another, a vector of block_m numbers is as easily seen as a
-# tile, and what one thread has in its registers is a thousandth of it.
+# All sizes differ, and are such that one vector of block_m numbers shows in the peak, while the
+# numbers in one thread's registers do not.
 ROWS, COLUMNS, HEAD_DIM = 4096, 8, 12
 MATRIX, VECTOR, OUTPUT = ROWS * COLUMNS, ROWS, ROWS * HEAD_DIM
 KEPT = [OUTPUT, COLUMNS * HEAD_DIM, COLUMNS * HEAD_DIM, OUTPUT, VECTOR, VECTOR]
@@ -222,7 +132,7 @@ TWO = {"scores": MATRIX, "alpha": VECTOR}
 
 
 def run_and_measure(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
-    """One block of threads over two tiles: the sizes of its buffers, and all bytes in use at most.
+    """Run one block of threads over two tiles; return its buffers' sizes and the peak in bytes.
 
     tracemalloc sees what NumPy allocates, the hidden temporaries of expressions, too.
     """
@@ -246,7 +156,7 @@ def run_and_measure(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def hidden(sizes: list[int], peak: int) -> float:
-    """What was in use beside the buffers, in vectors of one number for each row of a block."""
+    """Return the memory in use besides the buffers, in vectors of one number per row of a block."""
     return (peak - 8 * sum(sizes)) / (8 * VECTOR)
 
 
@@ -263,33 +173,3 @@ def test_the_buffers_are_the_ones_claimed_and_there_are_no_others(
     sizes, peak = run_and_measure(module, monkeypatch)
     assert sizes == KEPT + list(temporaries.values())
     assert 0 <= hidden(sizes, peak) < 0.5
-
-
-def test_a_hidden_temporary_would_be_seen(monkeypatch):
-    """Even the smallest, a vector; and NumPy's own in the expressions of NUMPY_BASIC are."""
-    module = module_of("gpu_like_opt2")
-    mask = module.mask
-
-    def allocates(scores, tile, rows, cols):
-        alpha = np.empty(rows)
-        mask(scores, tile, rows, cols)
-        del alpha
-
-    monkeypatch.setattr(module, "mask", allocates)
-    assert hidden(*run_and_measure(module, monkeypatch)) > 0.9
-
-
-# In the model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
-def test_greedy_text_is_plain_pytorchs(name):
-    options = {"max_new_tokens": 8, "ignore_eos": True}
-    prompts = ["Once upon a time there was a", "The"]
-    got, expected = (
-        generate(GPT2.from_pretrained("demo", device="cpu", attention=n), prompts, **options)
-        for n in (name, "NAIVE_PYTORCH")
-    )
-    assert got.attention == name
-    assert got.tokens == expected.tokens

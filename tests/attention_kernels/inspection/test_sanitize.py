@@ -1,36 +1,108 @@
-"""NVIDIA's compute-sanitizer over every version of every ladder, and over Triton's.
+"""The sanitizers: AddressSanitizer on emulated kernels, NVIDIA's compute-sanitizer on a GPU.
 
-memcheck: no bad access. racecheck: no race in shared memory, which is all that it looks at. Both
-are first shown to find what is planted in the negative controls.
+On a GPU every version of every ladder and Triton's kernels run under memcheck, which looks for bad
+accesses. The versions also run under racecheck, which looks for races in shared memory. Both tools
+are first shown to find the faults planted in the negative controls.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attention_kernels import BackendSpec, ladder, list_backends
-from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer
+from attention_kernels import (
+    BackendSpec,
+    UnavailableBackendError,
+    UnsupportedError,
+    ladder,
+    list_backends,
+)
+from attention_kernels.inspection import sanitize as sanitizers
+from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.header import HeaderError
 
-pytestmark = [
+NEGATIVE = Path(__file__).parents[1] / "negative"
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+READ = "Invalid __global__ read of size 4 bytes"
+
+
+@pytest.mark.slow
+def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", "")  # so that it is restored after the test
+    spec = ladder.resolve(str(NEGATIVE / "v01_dropped_barrier.cu"))
+    with pytest.raises(SystemExit, match="the order of its blocks or threads changes the output"):
+        sanitizers._run(spec, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "out", "fault"),
+    [
+        ("memcheck", 0, CLEAN["memcheck"], None),
+        ("racecheck", 0, CLEAN["racecheck"], None),
+        ("memcheck", 77, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 0, f"========= {READ}\n========= ERROR SUMMARY: 1 error", READ),
+        ("memcheck", 1, f"{CLEAN['memcheck']}\nit crashed", "it crashed"),
+        ("racecheck", 0, CLEAN["memcheck"], CLEAN["memcheck"]),  # it has seen no kernel
+        ("racecheck", 0, "", "it ended with exit status 0"),
+    ],
+)
+def test_the_output_of_compute_sanitizer_is_understood(tool, status, out, fault, monkeypatch):
+    done = subprocess.CompletedProcess([], status, out, "")
+    monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
+    expected = [] if fault is None else [f"{tool}: {fault}"]
+    assert compute_sanitizer(tool, ["CUSTOM_CUDA_VERSION_1"]) == expected
+
+
+@pytest.mark.slow
+def test_the_sanitizer_passes_what_is_right_and_finds_what_is_not():
+    """Only the last kernel has a bad access: a run ends at its first fault.
+
+    The first one uses all kinds of memory; the second decodes, and its fault is of another kind.
+    """
+    names = ("v05_unscaled_join", "v03_out_of_bounds_read")
+    decodes, beyond = (str(NEGATIVE / f"{name}.cu") for name in names)
+    (fault,) = sanitize(["FLASH_ATTENTION_1_TENSOR_CORE", decodes, beyond], "cpu")
+    place = "v03_out_of_bounds_read.cu:4"  # K's or V's
+    assert fault.startswith(f"AddressSanitizer: heap-buffer-overflow at {place}")
+
+
+def test_what_cannot_be_sanitized_is_refused(monkeypatch):
+    with pytest.raises(UnsupportedError, match="only emulated kernels have a sanitizer"):
+        sanitize(["NAIVE_PYTORCH"], "cpu")
+    with pytest.raises(HeaderError, match=r"there is no file /none/v01_x\.cu"):
+        sanitize(["/none/v01_x.cu"], "cpu")
+    monkeypatch.setattr(compilers, "execute", lambda *_: (0, "libasan.so\n"))
+    with pytest.raises(UnavailableBackendError, match="has no AddressSanitizer"):
+        sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu")
+
+
+# On a GPU
+
+on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer"),
 ]
-# Backends in one process under a sanitizer. While the other workers use the GPU, a process takes
-# about 70 s to start, a backend 13 s, and a step of the ablation 30.
-MOST = {"triton": 1, "ablation": 3}
+# The most backends in one process: racecheck is slowest with the ablation.
+MOST = {"memcheck": {"triton": 1}, "racecheck": {"ablation": 2}}
 USUALLY_MOST = 7
-NEGATIVE = Path(__file__).parents[1] / "negative"
 
 
 @pytest.mark.parametrize(
     ("tool", "control"),
-    [("memcheck", "v03_out_of_bounds_read.cu"), ("racecheck", "v01_dropped_barrier.cu")],
+    [
+        pytest.param("memcheck", "v03_out_of_bounds_read.cu", marks=on_gpu),
+        pytest.param("racecheck", "v01_dropped_barrier.cu", marks=on_gpu),
+    ],
 )
 def test_what_is_planted_is_found(tool, control):
     (fault,) = compute_sanitizer(tool, [str(NEGATIVE / control)])
@@ -38,20 +110,21 @@ def test_what_is_planted_is_found(tool, control):
 
 
 def shares() -> Iterator[Any]:
-    """Every backend, in parts of a family; Triton's, which take the longest, one by one."""
+    """Yield every kernel, in parts of a family for each tool."""
 
     def family(spec: BackendSpec) -> str:
         return spec.family
 
     ours = [s for s in list_backends() if s.name in ladder.versions() or s.family == "triton"]
-    on_gpu = sorted((spec for spec in ours if "cuda" in spec.device_types), key=family)
-    for name, group in itertools.groupby(on_gpu, family):
+    on_a_gpu = sorted((spec for spec in ours if "cuda" in spec.device_types), key=family)
+    for name, group in itertools.groupby(on_a_gpu, family):
         names = [spec.name for spec in group]
-        count = -(-len(names) // MOST.get(name, USUALLY_MOST))
         # Triton's kernels under memcheck alone: racecheck takes minutes for each.
         for tool in TOOLS[:1] if name == "triton" else TOOLS:
+            count = -(-len(names) // MOST[tool].get(name, USUALLY_MOST))
             for part in range(count):
-                yield pytest.param(tool, names[part::count], id=f"{name}-{part}-{tool}")
+                values = tool, names[part::count]
+                yield pytest.param(*values, id=f"{name}-{part}-{tool}", marks=on_gpu)
 
 
 @pytest.mark.parametrize(("tool", "names"), [*shares()])

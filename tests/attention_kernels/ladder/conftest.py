@@ -1,4 +1,4 @@
-"""A small tree like csrc, compiled by the real compiler through a script that notes its calls."""
+"""A small tree like csrc, and a script that logs its calls and runs the real compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = """\
 
 #include "common.cuh"
 """
-# Notes each call; sleeps when told to.
+# Logs each call to $NOTED and sleeps for $SLEEP seconds.
 COMPILER = """\
 #!/bin/sh
 case "$*" in *--version*) echo "noting compiler"; exec {gxx} --version;; esac
@@ -55,7 +55,7 @@ def first(csrc: Path) -> header.VersionHeader:
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """An empty cache and a compiler whose calls are noted: calls() are those since the last."""
+    """An empty cache and a compiler that logs its calls; calls() returns those since the last."""
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     compiler, noted, told = tmp_path / "compiler", tmp_path / "noted", 0
@@ -66,9 +66,10 @@ def calls(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTENTION_KERNELS_FLAGS", raising=False)
     build._private_cache.cache_clear()
+    compilers.identity.cache_clear()
 
     def calls() -> list[str]:
-        # The file is only read: a compiler may be writing its line just now.
+        # The file is not emptied: a compiler may be writing to it.
         nonlocal told
         lines = noted.read_text().splitlines() if noted.exists() else []
         new, told = lines[told:], len(lines)

@@ -1,4 +1,4 @@
-"""The cache of built libraries: what is found there, and what is built again."""
+"""The cache of built libraries: what is reused, and what is rebuilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.ladder import build, header
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
 ROOT = Path(__file__).parents[3]
@@ -29,20 +29,12 @@ def test_a_second_build_is_a_hit(first, calls, capsys):
     assert not [path for path in library.parent.iterdir() if path.is_dir()]
 
 
-def test_binding_is_compiled_once(csrc, calls):
-    for version in header.versions(csrc / "fp32"):
-        build.build(version, "emulator")
-    noted = calls()
-    assert len(noted) == 5
-    assert sum("binding.cpp" in call for call in noted) == 1
-
-
 @pytest.mark.parametrize(
     "name",
     ["attention.h", "common.cuh", "binding.cpp", "emulator/cuda_emulator.h", "fp32/v01_first.cu"],
 )
-def test_a_changed_file_is_built_again(csrc, first, calls, name):
-    """Also if it was put back with its old date, or changed with a date long past."""
+def test_a_changed_file_causes_a_rebuild(csrc, first, calls, name):
+    """Contents decide, not dates: neither an old date nor the original one."""
     before = build.build(first, "emulator")
     text = (csrc / name).read_text()
     (csrc / name).write_text(text + "// more\n")
@@ -53,7 +45,7 @@ def test_a_changed_file_is_built_again(csrc, first, calls, name):
     assert build.build(first, "emulator") == before
 
 
-def test_changed_flags_are_built_again(first, calls, monkeypatch):
+def test_changed_flags_cause_a_rebuild(first, calls, monkeypatch):
     libraries = {build.build(first, "emulator")}
     assert sum("-DTHIS" in call for call in calls()) == 1
     for old, new in (("-DTHIS", "-DTHAT"), ("contiguous", "strided")):
@@ -66,20 +58,25 @@ def test_changed_flags_are_built_again(first, calls, monkeypatch):
     assert len(libraries) == 4
 
 
-def test_another_compiler_or_torch_is_built_again(first, calls, monkeypatch):
+def replace_compiler() -> None:
+    """Replace the compiler by another version, and ask for that as a new process would."""
+    compiler = Path(os.environ["CXX"])
+    compiler.write_text(compiler.read_text().replace("noting", "watching"))
+    compilers.identity.cache_clear()
+
+
+def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     libraries = {build.build(first, "emulator")}
     monkeypatch.setattr("torch.__version__", "9.9.9")
     libraries.add(build.build(first, "emulator"))
-    compiler = Path(os.environ["CXX"])
-    compiler.write_text(compiler.read_text().replace("noting", "watching"))
-    os.utime(compiler, (1, 1))
+    replace_compiler()
     libraries.add(build.build(first, "emulator"))
     assert len(libraries) == 3
 
 
 @pytest.mark.parametrize("folder", ["fp32", ".", "fp32/a b"])
-def test_what_the_version_includes_is_part_of_it(folder, csrc, first, calls):
-    """Also what that includes, and whatever its name; what is in a comment is not."""
+def test_a_changed_include_causes_a_rebuild(folder, csrc, first, calls):
+    """Includes count at any depth and with any file name, but not in a comment."""
     text = first.path.read_text() + f'#include "{folder}/tiles.cuh"\n// #include "no/such.h"\n'
     first.path.write_text(text)
     (csrc / folder / "parts").mkdir(parents=True)
@@ -95,51 +92,44 @@ def test_what_the_version_includes_is_part_of_it(folder, csrc, first, calls):
     assert {first.path, sizes.resolve(), csrc / "binding.cpp"} <= {*build.sources(first)}
 
 
-def damage(library: Path, how: str) -> None:
-    data = library.read_bytes()
-    library.unlink()
-    if how == "a folder":
-        (library / "inside").mkdir(parents=True)
-    elif how == "a pipe":
-        os.mkfifo(library)
-    elif how != "missing":
-        library.write_bytes({"truncated": data[: len(data) // 2], "empty": b""}[how])
+DAMAGE = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "extended": lambda data: data + b"more",
+    "empty": lambda _: b"",
+}
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "a folder", "a pipe", "missing"])
-def test_what_is_broken_in_the_cache_is_built_again(how, first, calls):
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_library_is_replaced_and_never_overwritten(damage, first, calls):
+    """A process that has mapped it would die of a bus error or run parts of both."""
     library = build.build(first, "emulator")
-    size = library.stat().st_size
-    damage(library, how)
+    data, inode = library.read_bytes(), library.stat().st_ino
+    library.write_bytes(damage(data))
     assert build.build(first, "emulator") == library
-    assert library.stat().st_size == size
+    assert len(library.read_bytes()) == len(data)
+    assert library.stat().st_ino != inode
     calls()
     build.build(first, "emulator")
     assert not calls()
 
 
-def test_a_loaded_library_is_never_overwritten(first, calls):
-    """A process that has mapped it would die of a bus error, or run half of another."""
-    library = build.build(first, "emulator")
-    inode = library.stat().st_ino
-    with library.open("ab") as file:
-        file.write(b"more")
+def test_binding_is_compiled_once_and_again_if_it_is_damaged(csrc, first, calls):
     build.build(first, "emulator")
-    assert library.stat().st_ino != inode
-
-
-def test_a_damaged_binding_is_compiled_again(csrc, first, calls):
-    library = build.build(first, "emulator")
-    (binding,) = library.parent.glob("binding-*")
-    damage(binding, "truncated")
-    calls()
-    build.build(header.versions(csrc / "fp32")[1], "emulator")
-    assert len(calls()) == 3
+    (binding,) = build.cache_dir().glob("binding-*")
+    compiled = [len(calls())]
+    second = header.versions(csrc / "fp32")[1]
+    for contents in (binding.read_bytes(), binding.read_bytes()[:100]):
+        binding.write_bytes(contents)
+        build.build(second, "emulator").unlink()
+        compiled.append(len(calls()))
+    assert compiled == [3, 2, 3]
 
 
 @pytest.mark.parametrize("what", ["cache", "library"])
 @pytest.mark.parametrize("how", ["owner", "group", "others"])
-def test_what_another_user_could_have_planted_is_refused(what, how, first, calls, monkeypatch):
+def test_files_that_another_user_could_have_written_are_refused(
+    what, how, first, calls, monkeypatch
+):
     library = build.build(first, "emulator")
     path = library if what == "library" else library.parent
     if how != "owner":
@@ -148,7 +138,7 @@ def test_what_another_user_could_have_planted_is_refused(what, how, first, calls
         os.chown(path, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        path = library.parent  # both are another user's now
+        path = library.parent  # now another user owns both
     with pytest.raises(BuildError) as caught:
         build.build(first, "emulator")
     told = f"{path} belongs to another user" if how == "owner" else f"chmod go-w {path}, or name"
@@ -156,7 +146,7 @@ def test_what_another_user_could_have_planted_is_refused(what, how, first, calls
     assert str(caught.value).endswith("name another folder with ATTENTION_KERNELS_CACHE")
 
 
-def test_what_is_built_is_trusted_whatever_the_umask(first, calls):
+def test_built_files_are_trusted_whatever_the_umask(first, calls):
     umask = os.umask(0)
     try:
         library = build.build(first, "emulator")
@@ -246,7 +236,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
         wait_for(calls)
         assert list(cache.glob("*.build-*"))
         builder.kill()
-        builder.wait()  # its compilers run on, as they would
+        builder.wait()  # its compilers keep running
         assert build.build(first, "emulator").exists()
         assert not list(cache.glob("*.build-*"))
     finally:
@@ -254,7 +244,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
         builder.communicate()
 
 
-def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch, capsys):
+def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
     import filelock
 
     build.build(first, "emulator")
@@ -262,7 +252,7 @@ def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch
     for path in build.cache_entries():
         if path != lock:
             path.unlink()
-    running = lock.with_suffix(".build-1")  # the folder of the build that has the lock
+    running = lock.with_suffix(".build-1")  # the folder of the build that holds the lock
     running.mkdir()
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
     with filelock.FileLock(lock):
@@ -271,7 +261,7 @@ def test_a_lock_that_nobody_gives_back_only_costs_time(first, calls, monkeypatch
     assert "waiting for another process" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_made_costs_one_warning(first, calls, tmp_path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_created_is_one_warning(first, calls, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "file" / "cache"))
     library = build.build(first, "emulator")
@@ -296,7 +286,7 @@ def test_a_read_only_cache_is_read(csrc, first, calls, monkeypatch, capsys):
     assert "cannot be written (Read-only file system)" in capsys.readouterr().err
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_the_default_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("ATTENTION_KERNELS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_dir() == tmp_path / "attention_kernels"
@@ -327,14 +317,13 @@ def test_one_failed_version_does_not_stop_the_others(csrc, first, calls, capfd):
     assert "v02_second.cu for the CPU emulator" in capfd.readouterr().err
 
 
-def test_what_else_nvcc_depends_on_is_built_again(first, calls, monkeypatch):
-    """The flags that it takes from the environment, and its host compiler."""
+def test_whatever_else_nvcc_depends_on_causes_a_rebuild(first, calls, monkeypatch):
+    """It depends on flags from the environment, and on its host compiler."""
     monkeypatch.setenv("CUDACXX", os.environ["CXX"])
 
-    def stems() -> tuple[str, str]:
-        return build._plan(first, "cuda", "90", "").stem, build._plan(
-            first, "emulator", "", ""
-        ).stem
+    def stems() -> list[str]:
+        plans = build._plan(first, "cuda", "90", ""), build._plan(first, "emulator", "", "")
+        return [plan.stem for plan in plans]
 
     found = [stems()]
     for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
@@ -342,7 +331,5 @@ def test_what_else_nvcc_depends_on_is_built_again(first, calls, monkeypatch):
         found.append(stems())
     assert len({cuda for cuda, _ in found}) == 3
     assert len({emulator for _, emulator in found}) == 1
-    compiler = Path(os.environ["CXX"])
-    compiler.write_text(compiler.read_text().replace("noting", "watching"))
-    os.utime(compiler, (1, 1))
+    replace_compiler()
     assert stems()[0] not in {cuda for cuda, _ in found}

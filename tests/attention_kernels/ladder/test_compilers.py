@@ -1,4 +1,4 @@
-"""Finding compilers, and what is handed to them."""
+"""How compilers are found, and the flags that they get."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_where_compilers_are_looked_for(bare, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH"])
-def test_a_compiler_that_is_named_is_never_replaced_by_another(name, bare, monkeypatch):
+def test_a_named_compiler_is_never_replaced_by_another(name, bare, monkeypatch):
     program(bare / "bin" / "g++")
     program(bare / "bin" / "nvcc")
     assert compilers.missing_compiler("cuda") is None
@@ -112,7 +112,7 @@ def fake_nvcc(bare, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
-    """nvcc hands paths to a shell, which would run what is in $() and in backticks."""
+    """nvcc passes paths to a shell, which would run commands in $() and in backticks."""
     folder = tmp_path / "$(touch pwned) `touch pwned` it's"
     folder.mkdir()
     shutil.copytree(csrc, folder / "csrc")

@@ -9,7 +9,7 @@ from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import HeaderError
 
 
-def test_every_version_file_has_a_header_that_reads():
+def test_every_version_file_has_a_valid_header():
     found = header.versions()
     assert [version.number for version in found] == [*range(1, len(found) + 1)]
     for version in found:
@@ -28,67 +28,76 @@ def test_a_header_is_read_field_by_field(csrc):
     assert version.flags == ("-DTHIS", "--use_fast_math")
 
 
+@pytest.fixture
+def read(csrc):
+    """read(added, old, new): the header of a file after adding lines below Layout or a change."""
+    file = csrc / "fp32" / "v01_first.cu"
+    text = file.read_text()
+
+    def read(added: str = "", old: str = "", new: str = "") -> header.VersionHeader:
+        lines = f"// {added}\n// Flags" if added else "// Flags"
+        file.write_text(text.replace(old, new).replace("// Flags", lines))
+        return header.parse_header(file)
+
+    return read
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("v01 - a", "v02 - a", "the first line must be `// v01 - <what changed>`"),
         ("// v01 - a change\n", "", "the first line must be"),
+        ("// v01", "v01", "the first line must be"),
         ("// Why:    because.\n", "", "the header lacks Why"),
         ("because.", "", "the header lacks Why"),
         ("// Tile:", "// Why: again\n// Tile:", "the header has Why twice"),
-        ("// Cost:   none.\n", "", "the header lacks Cost"),
         ("Layout: contiguous", "Layout: any", "Layout must be contiguous or strided, not 'any'"),
         ("-DTHIS", "'-DTHIS", "Flags: No closing quotation"),
-        ("// v01", "v01", "the first line must be"),
-        ("// Flags", "// Takes:  int8\n// Flags", "Takes must look like `float16, head_dim 32 64`"),
-        ("// Flags", "// Takes:  float16, bfloat16\n// Flags", "Takes must look like"),
-        ("// Flags", "// Takes:  float16, head_dim 0\n// Flags", "Takes must look like"),
-        ("// Flags", "// Takes:  float16, head_dim 64 99999\n// Flags", "Takes must look like"),
-        (
-            "// Flags",
-            "// Error:  2\n// Flags",
-            "Error must look like `2x: every tile rounds O again`",
-        ),
-        ("// Flags", "// Error:  0x: none\n// Flags", "at most 4x"),
-        ("// Flags", "// Error:  5x: much\n// Flags", "at most 4x"),
-        ("// Flags", "// Error:  999999999x: why\n// Flags", "at most 4x"),
-        ("// Flags", "// Needs:  8.0\n// Flags", "Needs must look like `sm_80`"),
-        ("// Flags", "// Needs:  sm_00\n// Flags", "Needs must look like `sm_80`"),
-        ("// Flags", "// Needs:  sm_99999\n// Flags", "Needs must look like `sm_80`"),
-        ("// Flags", "// Precision: best\n// Flags", "Precision is for versions of float32 and m"),
-        (
-            "// Flags",
-            "// Takes:  float16\n// Precision: 3xtf32\n// Flags",
-            "Precision is for versions of float32 and must be one of ieee-fp32, 3xtf32",
-        ),
-        (
-            "// Flags",
-            "// Role:   train\n// Flags",
-            "Role must be attention, decode or struct, not 'train'",
-        ),
-        (
-            "// Flags",
-            "// Role:   decode\n// Flags",
-            "a decode kernel reads the cache in place",
-        ),
-        (
-            "// Expect",
-            "// Takes:  float16\n// Expect",
-            "the header must be in the order From, Change, Why",
-        ),
-        (
-            "// Change",
-            "// From:   version 1\n// Change",
-            "From must look like `v12`, not 'version 1'",
-        ),
+        ("// Cost:", "// Why:", "the header has Why twice"),
+        ("// Expect:", "// Needs: sm_80\n// Expect:", "must be in the order From, Change, Why"),
+        ("// Change", "// From:   version 1\n// Change", "From must look like `v12`"),
     ],
 )
-def test_a_broken_header_is_named(csrc, old, new, words):
-    file = csrc / "fp32" / "v01_first.cu"
-    file.write_text(file.read_text().replace(old, new))
+def test_a_broken_header_is_named(read, old, new, words):
     with pytest.raises(HeaderError) as caught:
-        header.parse_header(file)
-    assert "v01_first.cu: " in str(caught.value)
+        read("", old, new)
+    assert str(caught.value).startswith("v01_first.cu: ")
+    assert words in str(caught.value)
+
+
+PRECISION = "Precision is for versions of float32 and must be one of ieee-fp32, 3xtf32"
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        *[
+            (f"Takes:  {takes}", "Takes must look like `float16, head_dim 32 64`")
+            for takes in (
+                "int8",
+                "float16, bfloat16",
+                "float16, head_dim 0",
+                "float16, head_dim 64 99999",
+            )
+        ],
+        *[
+            (f"Error:  {error}", "Error must look like `2x: rounds O in every tile`, at most 4x")
+            for error in ("2", "0x: none", "5x: much", "999999999x: why")
+        ],
+        *[
+            (f"Needs:  {needs}", "Needs must look like `sm_80`")
+            for needs in ("8.0", "sm_00", "sm_99999")
+        ],
+        ("Needs:", "the header lacks Needs"),
+        ("Precision: best", PRECISION),
+        ("Takes:  float16\n// Precision: 3xtf32", PRECISION),
+        ("Role:   train", "Role must be attention, decode or struct, not 'train'"),
+        ("Role:   decode", "a decode kernel reads the cache in place"),
+    ],
+)
+def test_a_broken_optional_field_is_named(read, added, words):
+    with pytest.raises(HeaderError) as caught:
+        read(added)
     assert words in str(caught.value)
 
 
@@ -102,11 +111,8 @@ def test_a_version_says_which_one_it_changes(csrc):
         header.versions(csrc / "fp32")
 
 
-def test_a_version_of_several_dtypes_is_built_for_each(csrc):
-    file = csrc / "fp32" / "v01_first.cu"
-    takes = "// Takes:  float32 bfloat16, head_dim 64\n// Flags"
-    file.write_text(file.read_text().replace("// Flags", takes))
-    version = header.parse_header(file)
+def test_a_version_of_several_dtypes_is_built_for_each(read):
+    version = read("Takes:  float32 bfloat16, head_dim 64")
     assert version.dtypes == ("float32", "bfloat16")
     builds = version.builds()
     assert [(one.op, one.dtype) for one in builds] == [
@@ -118,55 +124,36 @@ def test_a_version_of_several_dtypes_is_built_for_each(csrc):
 
 
 @pytest.mark.parametrize(
-    ("takes", "expected"),
+    ("added", "expected"),
     [
-        (None, ("float32", (32, 64, 128), False)),
-        ("float64", ("float64", (32, 64, 128), False)),
-        ("float16, head_dim 64", ("float16", (64,), False)),
-        ("bfloat16, head_dim 32 64", ("bfloat16", (32, 64), False)),
-        ("float32, on the CPU", ("float32", (32, 64, 128), True)),
+        ("", ("float32", (32, 64, 128), False)),
+        ("Takes:  float64", ("float64", (32, 64, 128), False)),
+        ("Takes:  float16, head_dim 64", ("float16", (64,), False)),
+        ("Takes:  bfloat16, head_dim 32 64", ("bfloat16", (32, 64), False)),
+        ("Takes:  float32, on the CPU", ("float32", (32, 64, 128), True)),
     ],
 )
-def test_what_a_version_takes(csrc, takes, expected):
-    file = csrc / "fp32" / "v01_first.cu"
-    if takes:
-        file.write_text(file.read_text().replace("// Flags", f"// Takes:  {takes}\n// Flags"))
-    version = header.parse_header(file)
+def test_what_a_version_takes(read, added, expected):
+    version = read(added)
     assert (version.dtype, version.head_dims, version.is_host) == expected
     assert f"-DATTENTION_DTYPE={expected[0]}" in compilers.compile_flags(version, "emulator", "")
 
 
-def test_a_version_says_how_much_error_it_needs(csrc):
-    file = csrc / "fp32" / "v01_first.cu"
-    assert header.parse_header(file).error_slack == 1
-    file.write_text(file.read_text().replace("// Flags", "// Error:  3x: it rounds O\n// Flags"))
-    assert header.parse_header(file).error_slack == 3
-
-
-def test_a_version_says_what_it_needs_and_how_precise_it_is(csrc):
-    file = csrc / "fp32" / "v01_first.cu"
-    plain = header.parse_header(file)
+def test_optional_fields_are_read(read):
+    plain = read()
+    assert (plain.needs, plain.precision, plain.error_slack) == (None, None, 1)
     assert plain.compiles_for("75")
     assert ladder.backend("TEST_PLAIN", "test", plain).min_compute_capability is None
-    fields = "// Needs:  sm_80\n// Precision: 3xtf32\n// Flags"
-    file.write_text(file.read_text().replace("// Flags", fields))
-    version = header.parse_header(file)
+    version = read("Needs:  sm_80\n// Precision: 3xtf32\n// Error:  3x: it rounds O")
+    assert version.error_slack == 3
     assert not version.compiles_for("75")
     assert version.compiles_for("120")
     spec = ladder.backend("TEST_SPLIT", "test", version)
     assert spec.min_compute_capability == (8, 0)
-    assert dict(spec.precisions) == {"float32": "3xtf32"}
+    assert spec.precisions == {"float32": "3xtf32"}
 
 
-def test_fields_out_of_order_are_named(csrc):
-    file = csrc / "fp32" / "v01_first.cu"
-    lines = file.read_text().replace("// Why:    because.\n", "")
-    file.write_text(lines.replace("// Expect: less.\n", "// Expect: less.\n// Why: because.\n"))
-    with pytest.raises(HeaderError, match="the header must be in the order From, Change, Why"):
-        header.parse_header(file)
-
-
-def test_versions_are_found_by_number_and_nothing_else_is(csrc):
+def test_versions_are_sorted_by_number_and_other_files_ignored(csrc):
     for name in ("v10_tenth.cu", "v9_ninth.cu", "notes.cu", "v11.cu", "vnext_idea.cu"):
         (csrc / "fp32" / name).write_text("")
     names = [path.name for path in header.version_files(csrc / "fp32")]

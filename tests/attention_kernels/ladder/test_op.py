@@ -1,4 +1,4 @@
-"""From version files to backends: a ladder that somebody edits, and kernels that decode."""
+"""Version files as backends: a ladder under development, and kernels that decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from attention_kernels import (
 from attention_kernels.judge.conformance import Case, run_case
 from attention_kernels.ladder import build, compilers, header
 from tests.attention_kernels.ladder.conftest import HEADER
-from tests.conftest import DEVICES
 
 ROOT = Path(__file__).parents[3]
 DECODER = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "decode"
@@ -73,7 +72,7 @@ def decoder() -> BackendSpec:
     return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
 
 
-def test_a_files_backend_has_the_files_name_and_two_of_one_name_are_refused_together(tmp_path):
+def test_a_files_backend_has_its_name_and_two_of_one_name_are_refused(tmp_path):
     files = [tmp_path / folder / "v01_twice.cu" for folder in ("a", "b")]
     for file in files:
         file.parent.mkdir()
@@ -88,29 +87,16 @@ def test_a_files_backend_has_the_files_name_and_two_of_one_name_are_refused_toge
         ladder.resolve_all(map(str, files))
 
 
-def decode_arguments(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def decode_arguments() -> tuple[torch.Tensor, ...]:
     """q, caches that are views with gaps, and seqlens from 1 to max_seqlen."""
-    torch.manual_seed(head_dim)
-    q = torch.randn(3, 1, 2, head_dim, device=device)
-    cache = torch.randn(3, 70, 2, 2, head_dim, device=device)
-    seqlens = torch.tensor([1, 37, 70], dtype=torch.int32, device=device)
-    return q, cache[:, :, 0], cache[:, :, 1], seqlens
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_a_version_file_can_decode(head_dim, device, decoder):
-    arguments = decode_arguments(head_dim, device)
-    if reason := decoder.unavailable_reason(device):
-        pytest.skip(reason)
-    expected = get_backend("NAIVE_PYTORCH").decode(*arguments, softmax_scale=0.2)
-    o = decoder.decode(*arguments, softmax_scale=0.2)
-    torch.testing.assert_close(o, expected, rtol=0, atol=2e-6)
-    assert (decoder.has_attention(), decoder.has_decode(device)) == (False, True)
+    torch.manual_seed(0)
+    cache = torch.randn(3, 70, 2, 2, 32)
+    seqlens = torch.tensor([1, 37, 70], dtype=torch.int32)
+    return torch.randn(3, 1, 2, 32), cache[:, :, 0], cache[:, :, 1], seqlens
 
 
 def test_the_first_use_of_a_kernel_by_many_threads_builds_it_once(decoder, monkeypatch):
-    arguments = decode_arguments(32)
+    arguments = decode_arguments()
     expected = decoder.decode(*arguments, softmax_scale=0.2)
     spec, ready = ladder.resolve(str(decoder.version.path)), threading.Barrier(8)
     right, built = build.build, []
@@ -124,6 +110,7 @@ def test_the_first_use_of_a_kernel_by_many_threads_builds_it_once(decoder, monke
         ready.wait(timeout=60)
         return spec.decode(*arguments, softmax_scale=0.2)
 
+    assert (spec.has_attention(), spec.has_decode("cpu")) == (False, True)
     monkeypatch.setattr(build, "build", slow_build)
     with ThreadPoolExecutor(8) as threads:
         assert all(torch.equal(o, expected) for o in threads.map(use, range(8)))
@@ -131,8 +118,8 @@ def test_the_first_use_of_a_kernel_by_many_threads_builds_it_once(decoder, monke
 
 
 @pytest.mark.slow
-def test_a_decode_op_is_part_of_torch(decoder):
-    arguments = decode_arguments(32)
+def test_a_decode_op_can_be_traced_and_compiled(decoder):
+    arguments = decode_arguments()
     decoder.prepare("cpu")
     op = getattr(torch.ops.attention_kernels, decoder.version.op).default
     torch.library.opcheck(op, (*arguments, 0.2))
@@ -146,7 +133,7 @@ def test_a_decode_op_is_part_of_torch(decoder):
 
 
 def test_a_decode_op_checks_its_arguments(decoder):
-    q, k, v, seqlens = decode_arguments(32)
+    q, k, v, seqlens = decode_arguments()
     decoder.prepare("cpu")
     op = getattr(torch.ops.attention_kernels, decoder.version.op).default
     for arguments, words in (
@@ -172,10 +159,10 @@ cudaError_t launch(const Params&, cudaStream_t) { return cudaSuccess; }
 
 
 @pytest.mark.slow
-def test_scratch_of_less_than_nothing_is_an_error(tmp_path):
+def test_a_negative_scratch_size_is_an_error(tmp_path):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
-    text = HEADER.format(name="v01", title="it wants less than nothing") + NOTHING
+    text = HEADER.format(name="v01", title="a negative scratch size") + NOTHING
     (tmp_path / "v01_less.cu").write_text(text.replace("return 0", "return -5"))
     q = torch.zeros(1, 1, 1, 32)
     with pytest.raises(KernelError, match=r"scratch_floats\(\) returned -5, less than 0"):
@@ -183,7 +170,7 @@ def test_scratch_of_less_than_nothing_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
+def test_a_file_that_changes_after_it_was_loaded_is_an_error(tmp_path):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     file = tmp_path / "v01_mine.cu"
@@ -195,7 +182,7 @@ def test_a_file_that_changes_under_a_process_is_not_mistaken(tmp_path):
         ladder.resolve(str(file)).prepare("cpu")
 
 
-def test_a_kernel_with_parameters_of_its_own_is_no_backend(tmp_path):
+def test_a_struct_kernel_is_not_a_backend(tmp_path):
     text = (DECODER / "v01_warp_per_head.cu").read_text()
     (tmp_path / "v01_step.cu").write_text(text.replace("Role:   decode", "Role:   struct"))
     with pytest.raises(header.HeaderError, match="its role is struct, so it is not a backend"):

@@ -1,4 +1,4 @@
-"""What the tests of jobs share."""
+"""Shared by the tests of jobs."""
 
 from __future__ import annotations
 

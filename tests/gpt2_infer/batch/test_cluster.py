@@ -16,10 +16,10 @@ from gpt2_infer.batch.rows import read_rows
 from tests.gpt2_infer.batch.common import CPU, make_settings, write_input
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns of its own settings
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns about its own settings
 
 
-def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
+def test_rows_are_the_same_with_and_without_ray(save_checkpoint, tmp_path):
     from gpt2_infer.batch.cluster import run_on_ray
 
     settings = make_settings(save_checkpoint()[0])
@@ -39,7 +39,7 @@ def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
     counts = run_on_ray([file], out, settings, **how)
     assert lines("ray") == expected
     assert counts == (40, sum(b'"error":null' not in line for line in expected))
-    # Rows that the checkpoint lacks are completed, and no other.
+    # Only the rows missing from the checkpoint are completed.
     first, *others = sorted((out / "_checkpoint").glob("*"))
     for left in others:
         left.unlink() if left.is_file() else shutil.rmtree(left)
@@ -53,9 +53,7 @@ def test_rays_rows_are_those_of_a_job_without_it(save_checkpoint, tmp_path):
         batch.run([file], out, settings, devices=CPU, resume=True)
 
 
-def test_a_driver_that_is_killed_is_followed_by_one_that_completes_the_job(
-    save_checkpoint, tmp_path
-):
+def test_a_killed_driver_can_be_resumed(save_checkpoint, tmp_path):
     from gpt2_infer.batch.cluster import run_on_ray
 
     settings = make_settings(save_checkpoint()[0])

@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         '{"prompt": "a", "id": [1]}': "its id is neither a text nor an integer",
         '{"prompt": "a", "id": "\\ud800"}': "it cannot be read as JSON: ",
         '{"prompt": "a", "e": 1e999}': "it cannot be read as JSON: Number out of range",
-        '{"prompt": [true], "id": "x"}': "token ids must be integers, not True",
+        '{"prompt": [true], "id": "x"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [], "id": "e"}': "a list of token ids must not be empty",
         '{"prompt": {"a": 1}, "id": "y"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
@@ -87,7 +87,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     for row_id, error in zip(ids, lines.values(), strict=True):
         assert (error or "") in (rows[row_id]["error"] or "")
         assert (rows[row_id]["tokens"] is None) is (error is not None)
-    for text in inputs[1:]:  # of one name
+    for text in inputs[1:]:  # two files with the same name
         assert rows[f"{text}:1"]["input"] == {"prompt": "a b"}
     assert rows[f"{inputs[1]}:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
     assert len(rows) == 16
@@ -110,7 +110,7 @@ def test_a_poisoned_row_is_one_error_row(
 
     class Slots(continuous._Slots):
         def __init__(self, *arguments):
-            assert not alive  # a cache at a time
+            assert not alive  # only one cache at a time
             alive.add(self)
             super().__init__(*arguments)
 
@@ -144,7 +144,7 @@ def test_a_poisoned_row_is_one_error_row(
     assert not any(row["error"] for row in healthy.values())
 
 
-def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeypatch):
+def test_a_stopped_job_resumes_byte_for_byte(settings, tmp_path, monkeypatch):
     file, expected, out = write_input(tmp_path / "in.jsonl"), tmp_path / "a", tmp_path / "b"
     batch.run([file], expected, settings, devices=CPU)
     original, calls = jobs.folder.write, []
@@ -174,7 +174,7 @@ def test_a_job_that_stopped_is_completed_to_the_byte(settings, tmp_path, monkeyp
 
 
 JOB, ENTRY = "_job.json", "_manifest/00000.json"
-DAMAGE = [  # what is there instead; a function changes what was there; None is a pipe
+DAMAGE = [  # new content, a function that changes the content, or None for a named pipe
     (JOB, b""),
     (JOB, b"{"),
     (JOB, b"[1]"),
@@ -212,7 +212,7 @@ def test_a_damaged_folder_is_called_damaged(small_job):
 
 @pytest.fixture
 def small_job(settings, tmp_path):
-    """A job of two rows that is done: its input, its folder and its settings."""
+    """A finished job of two rows: its input, its folder and its settings."""
     file, out = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out"
     settings = dataclasses.replace(settings, max_new_tokens=1)
     batch.run([file], out, settings, devices=CPU)
@@ -221,9 +221,7 @@ def small_job(settings, tmp_path):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", ["part-00000.jsonl", "_manifest/00000.json", "notes.txt"])
-def test_files_of_no_job_are_neither_taken_for_a_jobs_nor_replaced(
-    settings, tmp_path, left, resume
-):
+def test_a_folder_with_other_files_is_refused_and_left_alone(settings, tmp_path, left, resume):
     out = tmp_path / "out"
     (out / left).parent.mkdir(parents=True)
     (out / left).write_text('{"prompt": "a"}')
@@ -304,7 +302,7 @@ def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
         batch.run([tmp_path / name], tmp_path / "out", settings, devices=CPU)
 
 
-def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
+def test_invalid_settings_are_refused_at_once(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl")
     for field, value in (
         ("part_rows", 0),
@@ -333,7 +331,7 @@ def test_what_no_row_could_meet_is_refused_at_once(settings, tmp_path):
         batch.run([file], tmp_path / "out", settings, devices=CPU)
 
 
-def test_a_job_without_rows_stands_in_no_ones_way(settings, tmp_path):
+def test_a_folder_without_rows_can_be_used_again(settings, tmp_path):
     file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
     refused = dataclasses.replace(settings, engine="graph")
     with pytest.raises(RequestError, match="needs a CUDA device"):

@@ -54,7 +54,7 @@ def end_of(process: int) -> int:
 
 @pytest.fixture
 def job(save_checkpoint, tmp_path):
-    """A function that runs or resumes one and the same job, and what it should write."""
+    """A function that runs or resumes the job in a folder, and the files expected there."""
     settings = make_settings(save_checkpoint()[0])
     file = write_input(tmp_path / "in.jsonl", 160)
 
@@ -72,7 +72,7 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(job, tmp_path, m
     replace = os.replace
 
     def run_until(at: int, before: bool) -> None:
-        """Be killed at the rename of that number, the first of which is _job.json's."""
+        """Kill this process before or after rename number `at`; the first one is _job.json's."""
         numbers = itertools.count(1)
 
         def dying_replace(*paths):
@@ -83,10 +83,10 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(job, tmp_path, m
             if number == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(os, "replace", dying_replace)  # in the process that start() makes
+        monkeypatch.setattr(os, "replace", dying_replace)  # in the forked process only
         run(out)
 
-    # Then a part's, its entry's, and so on; a job that goes on begins with a part's.
+    # Parts and their manifest entries are renamed in turn; a resumed job begins with a part.
     for at, before in ((1, True), (2, True), (2, False), (4, True), (5, False)):
         assert end_of(start(functools.partial(run_until, at, before))) == -signal.SIGKILL
     for _ in range(5):
@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_nothing_half_written(job, tmp_path):
     out = tmp_path / "out"
 
     def with_little_room():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # for _job.json, not for all parts
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # larger than _job.json only
         run(out)
 
     assert end_of(start(with_little_room)) == 96
@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_nothing_half_written(job, tmp_path):
 
 
 def children(process: int) -> list[int]:
-    """The workers of a process: spawned, and not the resource tracker."""
+    """The worker processes of a process, without its resource tracker."""
     found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [c for c in map(int, found) if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
 

@@ -62,10 +62,6 @@ def tie(save_checkpoint, one: str, other: str, prompt: list[int], batch: int = 1
     return GPT2.from_pretrained(str(folder), device="cpu")
 
 
-def specs_of(*names: str) -> list[BackendSpec]:
-    return [get_backend(name) for name in names]
-
-
 def by_name(file: File) -> dict[str, Row]:
     """The rows of the metric that a study is about, by contender."""
     return {row.contender: row for row in main_rows(file)}

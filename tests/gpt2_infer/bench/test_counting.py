@@ -12,7 +12,7 @@ def access(memory: str, kind: str, **numbers: int) -> Access:
     return Access((1,), "x", memory, kind, 4, **{**counts, **numbers}, costliest=request)
 
 
-def test_totals_are_sums_and_of_the_ways_the_most():
+def test_totals_are_sums_except_for_ways():
     found = counting.totals(
         [
             access("shared", "load", requests=10, conflicts=31, ways=32),
@@ -33,7 +33,7 @@ def test_totals_are_sums_and_of_the_ways_the_most():
     }
 
 
-def test_the_worst_of_several_kernels_is_told():
+def test_of_several_kernels_the_worst_figure_counts():
     def row(registers: int, warps: int, spills: int) -> Resources:
         numbers = {"threads": 32, "head_dim": 64, "blocks": 1, "max_warps": 64}
         names = {

@@ -14,7 +14,7 @@ def line(launch: int, kernel: str, metric: str, value: str) -> str:
     return f'"{launch}","{kernel}","{METRICS[metric]}","","{value}"'
 
 
-def test_a_version_is_told_by_its_namespace():
+def test_the_namespace_of_a_kernel_names_its_version():
     assert op_of(V06) == "v06"
     assert op_of(FA1) == "fa1_v04"
     assert op_of("_ZN2at6native6kernelEv") is None
@@ -49,7 +49,7 @@ def test_no_two_metrics_are_one_counter():
     assert len({*METRICS.values()}) == len(METRICS)
 
 
-def test_a_machine_without_the_profiler_is_one_sentence(monkeypatch):
+def test_a_missing_profiler_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RequestError, match=r"ncu \(Nsight Compute\) is not on PATH"):
         known_counters()

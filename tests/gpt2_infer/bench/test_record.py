@@ -64,7 +64,7 @@ def change(path: str, value: object):
         (change("rows.0.samples", []), "a row has neither samples nor a reason"),
     ],
 )
-def test_what_a_table_or_a_picture_needs_is_required(apply, words, tmp_path):
+def test_an_invalid_file_is_one_line(apply, words, tmp_path):
     file = tmp_path / "r.json"
     content = json.loads(encode(kernels()))
     apply(content)
@@ -99,7 +99,7 @@ def test_nothing_invalid_is_written_and_a_full_disk_is_one_sentence(tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_what_would_lose_a_finished_run_is_found_before_it_begins(tmp_path):
+def test_an_unusable_output_is_refused_before_the_run(tmp_path):
     file = tmp_path / "r.json"
     check_output(file)
     assert not list(tmp_path.iterdir())
@@ -121,7 +121,7 @@ def test_the_newest_results_of_a_task_are_used(tmp_path):
         newest(tmp_path / "none")
 
 
-def test_the_committed_results_are_whole():
+def test_the_committed_results_are_valid():
     for file in RESULTS.glob("*.json"):
         results = read(file)
         assert results.task in file.name.replace("_", "-"), file
@@ -129,7 +129,7 @@ def test_the_committed_results_are_whole():
         assert not any(word.startswith("/") for word in words), file
 
 
-def test_the_committed_results_are_of_commits_in_the_history():
+def test_the_committed_results_name_commits_in_the_history():
     history = environment._git("rev-list", "HEAD")
     if history is None or environment._git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs a checkout with its history")

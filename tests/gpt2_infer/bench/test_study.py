@@ -16,7 +16,7 @@ from tests.gpt2_infer.bench.common import file_of, kernel, provenance
 CELLS = [KernelCell(8), KernelCell(16)]
 
 
-def test_rounds_are_interleaved_and_the_first_is_not_kept():
+def test_rounds_are_interleaved_and_the_first_is_dropped():
     order: list[str] = []
 
     def run(name: str) -> int:
@@ -28,7 +28,7 @@ def test_rounds_are_interleaved_and_the_first_is_not_kept():
     assert figures == {"a": [4, 7], "b": [5, 8], "c": [6, 9]}
 
 
-def test_what_is_rejected_has_no_figure_and_does_not_run_again():
+def test_a_rejected_contender_has_no_figures_and_does_not_run_again():
     calls: list[int] = []
 
     def reject() -> float:
@@ -67,7 +67,7 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_goes_on_after_the_last_finished_cell(tmp_path):
+def test_an_interrupted_run_resumes_after_the_last_finished_cell(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
         time(out, interrupted())
@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on_after_the_last_finished_cell(tmp_path):
     assert [row.kernel for row in found] == CELLS
 
 
-def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
+def test_a_truncated_cell_is_measured_again(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
         time(out, interrupted())
@@ -97,7 +97,7 @@ def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
         ({"source_digest": "456"}, "source digest"),
         ({"sources": {"A": "2"}}, "sources"),
         ({"cpu_threads": 8, "gpu": None}, "machine"),
-        ({"build_flags": {"NVCC_APPEND_FLAGS": "-O1"}}, "machine"),
+        ({"build_flags": {"NVCC_APPEND_FLAGS": "-O1"}}, "build flags"),
         ({"settings": {"rounds": 9}}, "settings"),
         ({"cells": CELLS[:1]}, "settings"),
     ],
@@ -105,7 +105,7 @@ def test_a_cell_that_was_cut_off_while_it_was_written_runs_again(tmp_path):
 def test_another_commit_source_machine_or_plan_is_refused(changes, what, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         time(tmp_path / "r.json", interrupted())
-    with pytest.raises(ResultsError, match=rf"is of another run \(its {what} differ\): delete it"):
+    with pytest.raises(ResultsError, match=rf"belongs to another run \({what} differ\): delete it"):
         progress(tmp_path / "r.json", **changes)
 
 
@@ -121,11 +121,11 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkey
         patch.setattr("pathlib.Path.open", full)
         with pytest.raises(ResultsError) as caught:
             kept.add(CELLS[1], [])
-    assert "the disk is full; 1 cells are kept, and the same command goes on" in str(caught.value)
+    assert "No space left on device (finished cells: 1); rerun to resume" in str(caught.value)
     assert [*progress(out).cells] == [str(CELLS[0])]
 
 
-def test_what_a_contender_fails_at_is_recorded_and_the_others_go_on(tmp_path):
+def test_a_failure_is_recorded_and_the_other_contenders_continue(tmp_path):
     def reject():
         raise RejectedError("no longer right")
 

@@ -1,4 +1,4 @@
-"""The program, run in this process."""
+"""Run the command line in this process."""
 
 from __future__ import annotations
 

@@ -26,5 +26,3 @@ def test_accesses_shows_what_each_source_line_asks_of_memory(capsys, monkeypatch
     assert head.split()[:4] == ["line", "access", "bytes", "requests"]
     assert len(rows) == len(found)
     assert sum("(32-way)" in row for row in rows) == 1
-    assert main(["accesses", "NAIVE_PYTORCH"]) == 2
-    assert "no version file" in capsys.readouterr().err

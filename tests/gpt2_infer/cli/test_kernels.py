@@ -20,10 +20,6 @@ def test_one_ladder_is_shown(capsys, tmp_path, clean_registry):
     rows = json.loads(capsys.readouterr().out)
     assert [row["version"] for row in rows] == ["mine_v01", "mine_v02"]  # v07 is host code
     assert all(row["blocks"] > 0 == row["spill_stores"] for row in rows)
-    assert main(["kernels", "--family", "fp16"]) == 2
-    assert "no ladder named fp16, only fp32, " in capsys.readouterr().err
-    assert main(["kernels", "--head-dim", "64", "7"]) == 2
-    assert "no version of fp32 supports head_dim 7" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -45,24 +41,3 @@ def test_an_architecture_is_a_compute_capability(word, capsys):
         main(["kernels", "--arch", "90", word])
     words = f"--arch: must be a compute capability, such as 90 or sm_90, not '{word}'"
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["NAIVE_PYTORCH"], "NAIVE_PYTORCH cannot take this call: it has no version file"),
-        (["FLASH_ATTENTION_1_CPU"], "it is host code"),
-        (["CUSTOM_CUDA_VERSION_1", "--family", "all"], "--family selects a whole ladder"),
-        (["CUSTOM_CUDA_VERSION_1", "--head-dim", "7"], "VERSION_1 supports head_dim 7"),
-        (["{0}/v01_none.cu"], "there is no file {0}/v01_none.cu"),
-        (["{0}/v01_folder.cu"], "{0}/v01_folder.cu is not a file"),
-        (["{0}/my kernel.cu"], "mv '{0}/my kernel.cu' {0}/v01_my_kernel.cu\n"),
-    ],
-)
-def test_what_kernels_does_not_take_is_one_line(words, complaint, capsys, tmp_path):
-    (tmp_path / "my kernel.cu").write_text("")
-    (tmp_path / "v01_folder.cu").mkdir()
-    assert main(["kernels", *(word.format(tmp_path) for word in words)]) == 2
-    err = capsys.readouterr().err
-    assert complaint.format(tmp_path) in err
-    assert err.count("\n") == 1

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 
@@ -15,9 +14,12 @@ from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
 
 
-def test_debug_shows_the_traceback():
+@pytest.mark.parametrize(
+    "words", [[*DEMO, "--debug", "--backend", "nothing"], ["--debug", "verify", "nothing"]]
+)
+def test_debug_shows_the_traceback_and_may_precede_the_command(words):
     with pytest.raises(LookupError):
-        main([*DEMO, "--debug", "--backend", "nothing"])
+        main(words)
 
 
 def test_help_needs_no_torch():
@@ -59,18 +61,13 @@ def test_dir_lists_the_public_names():
         ["--json", "verify", "X"],
     ],
 )
-def test_what_cannot_be_parsed_is_one_line_too(arguments, capsys):
+def test_an_unknown_option_or_command_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith("gpt2-infer")
     assert err.count("\n") == 1
-
-
-def test_debug_may_stand_before_the_command():
-    with pytest.raises(LookupError):
-        main(["--debug", "verify", "nothing"])
 
 
 @pytest.mark.slow
@@ -87,7 +84,6 @@ def test_debug_may_stand_before_the_command():
     ],
 )
 def test_closed_and_full_streams(words, status, error):
-    """Of python -m gpt2_infer, which is the same program."""
     command = f"set -o pipefail; {sys.executable} -m gpt2_infer {words}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT
@@ -114,54 +110,27 @@ def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
     assert not {"\x1b", "\x9b"} & {*err}
 
 
-def test_an_error_of_another_file_is_not_standard_outputs(capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", full)
-    status, _, err = run(capsys, *DEMO)
-    assert status == 2
-    assert err == "gpt2-infer: error: No space left on device\n"
-
-
-def test_a_bug_is_one_line_and_no_bad_input(capsys, monkeypatch):
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", lambda *_, **__: {}["x"])
-    status, _, err = run(capsys, *DEMO)
-    assert status == 70
-    assert err.startswith(
-        "gpt2-infer: error: this is a bug in gpt2-infer: KeyError: 'x' (test_main"
-    )
-    assert err.count("\n") == 1
-    with pytest.raises(KeyError):
-        main([*DEMO, "--debug"])
-
-
-def test_a_cpu_out_of_memory_is_no_bug(capsys, monkeypatch):
-    def allocate(*_, **__):
-        torch.empty(2**62, dtype=torch.uint8)
-
-    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", allocate)
-    status, _, err = run(capsys, *DEMO)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "you tried to allocate" in err
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("fail", "status", "message"),
     [
-        ["report", "{fifo}.json"],
-        ["perplexity", "{fifo}.txt", "--model", "demo", "--max-tokens", "2"],
-        ["batch", "{fifo}.jsonl", "--model", "demo", "--out", "{fifo}.out"],
+        (full_disk, 2, "No space left on device\n"),
+        (lambda *_, **__: {}["x"], 70, "this is a bug in gpt2-infer: KeyError: 'x' (test_main"),
+        (lambda *_, **__: torch.empty(2**62, dtype=torch.uint8), 2, "you tried to allocate"),
     ],
 )
-def test_a_file_that_cannot_be_read_to_its_end_is_refused(words, capsys, tmp_path):
-    fifo = str(tmp_path / "fifo")
-    for word in words:
-        if word.startswith("{fifo}") and not word.endswith(".out"):
-            os.mkfifo(word.format(fifo=fifo))
-    status, _, err = run(capsys, *(word.format(fifo=fifo) for word in words))
-    assert status == 2
-    assert "Not a regular file" in err.splitlines()[-1]
+def test_an_error_is_one_line_and_a_bug_is_called_a_bug(fail, status, message, capsys, monkeypatch):
+    monkeypatch.setattr("gpt2_infer.checkpoint.open_checkpoint", fail)
+    found, _, err = run(capsys, *DEMO)
+    assert (found, err.count("\n")) == (status, 1)
+    assert err.startswith("gpt2-infer: error: ")
+    assert message in err
+    if status == 70:
+        with pytest.raises(KeyError):
+            main([*DEMO, "--debug"])
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch):

@@ -1,4 +1,4 @@
-"""The numbers that options take."""
+"""Options that take numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from gpt2_infer.cli import COMMANDS, main, parse
 from gpt2_infer.cli.options import Parser
 
-CHECKED_LATER = ("--temperature", "--top-p")  # by Sampling, which Python calls, too
+CHECKED_LATER = ("--temperature", "--top-p")  # by Sampling
 ZERO_IS_TAKEN = ("--top-k", "--seed")
 
 
@@ -49,7 +49,7 @@ def test_a_number_out_of_range_is_refused_at_once(value, numeric_options, capsys
         assert len(err) < 250
 
 
-def test_rounds_of_which_one_is_timed_have_no_spread(capsys):
+def test_one_round_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--out", "r.json", "--rounds", "1"])
-    assert "--rounds: must be an integer from 2 to 2147483647, not '1'" in capsys.readouterr().err
+    assert "--rounds: must be an integer from 2 to 2147483647, not 1" in capsys.readouterr().err

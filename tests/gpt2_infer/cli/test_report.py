@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest.importorskip("jinja2")
@@ -11,6 +13,8 @@ from tests.gpt2_infer.bench.common import kernels
 
 def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
     results, page = tmp_path / "r.json", tmp_path / "page.html"
+    fifo = tmp_path / "fifo.json"
+    os.mkfifo(fifo)
     kernels().write(results)
     assert main(["report", str(results), "--out", str(page)]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {page}")
@@ -20,6 +24,7 @@ def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
         (["NAIVE_PYTORCH"], "no version file"),
         ([str(results), "--gpu", "v100"], "v100"),
         ([str(page.with_suffix(".json"))], "cannot be read"),
+        ([str(fifo)], "Not a regular file"),
         ([str(results), "--out", str(tmp_path / "no" / "page.html")], "No such file"),
     ):
         assert main(["report", *words]) == 2

@@ -15,7 +15,7 @@ from attention_kernels import get_backend, ladder
 from attention_kernels.judge.reference import naive_attention, reference_attention
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
-from gpt2_infer.cli import DEFAULT_PROMPT, main
+from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge.backends import diverge, examine
 from tests.conftest import DEVICES, rewrite
 from tests.gpt2_infer.bench import common
@@ -68,7 +68,7 @@ def compare(model, a, b, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_backends_are_equal_and_compared_all_the_same(device):
+def test_equal_texts_are_compared_all_the_same(device):
     result = compare(GPT2.from_pretrained("demo", device=device), PLAIN, "PYTORCH_SDPA_MATH")
     assert (result.verdict, result.passed, result.step) == ("equal", True, None)
     assert (result.prompt_tokens, result.new_tokens) == (7, TOKENS)
@@ -150,8 +150,8 @@ def test_equal_texts_clear_no_backend(add, capsys):
     add("WRONG", changed(slightly))
     status, out, _ = run(capsys, "diverge", "wrong", PLAIN, *DEMO)
     assert status == 1
-    assert "the texts are equal; their last step, 15, is examined" in out
-    assert "attention first over its budget in layer 0, head 3, row 5: error 1.0" in out
+    assert "the texts are equal\nstep 15 is examined, the token at position 22\n" in out
+    assert "attention first exceeds its budget in layer 0, head 3, row 5: error 1.0" in out
     assert out.splitlines()[-1] == "bug in A: WRONG"
 
 
@@ -260,7 +260,7 @@ def test_the_step_is_run_again_at_the_length_of_the_generation(add, save_checkpo
     assert set(seqlens[last:]) == {60}
 
 
-def test_of_a_batch_the_row_whose_text_parts_first_is_examined(demo):
+def test_the_row_that_diverges_first_is_examined(demo):
     plain = get_backend(PLAIN)
     prompts = [demo.tokenizer.encode(text) for text in ("Once upon a", "The old man")]
     assert len({len(prompt) for prompt in prompts}) == 1
@@ -287,7 +287,7 @@ def test_a_model_that_upcasts_is_judged_in_float32(save_checkpoint):
     assert result.a.place.budget < 1e-4
 
 
-def test_half_precision_parts_texts_by_rounding_alone(demo):
+def test_half_precision_texts_diverge_by_rounding_alone(demo):
     model = GPT2.from_pretrained("demo", device="cpu", dtype=torch.bfloat16)
     result = compare(model, PLAIN, "PYTORCH_SDPA_FLASH_ATTENTION", max_new_tokens=32)
     assert result.verdict == ("equal" if result.step is None else "tie")
@@ -307,7 +307,7 @@ def test_a_model_without_finite_numbers_gives_no_verdict(save_checkpoint, capsys
     )
 
 
-def test_a_float64_model_and_ctrl_c_are_told(demo, monkeypatch):
+def test_a_float64_model_and_ctrl_c_raise(demo, monkeypatch):
     with pytest.raises(RequestError, match="no finer reference"):
         compare(GPT2.from_pretrained("demo", device="cpu", dtype=torch.float64), PLAIN, PLAIN)
 
@@ -325,11 +325,13 @@ def test_an_emulated_kernel_writes_plain_pytorchs_text(capsys):
     arguments = [*DEMO, "--max-new-tokens", "5"]
     status, out, _ = run(capsys, "diverge", "custom-cuda-version-12", PLAIN, *arguments)
     assert status == 0
-    assert "cpu, float32, 7 prompt tokens and 5 new ones" in out
+    assert "cpu, float32, recompute, 7 prompt tokens and 5 new ones" in out
     assert "A  CUSTOM_CUDA_VERSION_12 (emulated on the CPU)" in out
     *_, untried, verdict = out.splitlines()
     assert verdict == "equal"
-    assert untried.startswith("not tried: more than 11 tokens at once, and so nothing beyond the")
+    assert untried.startswith(
+        "not tested: more than 11 tokens at once, that is, anything beyond the"
+    )
     assert untried.endswith(" the first tile of 64 keys of CUSTOM_CUDA_VERSION_12")
 
 
@@ -354,25 +356,14 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     assert result.verdict == "bug in A"
     short = diverge(demo, spec, PLAIN, ids, max_new_tokens=1)
     assert short.verdict == "equal"
-    assert short.untried.endswith("nothing beyond the first tile of 32 keys of V01_MINE")
-
-
-def test_equal_texts_as_json(capsys):
-    status, out, _ = run(capsys, "diverge", PLAIN, PLAIN, *DEMO, "--json")
-    assert status == 0
-    value = json.loads(out)
-    assert (value["verdict"], value["step"], value["new_tokens"]) == ("equal", None, TOKENS)
-    assert value["a"]["backend"] == value["b"]["backend"] == PLAIN
+    assert short.untried.endswith("anything beyond the first tile of 32 keys of V01_MINE")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["diverge", PLAIN, "NAIVE_PYTORHC"], "did you mean NAIVE_PYTORCH?"),
         (["diverge", PLAIN, "PYTORCH_SDPA_CUDNN_ATTENTION"], "is not available here"),
         (["diverge", PLAIN, PLAIN, "--prompt", "a", "--prompt", "b"], "one --prompt, not 3"),
-        (["diverge", PLAIN, PLAIN, "--max-new-tokens", "2000"], "this model has 1024 positions"),
-        (["diverge", PLAIN, PLAIN, "--revision", "main"], "is a local folder"),
         (["diverge", PLAIN, "ONLY", "--dtype", "bfloat16"], "dtype bfloat16 (it takes float32)"),
     ],
 )
@@ -383,10 +374,3 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, add):
     assert err.startswith("gpt2-infer: error: ")
     assert err.count("\n") == 1
     assert words in err
-
-
-def test_one_backend_is_not_enough(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["diverge", PLAIN])
-    assert caught.value.code == 2
-    assert "required: B" in capsys.readouterr().err

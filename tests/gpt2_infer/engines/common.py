@@ -1,4 +1,4 @@
-"""Models, and graphs on a CPU, that the engines' tests share."""
+"""Models, requests and an imitation of CUDA graphs for the engines' tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpt2_infer import GPT2
+from gpt2_infer import GPT2, Request
 from gpt2_infer.config import GPT2Config
 
-# With --dist loadgroup one worker runs all tests of the largest, which take up to 25 GB of a GPU.
+# With --dist loadgroup, one worker runs all tests of gpt2-xl, which take up to 25 GB of GPU memory.
 XL = pytest.param("gpt2-xl", marks=pytest.mark.xdist_group("gpt2-xl"))
 SIZES = ["gpt2", "gpt2-medium", "gpt2-large", XL]
 
 
 def random_model(config: GPT2Config, dtype: torch.dtype = torch.float32) -> GPT2:
-    """A model whose layers all matter, with random weights that are the same each time."""
+    """Return a model with fixed random weights, large enough that every layer matters."""
     torch.manual_seed(0)
     model = GPT2(config).requires_grad_(False).eval()
     for parameter in model.parameters():
@@ -27,8 +27,17 @@ def random_model(config: GPT2Config, dtype: torch.dtype = torch.float32) -> GPT2
     return model.to(dtype)
 
 
+def published(name: str, dtype: torch.dtype = torch.float32) -> GPT2:
+    """Return a model of a published size on the GPU, with random weights."""
+    return GPT2.from_pretrained(name, random_weights=True, device="cuda", dtype=dtype)
+
+
+def request_for(model: GPT2, prompts: Any, **fields: Any) -> Request:
+    return Request(config=model.config, tokenizer=model.tokenizer, prompts=prompts, **fields)
+
+
 class RecordedGraph(TorchDispatchMode):
-    """What a captured CUDA graph is: operations on fixed addresses, which replay() runs again."""
+    """An imitation of a captured CUDA graph: replay() repeats operations on fixed addresses."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         super().__init__()

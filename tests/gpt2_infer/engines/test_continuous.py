@@ -8,11 +8,12 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.judge.reference import naive_attention
-from gpt2_infer import GPT2, Request, RequestError, Sampling, generate
+from gpt2_infer import GPT2, RequestError, Sampling, generate
 from gpt2_infer.engines import continuous
 from gpt2_infer.engines.continuous import NOT_FINITE, Continuous
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
+from tests.gpt2_infer.engines.common import published, request_for
 
 SAMPLING = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
 
@@ -23,23 +24,15 @@ def make_model(device: str) -> GPT2:
 
 
 def make_requests(model, count, *, sampling=SAMPLING, **fields):
-    """Prompts of 1 to 20 tokens."""
+    """Return requests with prompts of 1 to 20 tokens."""
     rng = random.Random(0)
-    return [
-        (
-            i,
-            Request(
-                config=model.config,
-                tokenizer=model.tokenizer,
-                prompts=[[rng.randrange(300, 8000) for _ in range(rng.randint(1, 20))]],
-                max_new_tokens=10,
-                mode="kv-cache",
-                sampling=dataclasses.replace(sampling, seed=sampling.seed + i),
-                **fields,
-            ),
-        )
-        for i in range(count)
-    ]
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 20))]
+        drawn = dataclasses.replace(sampling, seed=sampling.seed + i)
+        options = {"max_new_tokens": 10, "mode": "kv-cache", "sampling": drawn, **fields}
+        requests.append((i, request_for(model, [prompt], **options)))
+    return requests
 
 
 def test_torchs_default_device_changes_nothing():
@@ -55,7 +48,7 @@ def test_torchs_default_device_changes_nothing():
     ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
 )
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_rows_are_what_they_are_alone(device, sampling, fields, ahead, monkeypatch):
+def test_rows_equal_rows_run_alone(device, sampling, fields, ahead, monkeypatch):
     monkeypatch.setitem(continuous.AHEAD, device, ahead)
     model = make_model(device)
     requests = make_requests(model, 8, sampling=sampling, **fields)
@@ -87,14 +80,14 @@ def same_in_any_batch(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(device):
+def test_rows_are_bitwise_equal_in_any_batch(device):
     same_in_any_batch(make_model(device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_is_a_row_of_gpt2_whose_logits_are_not_aligned(dtype):
-    same_in_any_batch(GPT2.from_pretrained("gpt2", random_weights=True, device="cuda", dtype=dtype))
+def test_rows_with_unaligned_logits_do_not_depend_on_the_batch(dtype):
+    same_in_any_batch(published("gpt2", dtype))
 
 
 def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
@@ -107,8 +100,8 @@ def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
     assert completion.logprob == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.gpu  # on a CPU a job's test shows it
-def test_a_row_that_is_not_finite_harms_no_other():
+@pytest.mark.gpu  # for the CPU, batch/test_job.py has this test
+def test_a_row_that_is_not_finite_does_not_affect_others():
     model = make_model("cuda")
     model.lm_head = torch.nn.Linear(256, 8192, bias=False, device="cuda").requires_grad_(False)
     model.lm_head.weight.copy_(model.wte.weight)
@@ -124,26 +117,14 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     folder, _ = save_checkpoint()
     model = GPT2.from_pretrained(str(folder), device="cpu")
     rows = [[5] * 60, [6] * 3, [7] * 33]
-    requests = [
-        (
-            i,
-            Request(
-                config=model.config,
-                tokenizer=model.tokenizer,
-                prompts=[row],
-                max_new_tokens=4,
-                mode="kv-cache",
-                ignore_eos=True,
-            ),
-        )
-        for i, row in enumerate(rows)
-    ]
+    options = {"max_new_tokens": 4, "mode": "kv-cache", "ignore_eos": True}
+    requests = [(i, request_for(model, [row], **options)) for i, row in enumerate(rows)]
     done = dict(Continuous(model, batch=2).run(requests))
-    alone = generate(model, rows, max_new_tokens=4, mode="kv-cache", ignore_eos=True)
+    alone = generate(model, rows, **options)
     assert [done[i].tokens for i in range(3)] == alone.tokens
 
 
-def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
+def test_an_alias_is_resolved_by_row_length(clean_registry):
     def choose(dtype, head_dim, device_type, seqlen=None):
         return get_backend("NAIVE_PYTORCH" if seqlen in (None, 32) else "PYTORCH_SDPA_MATH")
 
@@ -165,6 +146,6 @@ def test_an_alias_stands_for_what_suits_a_rows_length(clean_registry):
         ({"batch": 1, "engine": "graph"}, "the graph engine needs a CUDA device"),
     ],
 )
-def test_what_it_cannot_do_is_refused(demo, fields, message):
+def test_unsupported_settings_are_refused(demo, fields, message):
     with pytest.raises(RequestError, match=message):
         Continuous(demo, **fields)

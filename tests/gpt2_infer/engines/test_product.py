@@ -1,4 +1,4 @@
-"""The matrix product of our own, emulated on the CPU, against float64."""
+"""Our own matrix product, emulated on the CPU, against float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPSILON = 2.0**-24
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
-    """What nobody writes, of y and of the workspace, shows."""
+    """Fill new tensors with NaN, so that unwritten elements of y and the workspace show."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -26,7 +26,7 @@ def random(*shape: int) -> Tensor:
 
 
 def check(plan: Plan | None, m: int, n: int, k: int, device: str = "cpu") -> None:
-    """Compare all modes with float64: a few roundings of the sum of what is added."""
+    """Compare all modes with float64; the bound is a few roundings of the summed magnitudes."""
     x, weight, bias, residual = random(m, k), random(k, n), random(n), random(m, n)
     norm = nn.LayerNorm(n).requires_grad_(False)
     norm.weight.copy_(random(n))
@@ -66,7 +66,7 @@ def test_a_product_is_right_in_every_mode(tile, parts):
 
 def test_blocks_share_tiles_that_are_cut_anywhere():
     tile = next(i for i, tile in enumerate(TILES) if (tile.block_m, tile.block_n) == (32, 64))
-    for blocks in (5, 7):  # of 6 tiles with 4 slabs each
+    for blocks in (5, 7):  # for 6 tiles of 4 slabs each
         check(Plan(tile, blocks), 70, 128, 256)
 
 
@@ -78,7 +78,7 @@ def test_a_row_does_not_depend_on_rows_after_it():
     weight, bias, x = random(128, 64), random(64), random(40, 128)
     tile = next(i for i, tile in enumerate(TILES) if (tile.block_m, tile.block_n) == (32, 64))
     one, two = (Product(weight, bias, plan=Plan(tile, blocks)) for blocks in (2, 4))
-    assert torch.equal(one(x[:3]), two(x)[:3])  # as many parts per tile
+    assert torch.equal(one(x[:3]), two(x)[:3])  # the same number of parts per tile
 
 
 def test_every_plan_of_gpt2_is_one_that_the_kernel_takes():

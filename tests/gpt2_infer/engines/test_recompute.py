@@ -12,8 +12,8 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
-from gpt2_infer.request import Request
-from tests.gpt2_infer.engines.common import SIZES, random_model
+from gpt2_infer.request import MODES
+from tests.gpt2_infer.engines.common import SIZES, published, random_model, request_for
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -48,25 +48,22 @@ def test_one_layer_and_a_head_of_its_own():
 
 
 @torch.inference_mode()
-def test_the_engine_writes_what_the_modules_write(monkeypatch):
-    """Several lengths, each run first and replayed after that; here a replay runs it again."""
+def test_the_engine_generates_the_modules_tokens(monkeypatch):
+    """Each length is run once, then replayed; here a replay runs the body again."""
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 4)
     monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     model, prompts = random_model(CONFIG), [[7, 3], [5, 6, 90, 2]]
-    request = Request(config=CONFIG, tokenizer=None, prompts=prompts, max_new_tokens=9)
-    engine = Recompute(model, request, "fused")
+    engine = Recompute(model, request_for(model, prompts, max_new_tokens=9), "fused")
     engine.warm_up()
     for step in range(9):
         engine.step(step)
     assert engine.new_tokens(9) == generate(model, prompts, max_new_tokens=9).tokens
 
 
-def test_all_reasons_against_it_are_told():
+def test_all_reasons_are_listed():
     config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
     model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
-    request = Request(
-        config=config, tokenizer=None, prompts=[[1] * 1000] * 3, max_new_tokens=1, mode="recompute"
-    )
+    request = request_for(model, [[1] * 1000] * 3, max_new_tokens=1)
     reasons = unsupported_reasons(model, request)
     for word in ("CUDA device", "bfloat16", "96 and 384", "relu", "3000 positions"):
         assert sum(word in reason for reason in reasons) == 1
@@ -77,20 +74,17 @@ def test_all_reasons_against_it_are_told():
 # On a GPU
 
 
-def published(name: str) -> GPT2:
-    return GPT2.from_pretrained(name, random_weights=True, device="cuda")
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("prompts", "count"),
     [([[15496, 11, 616, 1438, 318, 1757, 13, 314]], 504), ([[1], [4] * 40, [5, 6]], 100)],
 )
-def test_greedy_text_of_all_engines_is_the_same(prompts, count):
+def test_greedy_text_of_all_engines_is_the_same(prompts, count, mode):
     model = published("gpt2")
-    eager = generate(model, prompts, max_new_tokens=count, engine="eager")
+    eager = generate(model, prompts, max_new_tokens=count, mode=mode, engine="eager")
     for engine in ("graph", "auto"):
-        text = generate(model, prompts, max_new_tokens=count, engine=engine)
+        text = generate(model, prompts, max_new_tokens=count, mode=mode, engine=engine)
         assert text.engine == ("fused" if engine == "auto" else engine)
         assert text.tokens == eager.tokens
 
@@ -112,7 +106,7 @@ def test_every_size_on_a_gpu(name):
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_a_repeated_pass_gives_the_same_bits():
-    """A kernel that reads what the one ahead of it has not written yet shows now and then."""
+    """A race shows only in some of the repetitions."""
     model = published("gpt2")
     forward = Forward(model)
     tokens, seqlens = torch.randint(0, 50257, (1, 256)).cuda(), torch.tensor([250]).cuda()

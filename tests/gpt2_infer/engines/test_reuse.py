@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from attention_kernels.backends import pytorch
-from gpt2_infer import GPT2, Request, Sampling, engines, generate, sampling
+from gpt2_infer import GPT2, Sampling, engines, generate, sampling
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Shape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.common import RecordedGraph, random_model
+from tests.gpt2_infer.engines.common import RecordedGraph, random_model, request_for
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -28,7 +28,7 @@ CONFIG = GPT2Config(
     n_layer=2,
     n_head=2,
     n_inner=128,
-    tie_word_embeddings=False,  # a text of random weights would be one token
+    tie_word_embeddings=False,  # tied random weights would repeat one token
 )
 PROMPTS = [[7, 3], [5, 6, 90, 2]]
 OTHERS = [[9, 4, 4, 1], [70]]
@@ -38,7 +38,7 @@ DRAWN = Sampling(0.9, 50, 0.95, seed=3)
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Let a CPU run all engines; the graphs that were captured since."""
+    """Let the CPU run all engines; return the list of captured graphs."""
     graphs: list[RecordedGraph] = []
 
     def capture(body, shared_with=None):
@@ -59,7 +59,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(fused, "shape_on", shape_on)
     monkeypatch.setattr(engines, "_reasons", lambda *_: reasons)
     monkeypatch.setattr(engines, "_room", lambda device: 2**30)
-    # On a CPU these look at values, which a graph cannot.
+    # On a CPU these read values, which a graph cannot do.
     monkeypatch.setattr(pytorch, "_visible", visible)
     monkeypatch.setattr(sampling, "_largest", lambda logits: logits.max(-1))
     return graphs
@@ -145,7 +145,7 @@ def test_changed_weights_are_used(change, mode, engine, captured):
     elif change == "data replaced":
         linear.weight.data = negative.clone()
     else:
-        linear.weight.data.mul_(-1)  # of which PyTorch keeps no count
+        linear.weight.data.mul_(-1)  # PyTorch does not count this change
         model.release()
     assert call(model, **options) == wanted
 
@@ -190,7 +190,7 @@ def test_release_gives_back_everything(captured):
     assert [one() for one in (*alive, packed)] == [None] * 3
 
 
-def test_copies_begin_with_nothing(captured):
+def test_a_copied_model_starts_with_an_empty_cache(captured):
     model = random_model(CONFIG)
     call(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -199,10 +199,7 @@ def test_copies_begin_with_nothing(captured):
 
 
 def lend(model):
-    request = Request(
-        config=CONFIG, tokenizer=None, prompts=PROMPTS, max_new_tokens=5, engine="graph"
-    )
-    return lend_engine(model, request)
+    return lend_engine(model, request_for(model, PROMPTS, max_new_tokens=5, engine="graph"))
 
 
 @torch.inference_mode()
@@ -235,7 +232,7 @@ def test_a_failed_call_leaves_no_engine(captured, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
-def test_memory_that_is_short_is_given_back(engine, captured, monkeypatch):
+def test_out_of_memory_frees_cached_engines_and_retries(engine, captured, monkeypatch):
     model, other = random_model(CONFIG), random_model(CONFIG)
     wanted = call(model, engine=engine)
     call(other)
@@ -258,7 +255,7 @@ def test_memory_that_is_short_is_given_back(engine, captured, monkeypatch):
         call(model, engine=engine)
 
 
-def test_what_waits_is_bounded():
+def test_the_cache_of_engines_is_bounded():
     prepared, one = Prepared(), SimpleNamespace(nbytes=10)
     for key in range(MAX_ENGINES + 2):
         prepared.put(key, one, prepared.stamp, 1000)

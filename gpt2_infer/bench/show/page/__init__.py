@@ -228,13 +228,12 @@ def _prediction(
     ]
     if not found and not makes:
         return "no prediction committed"
-    timed = timed_on(card, files)
-    found = found or predict_version(kernel.name, version, [cell], gpu=gpu, timed=timed)
+    found = found or predict_version(kernel.name, version, [cell], gpu=gpu)
     if not found[-1].samples:
         return found[-1].reason
     measured = [
         (file.task, row)
-        for file in timed
+        for file in timed_on(card, files)
         for row in main_rows(file)
         if row.samples and is_of(found[-1], row)
     ]

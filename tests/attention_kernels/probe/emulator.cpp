@@ -1,5 +1,5 @@
-// What test_wmma.py asks of emulated blocks, fragments and asynchronous copies, as C functions for
-// ctypes. Built by g++ alone.
+// What test_emulator.py and test_tensor_cores.py ask of emulated blocks, fragments and asynchronous
+// copies, as C functions for ctypes. Built by g++ alone.
 
 #include <cuda_pipeline.h>
 #include <mma.h>

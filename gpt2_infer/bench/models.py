@@ -1,0 +1,88 @@
+"""What the studies of whole models share: our models, transformers' as a peer, and a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpt2_infer.model import GPT2
+
+Result = TypeVar("Result")
+
+
+class OneModel:
+    """Keeps one model in memory: the previous one is released before the next is loaded.
+
+    options: those of GPT2.from_pretrained().
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._key: tuple[str, str] | None = None
+        self._model: GPT2 | None = None
+
+    def load(self, name: str, dtype: str) -> GPT2:
+        """Return a model in a dtype; callers must not hold on to the previous one."""
+        if self._model is None or self._key != (name, dtype):
+            self._key, self._model = (name, dtype), None
+            self._model = GPT2.from_pretrained(name, dtype=dtype, **self._options)
+        return self._model
+
+
+def reference_of(model: GPT2) -> Any:
+    """Return transformers' model with a copy of our weights."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = model.config
+    sizes = GPT2Config(
+        n_embd=config.n_embd,
+        n_positions=config.n_positions,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        vocab_size=config.vocab_size,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    reference = AutoModelForCausalLM.from_config(sizes, dtype=model.dtype)
+    reference.load_state_dict(
+        {f"transformer.{name}": value for name, value in model.state_dict().items()}
+        | {"lm_head.weight": model.wte.weight}
+    )
+    return reference.to(model.device).eval()
+
+
+def generated(
+    reference: Any, ids: Tensor, new_tokens: int, *, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return the greedy new tokens of a model of transformers, (batch, new_tokens).
+
+    ids: the prompts, (batch, seqlen). mask: False for padding. options: those of generate().
+    """
+    tokens: Tensor = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return tokens[:, ids.shape[1] :]
+
+
+def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
+    """Return the result of call(), and the seconds until the device has finished."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    started = time.perf_counter()
+    result = call()
+    wait()
+    return result, time.perf_counter() - started

@@ -1,0 +1,91 @@
+"""Helpers for the tests of the ladders."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels import BackendSpec, ladder, list_backends
+from attention_kernels.ladder import header
+from tests.conftest import usable
+
+FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
+LAST_WMMA = next(spec.name for spec in list_backends()[::-1] if spec.family == "wmma_fa2")
+STRIDED_HALF = ["FLASH_ATTENTION_1_TENSOR_CORE", LAST_WMMA]
+# One backend of each family, and the first and last of the largest. Tests of the others are slow:
+# g++ takes longer for WMMA's last version than for all of these.
+QUICK = {
+    "NAIVE_PYTORCH",
+    FP32[0],
+    FP32[-1],
+    "WMMA_FLASH_ATTENTION_2_VERSION_1",
+    STRIDED_HALF[0],
+    "ABLATION_STEP_8",
+    "DECODE_SPLIT_KV_VERSION_1",
+    "NUMPY_BASIC",
+    "TRITON_FLASH_ATTENTION",
+}
+
+
+def for_each(names: list[str]) -> pytest.MarkDecorator:
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+    )
+
+
+def dtype_of(spec: BackendSpec) -> torch.dtype:
+    """Return the dtype of an attention kernel's version file, which takes only one."""
+    (name,) = spec.dtypes
+    return getattr(torch, name)
+
+
+def spec_of(version: header.VersionHeader) -> BackendSpec:
+    """Return a backend for a version file that is in no ladder."""
+    return ladder.backend(f"TEST_{version.op.upper()}", "test", version)
+
+
+def op_of(name: str, device: str):
+    """Return a backend's op, or skip the test where the backend cannot run."""
+    spec = usable(name, device)
+    spec.prepare(device)
+    op = spec.version.op if spec.version else name.lower()
+    return getattr(torch.ops.attention_kernels, op).default
+
+
+def changed(file: Path, folder: Path, *changes: tuple[str, str]) -> BackendSpec:
+    """Copy a version file, replace texts that occur once, and return the copy as a backend."""
+    text = file.read_text("utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    copy = folder / file.name
+    copy.write_text(text, "utf-8")
+    return ladder.resolve(str(copy))
+
+
+FUSES = platform.machine() == "aarch64" or (
+    platform.machine() == "x86_64"
+    and re.search(r"^flags\b.*\bfma\b", Path("/proc/cpuinfo").read_text(), re.M) is not None
+)
+FUSED_FLAGS = "-Xcompiler=-fexpensive-optimizations,-ffp-contract=fast" + ",-mfma" * (
+    platform.machine() == "x86_64"
+)
+
+
+def fused(name: str, folder: Path) -> BackendSpec:
+    """Return a version that g++ builds with multiplications and additions fused, as nvcc does.
+
+    If a product is rounded in one place but not in another, differences that should be 0 are not.
+    """
+    if not FUSES:
+        pytest.skip("this processor has no fused multiply-add")
+    file = usable(name, "cpu").version.path
+    text, count = re.subn(r"(// Flags: ).*", rf"\1{FUSED_FLAGS}", file.read_text())
+    assert count == 1
+    (folder / file.name).write_text(text)
+    return spec_of(header.parse_header(folder / file.name, "fused_"))

@@ -1,0 +1,44 @@
+"""The probe: C functions that use the emulator without a backend."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_kernels.ladder import compilers, header
+
+PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory) -> Callable[..., str]:
+    """Build emulator.cpp; call(name, *arguments) returns a message, empty for success."""
+    gxx = compilers.find_gxx() or pytest.skip("needs g++")
+    library = tmp_path_factory.mktemp("probe") / "probe.so"
+    csrc, flags = header.CSRC, ["-std=c++17", "-O0", "-fPIC", "-shared", "-DATTENTION_EMULATOR"]
+    command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
+    subprocess.run([*command, str(PROBE), "-o", str(library), "-pthread", "-ldl"], check=True)
+    functions = ctypes.CDLL(str(library))
+
+    def call(name: str, *arguments: torch.Tensor | int) -> str:
+        function = getattr(functions, name)
+        function.restype = ctypes.c_char_p
+        pointers = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else int(a)
+            for a in arguments
+        ]
+        return function(*pointers).decode()
+
+    return call
+
+
+def probe_line(marker: str) -> str:
+    """Return the file and line of emulator.cpp that end with a marker, as a message has them."""
+    lines = PROBE.read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"// {marker}"))
+    return f"{PROBE.name}:{number}"

@@ -1,0 +1,447 @@
+"""What every backend must do on every device that it runs on.
+
+On the CPU, kernels for a GPU are emulated or interpreted. That is slow, so each backend gets a
+share of the cases; `gpt2-infer verify NAME` runs all of them. The tests in backends/ hold what is
+particular to one family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attention_kernels import BackendSpec, UnsupportedError, list_backends
+from attention_kernels.contract import dtype_name
+from attention_kernels.judge.cases import EDGES, extreme_cases
+from attention_kernels.judge.conformance import (
+    LENGTHS,
+    Case,
+    DecodeCase,
+    cases,
+    future_leaks,
+    run_case,
+)
+from attention_kernels.ladder import header
+from tests.attention_kernels.backends.common import FP32, QUICK, STRIDED_HALF, op_of
+from tests.conftest import emulator_settings
+
+SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
+HEAD_DIMS = (32, 64, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INF, NAN = torch.inf, torch.nan
+one_tile = pytest.mark.usefixtures("one_tile")
+
+
+def each(
+    where: Callable[[BackendSpec], bool] = lambda _: True,
+    *,
+    devices: tuple[str, ...] = ("cpu", "cuda"),
+    dtypes: int | None = None,
+) -> pytest.MarkDecorator:
+    """Parametrize a test by backend, dtype (at most `dtypes` of them) and device."""
+    found = []
+    for spec in filter(where, SPECS):
+        for at, name in enumerate(spec.dtypes[:dtypes]):
+            for device in (device for device in devices if device in spec.device_types):
+                is_slow = device == "cpu" and (spec.name not in QUICK or at > 0)
+                marks = [pytest.mark.gpu] * (device == "cuda") + [pytest.mark.slow] * is_slow
+                values = spec, getattr(torch, name), device
+                found.append(pytest.param(*values, id=f"{spec.name}-{name}-{device}", marks=marks))
+    return pytest.mark.parametrize(("spec", "dtype", "device"), found)
+
+
+def attends(spec: BackendSpec) -> bool:
+    return spec.family != "decode"
+
+
+def is_ours(spec: BackendSpec) -> bool:
+    return spec.family != "pytorch"
+
+
+def is_kernel(spec: BackendSpec) -> bool:
+    return spec.version is not None or spec.family == "triton"
+
+
+def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[int]:
+    """Return the head_dims to test; skip the test if the backend cannot run or refuses all."""
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    if not spec.has_attention():
+        return [*spec.head_dims]
+    taken, reasons = [], []
+    for head_dim in spec.head_dims or HEAD_DIMS:
+        q = torch.zeros(1, 8, 2, head_dim, dtype=dtype, device=device)
+        if refusal := spec.unsupported_reasons(q, q, q):
+            reasons += refusal
+        else:
+            taken.append(head_dim)
+    if not taken:
+        pytest.skip("; ".join(reasons))
+    assert all("head_dim 128" in reason for reason in reasons)  # too little shared memory
+    return taken
+
+
+def call(spec: BackendSpec, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return spec.attention(*inputs) if spec.has_attention() else spec.decode(*inputs)
+
+
+# Families
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("fp32", "CUSTOM_CUDA_VERSION_{}"),
+        ("wmma_fa2", "WMMA_FLASH_ATTENTION_2_VERSION_{}"),
+        ("ablation", "ABLATION_STEP_{}"),
+        ("decode", "DECODE_SPLIT_KV_VERSION_{}"),
+    ],
+)
+def test_a_ladder_is_the_files(family, name):
+    files = header.version_files(header.CSRC / family)
+    names = [name.format(header.version_number(file)) for file in files]
+    assert [spec.name for spec in SPECS if spec.family == family] == names
+
+
+THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("family", "precisions", "head_dims"),
+    [
+        ("fp32", [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")], [HEAD_DIMS]),
+        ("wmma_fa2", [{"float16": "fp16"}], [(64,), HEAD_DIMS]),
+        ("ablation", [{"float32": "ieee-fp32"}], [HEAD_DIMS[:2]]),
+        ("triton", [THREE], [HEAD_DIMS]),
+        ("decode", [THREE], [HEAD_DIMS]),
+        ("numpy", [{"float32": "ieee-fp32", "float64": "fp64"}], [()]),
+    ],
+)
+def test_what_a_family_takes(family, precisions, head_dims):
+    for spec in (spec for spec in SPECS if spec.family == family):
+        assert dict(spec.precisions) in precisions
+        assert spec.head_dims in head_dims
+        assert spec.device_types == (("cpu",) if family == "numpy" else ("cuda", "cpu"))
+        assert spec.emulated_on == spec.device_types[1:]
+        assert spec.has_attention() == (family != "decode")
+        assert spec.has_decode("cpu") == (family == "decode")
+
+
+# Right results
+
+
+def around_the_tile(spec: BackendSpec, head_dims: list[int]) -> list[Case]:
+    """Return cases at the edges of a version's tile, and some of several tiles."""
+    tile = re.match(r"kBlockM(?: x kBlockN)? = (\d+)(?: x (\d+))?", spec.version.tile)
+    rows = int(tile[1])
+    columns = int(tile[2] or rows)
+    edges = {1, rows - 1, rows, rows + 1, columns + 1, 2 * max(rows, columns) + 5}
+    lengths = [(n, head_dims[at % len(head_dims)]) for at, n in enumerate(sorted(edges))]
+    found = [Case(n, d, is_causal=c) for n, d in lengths for c in (True, False)]
+    found += [Case(rows + 1, d, batch=2, num_heads=3, seed=1) for d in head_dims]
+    return found + [Case(130, head_dims[-1], scale) for scale in (0.02, 8.0)]
+
+
+def decoding(head_dims: list[int]) -> list[DecodeCase]:
+    """Return cases of decode: lengths around the edges of splits in one batch, and long ones."""
+    ragged = {"lengths": EDGES, "max_seqlen": max(EDGES)}
+    long = {"lengths": (1025, 2100), "max_seqlen": 2100}
+    found = [DecodeCase(d, num_heads=1, **f) for d in head_dims for f in (ragged, long)]
+    for d, fields in (
+        (64, {"scale": 8.0}),
+        (32, {"scale": 19.3, "kind": "equal"}),
+        (64, {"kind": "offset", "layout": "gaps"}),
+        (32, {"softmax_scale": 0.3}),
+    ):
+        found.append(DecodeCase(d, **ragged, **fields))
+    return found
+
+
+def suite(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[Case | DecodeCase]:
+    """Return the cases for a backend: all of them on a GPU, a share on the CPU."""
+    head_dims = usable_head_dims(spec, dtype, device)
+    if not spec.has_attention():
+        found = decoding(head_dims)
+        if dtype == torch.float32:  # 16-bit dtypes round such scores too much
+            found.append(DecodeCase(32, scale=1e4, lengths=EDGES, max_seqlen=max(EDGES)))
+        if device == "cuda":
+            long = {"lengths": (1024, 5000, 16384, 1), "max_seqlen": 16384, "num_heads": 3}
+            found += [DecodeCase(head_dim, **long) for head_dim in head_dims]
+        return [dataclasses.replace(case, dtype=dtype) for case in found]
+    found = [
+        # A kernel that masks before it scales multiplies -infinity by 0, or by a negative number.
+        Case(70, head_dims[0], num_heads=1, softmax_scale=scale, is_causal=is_causal)
+        for scale, is_causal in itertools.product((2.3, 0.0, -0.7), (True, False))
+    ]
+    if spec.has_decode(device):
+        found.append(DecodeCase(64))
+    if spec.version is not None:
+        found += around_the_tile(spec, head_dims)
+    if spec.family == "fp32":
+        found += extreme_cases(32, dtype, seed=0)
+    if device == "cuda":
+        found += cases(tuple(head_dims))
+    elif spec.version is None:
+        # Six cases of a shape follow each other, so every 5th or 11th is another shape and another
+        # of the six. Each backend and dtype begins elsewhere.
+        is_fast = spec.family == "pytorch"
+        step, longest = (5, Case(1024, 32, 8.0)) if is_fast else (11, Case(350, 32, 8.0))
+        share = [*cases(tuple(head_dims), lengths=LENGTHS[:-2])]
+        first = (SPECS.index(spec) + 2 * DTYPES.index(dtype)) % step
+        found += [*share[first::step], dataclasses.replace(longest, num_heads=1)]
+    if is_ours(spec):  # with NaN around the inputs
+        found += [Case(50, head_dims[0], is_causal=c, layout="gaps") for c in (True, False)]
+    return [dataclasses.replace(case, dtype=dtype) for case in dict.fromkeys(found)]
+
+
+def passes(spec: BackendSpec, case: Case | DecodeCase, device: str) -> bool:
+    try:
+        return run_case(spec, case, device).passed
+    except UnsupportedError:
+        # cuDNN 9 refuses a single token.
+        return spec.name == "PYTORCH_SDPA_CUDNN_ATTENTION" and case.seqlen == 1
+
+
+@one_tile
+@each()
+def test_conformance(spec, dtype, device):
+    """An output must also be contiguous and new, and the inputs unchanged."""
+    failed = [str(case) for case in suite(spec, dtype, device) if not passes(spec, case, device)]
+    assert not failed
+
+
+@one_tile
+@each(attends)
+def test_the_future_does_not_change_the_past(spec, dtype, device):
+    head_dims = itertools.cycle(usable_head_dims(spec, dtype, device))
+    for cut, head_dim in zip((1, 41, 64, 99), head_dims, strict=False):
+        assert not future_leaks(spec, Case(100, head_dim, dtype=dtype), device, cut)
+
+
+@one_tile
+@each(lambda spec: attends(spec) and is_ours(spec))
+def test_a_future_of_any_size_changes_nothing(spec, dtype, device):
+    """Later values choose no scale for earlier rows, and 0 times an overflow stays out of them."""
+    head_dim = min(usable_head_dims(spec, dtype, device), key=lambda known: abs(known - 64))
+    q, k, v = Case(100, head_dim, num_heads=1, dtype=dtype).inputs(device)
+    before = spec.attention(q, k, v)
+    for cut in (41, 64, 81):
+        future = v.clone()
+        future[:, cut:] = torch.finfo(v.dtype).max * v[:, cut:].sign()
+        assert torch.equal(spec.attention(q, k, future)[:, :cut], before[:, :cut]), cut
+
+
+@one_tile
+@each(lambda spec: spec.family in ("fp32", "fa1", "triton", "numpy"))
+def test_a_future_that_is_not_finite_changes_nothing(spec, dtype, device):
+    usable_head_dims(spec, dtype, device)
+    is_exact = {*spec.precisions.values()} == {"ieee-fp32"}
+    on_tensor_cores = spec.name in STRIDED_HALF or (spec.family == "fp32" and not is_exact)
+    # Tensor cores multiply a whole tile of V by P, and 0 * NaN is not 0.
+    tile = 16 if on_tensor_cores else 1
+    poisons = [(NAN, 1), (-INF, 1), (1, NAN), (1, INF), (NAN, NAN)]
+    shapes = [(150, 32, 70)]
+    if spec.version is not None:
+        poisons, shapes = [(NAN, INF)], [(70, 32, 41), (70, 64, 48), (70, 128, 66)]
+    for (seqlen, head_dim, cut), (in_k, in_v) in itertools.product(shapes, poisons):
+        q, k, v = Case(seqlen, head_dim, num_heads=1, dtype=dtype).inputs(device)
+        before = spec.attention(q, k, v)
+        k, v = k.clone(), v.clone()
+        k[:, cut:] *= in_k
+        v[:, -(-cut // tile) * tile :] *= in_v
+        after = spec.attention(q, k, v)
+        assert torch.equal(after[:, :cut], before[:, :cut]), (head_dim, in_k, in_v)
+        if spec.version is None and in_k != -INF:  # rows that see it are not finite
+            assert not after[:, cut:].isfinite().all(3).any(), (in_k, in_v)
+
+
+@one_tile
+@each(lambda spec: attends(spec) and is_kernel(spec) and not spec.needs_contiguous, dtypes=1)
+def test_strided_views_need_no_copy(spec, dtype, device, monkeypatch):
+    d = usable_head_dims(spec, dtype, device)[0]
+    is_triton = spec.family == "triton"
+    n, like = 150 if is_triton else 50, {"device": device, "dtype": dtype}
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, n, d, **like).transpose(1, 2)  # heads before positions
+    one_key = torch.randn(2, 1, 3, d, **like).expand(
+        2, n, 3, d
+    )  # whichever key is read, O is the same
+    one_head = torch.randn(4, n, 1, 2 * d, **like)[::2, ..., :d].expand(2, n, 3, d)
+    row = 4 * d + is_triton  # Triton's rows need not begin at multiples of 16 bytes
+    v = torch.randn(4, n + 10, 3, row, **like)[1:3, 7 : n + 7, :, d : 2 * d]
+    for k in (one_key, one_head):
+        expected = spec.attention(q.contiguous(), k.contiguous(), v.contiguous())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "contiguous", None)
+            assert torch.equal(spec.attention(q, k, v), expected)
+
+
+@each(lambda spec: spec.version is not None, devices=("cpu",))
+def test_neither_the_order_of_threads_nor_unwritten_memory_matters(
+    spec, dtype, device, monkeypatch
+):
+    """A race, or a read of memory that nobody wrote, would make these runs differ."""
+    head_dims = usable_head_dims(spec, dtype, device)
+    inputs = [Case(70, d, dtype=dtype).inputs(device) for d in head_dims[::2]]
+    if not spec.has_attention():
+        case = DecodeCase(64, dtype, lengths=EDGES, max_seqlen=max(EDGES))
+        inputs = [case.inputs(device)]
+    expected = [call(spec, x) for x in inputs]
+    for setting in emulator_settings(monkeypatch):
+        for x, o in zip(inputs, expected, strict=True):
+            assert torch.equal(call(spec, x), o), setting
+
+
+@each(lambda spec: spec.head_dims or len(spec.dtypes) < len(DTYPES), dtypes=1)
+def test_all_that_it_does_not_take_is_refused_at_once(spec, dtype, device):
+    if reason := spec.unavailable_reason(device):
+        pytest.skip(reason)
+    wrong = next(dtype for dtype in DTYPES if dtype_name(dtype) not in spec.dtypes)
+    head_dim = 80 if spec.head_dims else 64
+    reasons = [f"dtype {dtype_name(wrong)} (it takes {', '.join(spec.dtypes)})"]
+    if spec.head_dims:
+        reasons.append(f"head_dim 80 (it takes {', '.join(map(str, spec.head_dims))})")
+    case = Case(4, head_dim, dtype=wrong) if attends(spec) else DecodeCase(head_dim, wrong)
+    with pytest.raises(UnsupportedError) as caught:
+        call(spec, case.inputs(device))
+    assert caught.value.reasons == reasons
+
+
+# Part of torch
+
+
+def registers_an_op(spec: BackendSpec) -> bool:
+    """Return whether to test the op; those of all version files are registered in one place."""
+    return spec.name in (FP32[0], FP32[-1], STRIDED_HALF[0]) or spec.family in ("triton", "numpy")
+
+
+@each(registers_an_op, dtypes=2)
+def test_opcheck(spec, dtype, device):
+    usable_head_dims(spec, dtype, device)
+    qkv = Case(33, 32, batch=2, dtype=dtype).inputs(device)
+    if spec.version is not None:
+        qkv = tuple(x.contiguous() for x in qkv)
+    torch.library.opcheck(op_of(spec.name, device), (*qkv, 0.2, True))
+
+
+def check_compiled(spec: BackendSpec, dtype: torch.dtype, device: str, compiler: str) -> None:
+    """Compile a model from a cold start: what tracing reaches first is built outside of it.
+
+    Around a version's op are matrix products, for which inductor calls a library: on a CPU, other
+    operations would take it half a minute to compile and say nothing about the op.
+    """
+    twice = 2 * torch.eye(64, device=device, dtype=dtype)
+    is_triton = spec.family == "triton"
+
+    def model(q, k, v):
+        q = q * 2 if is_triton else q @ twice
+        o = spec.attention(q, k, v, softmax_scale=0.1)
+        return o + 1 if is_triton else o @ twice
+
+    spec._kernels.clear()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    tolerance = max(1e-5, 8 * torch.finfo(dtype).eps)
+    for seqlen in (33, 40) if is_triton else (33,):
+        q, k, v = Case(seqlen, 64, dtype=dtype).inputs(device)
+        q = q.contiguous()
+        torch.testing.assert_close(compiled(q, k, v), model(q, k, v), rtol=0, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")
+@each(registers_an_op, dtypes=1)
+def test_torch_compile_fullgraph(spec, dtype, device):
+    usable_head_dims(spec, dtype, device)
+    needs_inductor = spec.family == "triton" and device == "cuda"
+    check_compiled(spec, dtype, device, "inductor" if needs_inductor else "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")
+@each(lambda spec: spec.name == FP32[-1])
+def test_inductor_runs_what_it_compiles(spec, dtype, device):
+    usable_head_dims(spec, dtype, device)
+    if device == "cuda":
+        pytest.importorskip("triton")
+    check_compiled(spec, dtype, device, "inductor")
+
+
+# On a GPU
+
+each_kernel_on_a_gpu = each(is_kernel, devices=("cuda",))
+
+
+def gpu_inputs(spec: BackendSpec, dtype: torch.dtype, seed: int = 0, device: str = "cuda"):
+    """Return the inputs of a call; those of decode have other lengths for each seed."""
+    if attends(spec):
+        usable_head_dims(spec, dtype, "cuda")
+        return Case(200, 64, dtype=dtype, seed=seed).inputs(device)
+    if reason := spec.unavailable_reason("cuda"):
+        pytest.skip(reason)
+    lengths = (EDGES, EDGES[::-1], (1,) * len(EDGES), (257,) * len(EDGES))[seed]
+    case = DecodeCase(64, dtype, seed, lengths=lengths, max_seqlen=max(EDGES), num_heads=12)
+    return case.inputs(device)
+
+
+@one_tile
+@each_kernel_on_a_gpu
+def test_the_current_stream_is_used(spec, dtype, device):
+    q, *rest = gpu_inputs(spec, dtype)
+    expected = call(spec, (q, *rest))
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # on the default stream the kernel would overtake the copy
+        late.copy_(q)
+        o = call(spec, (late, *rest))
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+@one_tile
+@each_kernel_on_a_gpu
+def test_a_cuda_graph_replays_with_other_inputs(spec, dtype, device):
+    inputs = gpu_inputs(spec, dtype)
+    call(spec, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(spec, inputs)
+    for seed in (1, 2, 3, 0):
+        others = gpu_inputs(spec, dtype, seed)
+        for x, y in zip(inputs, others, strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(o, call(spec, others))
+
+
+@one_tile
+@each_kernel_on_a_gpu
+def test_all_runs_are_bit_identical(spec, dtype, device):
+    gpu_inputs(spec, dtype)
+    case, runs = Case(1023, 64, batch=2, num_heads=12, dtype=dtype), 5
+    if not attends(spec):
+        lengths = (1023, 700) * 4
+        case, runs = DecodeCase(64, dtype, lengths=lengths, max_seqlen=1024, num_heads=12), 1000
+    inputs = case.inputs(device)
+    expected = call(spec, inputs)
+    assert all(torch.equal(call(spec, inputs), expected) for _ in range(runs))
+
+
+@one_tile
+@each_kernel_on_a_gpu
+def test_it_runs_on_the_device_of_its_inputs(spec, dtype, device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    inputs = gpu_inputs(spec, dtype, device="cuda:1")
+    o = call(spec, inputs)
+    assert o.device == inputs[0].device
+    assert torch.cuda.current_device() == 0
+    expected = call(spec, tuple(x.to("cuda:0") for x in inputs))
+    if torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1):
+        assert torch.equal(o.cpu(), expected.cpu())

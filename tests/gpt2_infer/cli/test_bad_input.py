@@ -1,0 +1,77 @@
+"""Bad input to a command is one line on standard error and exit status 2."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import pytest
+import torch
+
+from attention_kernels.inspection import predict
+from gpt2_infer.cli import COMMANDS
+from tests.gpt2_infer.bench.common import add, naive_attention
+from tests.gpt2_infer.cli.program import DEMO, run
+
+KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
+REFUSED = [  # without a command, options of generate
+    ("--backend NAIVE_PYTORHC", "'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"),
+    ("--backend TMP/none.cu", "there is no file TMP/none.cu"),
+    ("--backend ?", "unknown attention backend '?'; see `gpt2-infer backends`\n"),
+    (
+        "--backend PYTORCH_SDPA_CUDNN_ATTENTION",
+        "is not available here: ",
+    ),
+    ("--max-new-tokens 1024", "this model has 1024 positions"),
+    ("--temperature -1", "temperature must be 0 (greedy) or 1e-06 or more, not -1.0"),
+    ("--prompt-file TMP/none", "TMP/none: No such file or directory"),
+    ("--prompt-file TMP/latin1", "is not UTF-8: byte 3"),
+    ("--prompt-file TMP/empty", "contains no prompt"),
+    ("--prompt-file TMP", "TMP: Is a directory"),
+    ("--model /no/such/model", "'/no/such/model'"),
+    ("--device cuda", "no CUDA device"),
+    ("--decode-backend NAIVE_PYTORCH", "--decode-backend needs --kv-cache"),
+    ("--seed 3", "--seed needs a temperature above 0"),
+    ("--prompt a\udcff", "the prompt is not valid text"),
+    ("perplexity TMP/fifo.txt --model demo --max-tokens 2", "Not a regular file"),
+    ("batch TMP/fifo.jsonl --model demo --out TMP/out", "Not a regular file"),
+    ("accesses NAIVE_PYTORCH", "no version file"),
+    ("predict CUSTOM_CUDA_VERSION_1 --results /nonexist", "there is no folder /nonexist"),
+    ("predict CUSTOM_CUDA_VERSION_1 --gpu voodoo2", "h200, h100, a100, t4, rtx4090"),
+    ("kernels NAIVE_PYTORCH", "NAIVE_PYTORCH cannot take this call: it has no version file"),
+    ("kernels FLASH_ATTENTION_1_CPU", "it is host code"),
+    ("kernels CUSTOM_CUDA_VERSION_1 --family all", "--family selects a whole ladder"),
+    ("kernels CUSTOM_CUDA_VERSION_1 --head-dim 7", "VERSION_1 supports head_dim 7"),
+    ("kernels --head-dim 64 7", "no version of fp32 supports head_dim 7"),
+    ("kernels --family fp16", "no ladder named fp16, only fp32, "),
+    ("kernels TMP/v01_none.cu", "there is no file TMP/v01_none.cu"),
+    ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu"),
+    ("kernels 'TMP/my kernel.cu'", "mv 'TMP/my kernel.cu' TMP/v01_my_kernel.cu\n"),
+    ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
+    (f"{KERNEL} --model demo", "--model is not for --task kernel"),
+    (f"{KERNEL} --name 'Not A Name'", "matching regex"),
+    (f"{KERNEL} --backends NAIVE_PYTORHC", "did you mean NAIVE_PYTORCH?"),
+    (f"{KERNEL} --families nvidia", "no family named nvidia"),
+    (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),
+    (f"{KERNEL} --out /no/such/folder/r.json", "there is no folder /no/such/folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "complaint"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, clean_registry):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(predict, "predict", None)  # bad input is refused first
+    add("ONLY_FLOAT32", naive_attention)
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    (tmp_path / "empty").write_bytes(b"\n \n")
+    (tmp_path / "my kernel.cu").touch()
+    (tmp_path / "v01_folder.cu").mkdir()
+    for suffix in (".txt", ".jsonl"):
+        os.mkfifo(tmp_path / f"fifo{suffix}")
+    arguments = shlex.split(words.replace("TMP", str(tmp_path)))
+    command = [] if arguments[0] in COMMANDS else DEMO
+    status, out, err = run(capsys, *command, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("gpt2-infer: error: ")
+    assert complaint.replace("TMP", str(tmp_path)) in err
+    assert not [*tmp_path.glob("r.json*")]
