@@ -7,6 +7,7 @@ a JSON line to OUT.partial, from which an interrupted run resumes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
