@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -22,8 +21,8 @@ from typing import Any
 
 import torch
 
+from attention_kernels import child
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import child
 from attention_kernels.inspection.resources import aligned, case_faults
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
@@ -166,21 +165,16 @@ def record(
     with file:
         program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
-        try:
-            done = child.run([program, *arguments], label=label, timeout_s=timeout_s)
-        except subprocess.TimeoutExpired:
-            reason = f"the launch did not end in {timeout_s:g} s"
-            raise UnsupportedError(version.path.name, [reason]) from None
-        sys.stderr.write(done.stderr)  # what the version prints
-        if done.returncode != 0:
-            words = done.stdout.strip()
+        done = child.run([program, *arguments], timeout_s=timeout_s, label=label)
+        sys.stderr.write(done.err)  # what the version prints
+        if done.status != 0:
             reason = re.sub(
                 r"at (0x\w+)",
                 lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
-                words or f"its launch {child.ending(done.returncode)}",
+                done.out.strip() or f"its launch {done.how}",
             )
             raise UnsupportedError(version.path.name, [reason])
-        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        rows = [line.split("\t") for line in done.out.splitlines()]
         counted, turns = (
             [row for row in rows if (row[0] == "turn") == is_turn] for is_turn in (0, 1)
         )

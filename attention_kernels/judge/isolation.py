@@ -16,13 +16,13 @@ from typing import Any
 from tqdm import tqdm
 
 from attention_kernels import ladder
+from attention_kernels.child import check_time_limit, ending
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
     describe,
 )
-from attention_kernels.inspection.child import check_time_limit, ending
 from attention_kernels.judge.conformance import Failure, Report, verify
 
 TIMEOUT_S = 300.0  # for one check

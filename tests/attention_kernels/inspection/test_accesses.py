@@ -385,7 +385,7 @@ def test_an_endless_block_ends_in_its_time(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UnsupportedError, match=r"did not end in 0\.5 s, at v01_patterns\.cu:\d+"):
         count_accesses(parse_header(file))
     monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
-    with pytest.raises(UnsupportedError, match=r"the launch did not end in 0\.5 s"):
+    with pytest.raises(UnsupportedError, match=r"its launch did not end in 0\.5 s"):
         count_accesses(parse_header(file), timeout_s=0.5)
 
 
