@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from attention_kernels.inspection.sass import STORES, WARP, Blocks, Instruction
+from attention_kernels.inspection.blocks import STORES, WARP, Blocks
+from attention_kernels.inspection.sass import Instruction
 
 # Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
 _SHUFFLE, _CONSTANT = 24, 30
@@ -69,9 +70,9 @@ class Work:
     """What the warps of one block execute."""
 
     warps: list[list[tuple[int, int, int, int]]]
-    """By warp, for each step: instruction, wavefronts, lines, sectors that go to L2."""
+    """By warp, for each instruction: index, wavefronts, lines, sectors that go to L2."""
     parts: list[list[int]]
-    """Position of each warp after 0, 1, ... 7 eighths of the block's steps."""
+    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
     counts: Counter[str]
     """Instructions in total and by pipe, wavefronts, lines and misses."""
 
@@ -108,14 +109,15 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
     code = blocks.code
     shape = len(code), len(blocks.indices), blocks.warps
     executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
-    for step in blocks.steps:
-        index = step.index
-        executed[index] += step.warps.reshape(shape[1:])
-        if step.wavefronts is not None:
-            wavefronts[index] += step.wavefronts.reshape(shape[1:])
-        if step.lines is not None and step.misses is not None:
-            lines[index] += step.lines.reshape(shape[1:])
-            misses[index] += step.misses.reshape(shape[1:])
+    for issue in blocks.issued:
+        for total, by_warp in (
+            (executed, issue.warps),
+            (wavefronts, issue.wavefronts),
+            (lines, issue.lines),
+            (misses, issue.misses),
+        ):
+            if by_warp is not None:
+                total[issue.index] += by_warp.reshape(shape[1:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     for index in np.flatnonzero(executed.any((1, 2))).tolist():
         one = code[index]
@@ -134,18 +136,18 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
 def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
     """Return what the warps of block `number` of the emulated blocks execute."""
     of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    steps = [step for step in blocks.steps if step.warps[of_block].any()]
+    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
     warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
     parts: list[list[int]] = []
-    for at, step in enumerate(steps):
-        if at >= len(steps) * len(parts) / 8:
+    for at, issue in enumerate(issued):
+        if at >= len(issued) * len(parts) / 8:
             parts.append([len(warp) for warp in warps])
         wavefronts, lines, misses = (
             [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (step.wavefronts, step.lines, step.misses)
+            for x in (issue.wavefronts, issue.lines, issue.misses)
         )
-        for warp in np.flatnonzero(step.warps[of_block]).tolist():
-            warps[warp].append((step.index, wavefronts[warp], lines[warp], misses[warp]))
+        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
+            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
     return Work(warps, parts, counts)
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import resources, sass
+from attention_kernels.inspection import execution, resources, sass
+from attention_kernels.inspection.blocks import WARP, Blocks
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
@@ -33,16 +34,16 @@ from attention_kernels.inspection.multiprocessor import (
     cycles_of,
     work_of,
 )
-from attention_kernels.inspection.sass import WARP, Blocks, Instruction
+from attention_kernels.inspection.sass import Instruction
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-_MAX_STEPS = 3_000_000  # per block: seconds of emulation
-_MAX_ISSUED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
+_MAX_ISSUED = 3_000_000  # per block: seconds of emulation
+_MAX_TIMED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
 _SAMPLED = 8  # blocks run along an axis, if the others lie on a line
 _SPREAD = 128  # blocks run if they do not
-_MAX_LANE_STEPS = 500_000_000  # of those blocks together
+_MAX_LANES_TIMES_ISSUED = 500_000_000  # of those blocks together
 _MAX_GRID = 2**20  # blocks, each of which is assigned to a multiprocessor
 _MAX_WHOLE = 32  # blocks along an axis: up to here, block 0 is run as well
 LOAD_STORE_UNIT = "load-store unit"
@@ -214,8 +215,8 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         chosen = sorted(positions)
         indices = [places[position] for position in chosen]
         code = program.kernels[launch.symbol]
-        blocks = Blocks(code, constants, launch.block, indices, _MAX_STEPS)
-        blocks.run()
+        blocks = Blocks(code, constants, launch.block, indices)
+        execution.run(blocks, _MAX_ISSUED)
         return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
 
     first = None
@@ -238,7 +239,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         if max(issued) - min(issued) > 0.001 * max(issued):
-            limit = _MAX_LANE_STEPS * _SAMPLED // (len(blocks.steps) * blocks.lanes)
+            limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
             blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
     # A block that requests nothing from memory has nothing to do. Time a few of the others.
@@ -313,10 +314,10 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_ISSUED)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
-    fitting = [work for work in longer if work.instructions <= _MAX_ISSUED]
+    fitting = [work for work in longer if work.instructions <= _MAX_TIMED]
     long = fitting[-1] if fitting else longer[0]
     cycles, issued = cycles_of(gpu, code, [long], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
@@ -329,11 +330,11 @@ def _together(
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
     if longer:  # time half of their instructions
-        fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_ISSUED]
+        fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_TIMED]
         work = fitting[-1] if fitting else longer[0]
         most = work.instructions * count // 2
     else:
-        work, most = short, min(_MAX_ISSUED, short.instructions * count)
+        work, most = short, min(_MAX_TIMED, short.instructions * count)
     cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 

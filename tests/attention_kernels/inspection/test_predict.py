@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
-from attention_kernels.inspection import multiprocessor, predict, sass
+from attention_kernels.inspection import execution, multiprocessor, predict, sass
+from attention_kernels.inspection.blocks import Blocks
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
@@ -62,21 +63,21 @@ CODE = """
 """  # fmt: skip  # noqa: E501
 
 
-def block(code: str = CODE) -> sass.Blocks:
+def block(code: str = CODE) -> Blocks:
     constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
-    found = sass.Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)], 1000)
-    found.run()
+    found = Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)])
+    execution.run(found, 1000)
     return found
 
 
 def test_machine_code_is_run_as_the_hardware_would() -> None:
     done = block()
     times = Counter(dict.fromkeys(range(len(done.code)), 0))
-    for step in done.steps:
-        times[step.index] += int(step.warps.sum())
+    for issue in done.issued:
+        times[issue.index] += int(issue.warps.sum())
     # Both warps until the second ends; then three iterations of the first.
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
-    loads = [step.wavefronts for step in done.steps if step.wavefronts is not None]
+    loads = [issue.wavefronts for issue in done.issued if issue.wavefronts is not None]
     assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
 
 
@@ -86,7 +87,7 @@ def test_a_call_that_leaves_a_loop_is_followed() -> None:
     loop = head.replace("@!P1 BRA 0x50", "@P1 CALL.REL.NOINC 0xa0")
     back = "        /*0090*/" + end.replace("EXIT ;", "BRA 0x50 ;")
     done = block(f"{loop}{back}        /*00a0*/{end}")
-    assert [step.index for step in done.steps].count(5) == 3
+    assert [issue.index for issue in done.issued].count(5) == 3
 
 
 def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
@@ -96,13 +97,12 @@ def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
 
 
 def test_an_unknown_instruction_is_named() -> None:
-    code = CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ")
     with pytest.raises(sass.SassError, match="TELEPORT"):
-        sass.Blocks(sass.parse(code)["kernel"], b"", (32, 1, 1), [(0, 0, 0)], 9).run()
+        block(CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ"))
 
 
 def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], multiprocessor.Work]:
-    one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"), "", 0, 1, 7, 7, ())
+    one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"))
     streams = [[(0, 0, 0, 0)] * count for _ in range(warps)]
     return [one], multiprocessor.Work(streams, [], Counter(issue=count * warps))
 
