@@ -14,16 +14,17 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 from attention_kernels import child
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection.resources import aligned, case_faults
+from attention_kernels.inspection.launches import case_faults
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
@@ -219,22 +220,27 @@ def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str,
     return dict(zip(wanted, compilers.source_lines(program, calls), strict=True))
 
 
+COLUMNS = {
+    "line": "right", "access": "left", "bytes": "right", "requests": "right",
+    "wavefronts": "right", "conflicts": "right", "sectors": "right", "source": "left",
+}  # fmt: skip
+
+
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
     """Format the accesses as a text table, one per line, cut to `width` columns if given."""
-    cells = [
-        ("line", "access", "bytes", "requests", "wavefronts", "conflicts", "sectors", "source")
-    ]
+    cells: list[Sequence[object]] = [[*COLUMNS]]
     for a in accesses:
         lines = ">".join(map(str, a.lines))
-        kind = f"{a.memory} {a.kind}"
         conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
         sectors = str(a.sectors) if a.memory == "global" else ""
         if a.fewest_sectors < a.sectors:
             sectors += f" ({a.fewest_sectors} would do)"
         wavefronts = str(a.wavefronts) if a.memory == "shared" else ""
-        counts = (str(a.bytes), str(a.requests), wavefronts, conflicts, sectors)
-        cells.append((lines, kind, *counts, a.source))
-    rows = aligned(cells).splitlines()
+        counts = (a.bytes, a.requests, wavefronts, conflicts, sectors)
+        cells.append((lines, f"{a.memory} {a.kind}", *counts, a.source))
+    align = [*COLUMNS.values()]
+    table = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
     return "\n".join(
-        r if width is None or len(r) <= width else f"{r[: width - 3]}..." for r in rows
+        row if width is None or len(row) <= width else f"{row[: width - 3]}..."
+        for row in table.splitlines()
     )

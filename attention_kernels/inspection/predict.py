@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import execution, resources, sass
+from attention_kernels.inspection import execution, launches, sass
 from attention_kernels.inspection.blocks import WARP, Blocks
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
@@ -34,6 +35,7 @@ from attention_kernels.inspection.multiprocessor import (
     cycles_of,
     work_of,
 )
+from attention_kernels.inspection.resources import Compiled, compile_version, resident_blocks
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
@@ -91,15 +93,6 @@ class Prediction:
 # ---- Launches ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Launch:
-    symbol: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    dynamic_smem: int
-    parameters: bytes
-
-
 @dataclass
 class _Program:
     """A version compiled for a GPU, and the recorder of its launches."""
@@ -107,29 +100,25 @@ class _Program:
     version: VersionHeader
     gpu: Gpu
     recorder: Path
-    kernels: dict[str, list[Instruction]]
-    compiled: dict[str, Any]
+    code: dict[str, list[Instruction]]
+    """The kernels' instructions, by mangled name."""
+    compiled: dict[str, Compiled]
 
-    def launches(self, case: Sequence[int], head_dim: int) -> Counter[_Launch]:
+    def launches(self, case: Sequence[int], head_dim: int) -> Counter[Launch]:
         """Count the launches of a call; those that differ only in parameters count as the first."""
-        shape = ",".join(map(str, case))
-        device = f"ATTENTION_EMULATOR_MULTIPROCESSORS={self.gpu.multiprocessors}"
-        command = ["env", device, str(self.recorder), f"--case={shape}", str(head_dim)]
-        found: Counter[_Launch] = Counter()
-        first: dict[tuple[Any, ...], _Launch] = {}
-        for row in resources.recorded_rows(self.version, command):
-            _, _, smem, symbol, _, grid, block, parameters = row
-            launch = _Launch(
-                symbol, _triple(grid), _triple(block), int(smem), bytes.fromhex(parameters)
-            )
-            alike = (symbol, launch.grid, launch.block, smem)
+        recorded = launches.record(
+            self.version,
+            self.recorder,
+            [head_dim],
+            case=case,
+            multiprocessors=self.gpu.multiprocessors,
+        )
+        found: Counter[Launch] = Counter()
+        first: dict[Launch, Launch] = {}
+        for launch in recorded:
+            alike = dataclasses.replace(launch, parameters=b"")
             found[first.setdefault(alike, launch)] += 1
         return found
-
-
-def _triple(text: str) -> tuple[int, int, int]:
-    x, y, z = map(int, text.split(","))
-    return x, y, z
 
 
 def find_disassembler() -> str:
@@ -146,12 +135,9 @@ def find_disassembler() -> str:
 
 
 def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
-    recorder = resources.launch_recorder(version, folder)
-    flags = compilers.compile_flags(version, "cuda", gpu.arch, folder)
-    source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
-    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
-    compiled = resources.parse_ptxas(compilers.output_of(command, str(folder)))
+    compiled = compile_version(version, gpu.arch, folder)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
+    recorder = launches.build_recorder(version, folder)
     return _Program(version, gpu, recorder, sass.parse(text), compiled)
 
 
@@ -196,7 +182,7 @@ class _Line:
         return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
-def _line(program: _Program, launch: _Launch) -> _Line:
+def _line(program: _Program, launch: Launch) -> _Line:
     """Run some blocks of a launch; with a second axis, blocks along the first count as alike."""
     x, y, z = launch.grid
     if x * y * z > _MAX_GRID:
@@ -214,7 +200,7 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     def run(positions: Iterable[int]) -> tuple[Blocks, dict[int, Counter[str]]]:
         chosen = sorted(positions)
         indices = [places[position] for position in chosen]
-        code = program.kernels[launch.symbol]
+        code = program.code[launch.symbol]
         blocks = Blocks(code, constants, launch.block, indices)
         execution.run(blocks, _MAX_ISSUED)
         return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
@@ -345,12 +331,12 @@ def _by_length(works: Sequence[Work]) -> list[Work]:
     return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
 
 
-def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Prediction:
-    gpu, code = program.gpu, program.kernels[launch.symbol]
+def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Prediction:
+    gpu, code = program.gpu, program.code[launch.symbol]
     compiled = program.compiled[launch.symbol]
     threads = math.prod(launch.block)
     shared = compiled.static_smem + launch.dynamic_smem
-    fits, limit = resources.resident_blocks(gpu.arch, threads, compiled.registers, shared)
+    fits, limit = resident_blocks(gpu.arch, threads, compiled.registers, shared)
     if fits == 0:
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.version.path.name, [reason])
@@ -426,7 +412,7 @@ def predict(
         needed = "".join(map(str, version.needs))
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
     seqlens = [*seqlens]
-    reasons += resources.case_faults(
+    reasons += launches.case_faults(
         version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
     )
     if reasons:
@@ -438,11 +424,11 @@ def predict(
         program = _compile(version, gpu, Path(folder))
         for seqlen in seqlens:
             case = (batch, seqlen, num_heads, int(is_causal))
-            launches = program.launches(case, head_dim)
+            counted = program.launches(case, head_dim)
             min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
             each = [
-                (count, _time_launch(program, launch, min_bytes / launches.total()))
-                for launch, count in launches.items()
+                (count, _time_launch(program, launch, min_bytes / counted.total()))
+                for launch, count in counted.items()
             ]
             found.append(_sum(each, seqlen))
     return found

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         times = [f"{value:.1f}" for value in _parts(one).values()]
         table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
     align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
-    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
+    show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection import execution, multiprocessor, predict, sass
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
@@ -68,6 +69,10 @@ def block(code: str = CODE) -> Blocks:
     found = Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)])
     execution.run(found, 1000)
     return found
+
+
+def launch_of(grid: tuple[int, int, int]) -> Launch:
+    return Launch(64, "kernel", "kernel", grid, (64, 1, 1), 0, b"")
 
 
 def test_machine_code_is_run_as_the_hardware_would() -> None:
@@ -161,7 +166,7 @@ def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> Non
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(code), {})
-    launch = predict._Launch("kernel", (2, 3, 4), (64, 1, 1), 0, b"")
+    launch = launch_of((2, 3, 4))
     line = predict._line(program, launch)
     warps = 2 * 3 * 2
     assert line.total("global") == 3 * warps
@@ -229,7 +234,7 @@ def test_a_shape_that_no_launch_takes_is_refused(case: dict[str, Any], words: st
 def test_a_grid_too_large_to_hand_out_is_refused() -> None:
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
-    launch = predict._Launch("kernel", (2**20, 2, 1), (64, 1, 1), 0, b"")
+    launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         predict._line(program, launch)
 
