@@ -142,28 +142,28 @@ def _signed(values: Values) -> Values:
     return (values ^ 0x80000000) - 0x80000000
 
 
+def _carry_in(blocks: Blocks, one: Instruction) -> Values | int:
+    return sum(blocks.predicate(x).astype(int) for x in one.split[2]) if "X" in one.modifiers else 0
+
+
 def _add(blocks: Blocks, one: Instruction) -> None:
     """Execute IADD3 and VIADD: up to three terms, carries out and, with .X, carries in."""
-    carried, sources, carries = one.split
+    carried, sources, _ = one.split
     total = np.zeros(blocks.lanes, np.int64)
     for x in sources:
         is_negative = x[0] == "-" and x[1] in "RUc"  # the sum with -0 has a carry
         total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
-    for carry in carries if "X" in one.modifiers else ():
-        total += blocks.predicate(carry)
+    total += _carry_in(blocks, one)
     blocks.write(one.operands[0], total)
     for limit, name in enumerate(carried, 1):
         blocks.write_predicate(name, total >> 32 >= limit)
 
 
 def _multiply_add(blocks: Blocks, one: Instruction) -> None:
-    carried, (x, y, z), carries = one.split
+    carried, (x, y, z), _ = one.split
     a, b = blocks.read(x), blocks.read(y)
     if "WIDE" not in one.modifiers and "HI" not in one.modifiers:
-        total = a * b + blocks.read(z)
-        if "X" in one.modifiers and carries:
-            total = total + blocks.predicate(carries[-1])
-        blocks.write(one.operands[0], total)
+        blocks.write(one.operands[0], a * b + blocks.read(z) + _carry_in(blocks, one))
         return
     product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
     total = product + blocks.read64(z)
@@ -177,7 +177,7 @@ def _multiply_add(blocks: Blocks, one: Instruction) -> None:
 
 def _shift_add(blocks: Blocks, one: Instruction) -> None:
     """Execute LEA: (a << s) + b; with .HI the upper word of (c:a) << s, plus b."""
-    carried, sources, carries = one.split
+    carried, sources, _ = one.split
     a, shift = blocks.read(sources[0]), int(sources[-1], 16) & 31
     term = a << shift
     if "HI" in one.modifiers:
@@ -187,9 +187,7 @@ def _shift_add(blocks: Blocks, one: Instruction) -> None:
         elif len(sources) == 4:
             upper = blocks.read(sources[2])
         term = (a | upper << 32) << shift >> 32
-    total = (term & LOW) + blocks.read(sources[1])
-    if "X" in one.modifiers and carries:
-        total = total + blocks.predicate(carries[-1])
+    total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
     blocks.write(one.operands[0], total)
     for name in carried[:1]:
         blocks.write_predicate(name, total > LOW)

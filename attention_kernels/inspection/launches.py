@@ -46,8 +46,12 @@ class Launch:
 def case_faults(
     version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
 ) -> list[str]:
-    """Return every reason why a version's launch() cannot take a shape."""
+    """Return every reason why a version is no attention kernel or cannot take a shape."""
     faults = []
+    if version.is_host:
+        faults.append("it is host code, not a GPU kernel")
+    if version.role != "attention":
+        faults.append("it is not an attention kernel")
     if head_dim not in version.head_dims:
         faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
     sizes = [("batch", batch), ("num_heads", num_heads), *(("seqlen", n) for n in seqlens)]
@@ -88,28 +92,23 @@ def record(
     launch() may depend. Raises UnsupportedError for a version that launches nothing, BuildError if
     its launch() fails.
     """
-    arguments = [f"--case={','.join(map(str, case))}", *map(str, head_dims)]
-    command = [str(recorder), *arguments]
+    command = [str(recorder), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
     if multiprocessors:
         command = ["env", f"ATTENTION_EMULATOR_MULTIPROCESSORS={multiprocessors}", *command]
-    found = []
-    for line in compilers.output_of(command).splitlines():
-        head_dim, _, smem, symbol, words, grid, block, parameters = line.split("\t")
-        name = re.search(r"(\w+(<[^(]*>)?)\(", words)
-        found.append(
-            Launch(
-                int(head_dim),
-                name[1] if name else words,
-                symbol,
-                _triple(grid),
-                _triple(block),
-                int(smem),
-                bytes.fromhex(parameters),
-            )
-        )
+    found = [_launch(*line.split("\t")) for line in compilers.output_of(command).splitlines()]
     if not found:
         raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
     return found
+
+
+def _launch(
+    head_dim: str, _: str, smem: str, symbol: str, words: str, grid: str, block: str, bytes_: str
+) -> Launch:
+    name = re.search(r"(\w+(<[^(]*>)?)\(", words)
+    kernel, parameters = name[1] if name else words, bytes.fromhex(bytes_)
+    return Launch(
+        int(head_dim), kernel, symbol, _triple(grid), _triple(block), int(smem), parameters
+    )
 
 
 def _triple(text: str) -> tuple[int, int, int]:

@@ -341,29 +341,30 @@ def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Predict
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.version.path.name, [reason])
     line = _line(program, launch)
-    total = {name: line.total(name) for name in {*itertools.chain(*line.samples.values())}}
+    names = {*itertools.chain(*line.samples.values())}
+    total = Counter({name: line.total(name) for name in names})
     busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. The output of an earlier launch is in L2.
     cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
     fits = min(fits, -(-busy // gpu.multiprocessors))
-    l2_bytes = total.get("misses", 0) * SECTOR
+    l2_bytes = total["misses"] * SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     alone, extra = _alone(gpu, code, line.works, miss)
     paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
     end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
-    lines = total.get("lines", 0)
-    wavefronts = sum(total.get(kind, 0) for kind in ("loads", "stores", "copies"))
-    integer = total.get("integer", 0) + total.get("multiply", 0)
+    lines = total["lines"]
+    wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
+    integer = total["integer"] + total["multiply"]
     needs = {
         "issue slots": total["issue"] / SCHEDULERS / rate,
-        "float32 arithmetic": total.get("fma", 0) * WARP / gpu.fp32_lanes / rate,
+        "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
-        "special functions": total.get("special", 0) * WARP / gpu.special_lanes / rate,
-        "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / SCHEDULERS / rate,
-        LOAD_STORE_UNIT: (wavefronts + lines + total.get("shuffle", 0)) / rate,
+        "special functions": total["special"] * WARP / gpu.special_lanes / rate,
+        "tensor cores": total["tensor"] * gpu.tensor_cycles / SCHEDULERS / rate,
+        LOAD_STORE_UNIT: (wavefronts + lines + total["shuffle"]) / rate,
         "shared memory": wavefronts / rate,
         "L1": lines / rate,
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
@@ -383,8 +384,8 @@ def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Predict
         launch_us=gpu.launch_us,
         launches=1,
         instructions=round(total["issue"]),
-        load_wavefronts=round(total.get("loads", 0)),
-        store_wavefronts=round(total.get("stores", 0)),
+        load_wavefronts=round(total["loads"]),
+        store_wavefronts=round(total["stores"]),
     )
 
 
@@ -403,18 +404,13 @@ def predict(
     Raises UnsupportedError for a version or a case that cannot be predicted, BuildError if a
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
-    reasons = []
-    if version.is_host:
-        reasons.append("only a kernel can be predicted, and this is host code")
-    if version.role != "attention":
-        reasons.append("only an attention kernel can be predicted, and this is not one")
+    seqlens = [*seqlens]
+    reasons = launches.case_faults(
+        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
+    )
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs))
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
-    seqlens = [*seqlens]
-    reasons += launches.case_faults(
-        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
-    )
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]

@@ -94,6 +94,11 @@ class Resources:
         """Resident warps as a fraction of the most that a multiprocessor holds."""
         return self.warps / self.max_warps
 
+    @property
+    def shown_occupancy(self) -> str:
+        """The occupancy in percent, or that a block does not fit."""
+        return f"{self.occupancy:.0%}" if self.blocks else "does not fit"
+
 
 def resource_table(
     versions: Sequence[VersionHeader],
@@ -228,34 +233,26 @@ def parse_ptxas(output: str) -> dict[str, Compiled]:
 
 
 COLUMNS = {
-    "version": "left", "arch": "left", "dtype": "left", "head_dim": "right", "kernel": "left",
-    "threads": "right", "registers": "right", "spills st/ld": "right", "static smem": "right",
-    "dynamic smem": "right", "blocks/SM": "right", "warps/SM": "right", "occupancy": "right",
-    "limited by": "left",
-}  # fmt: skip
+    "version": "{0.version}",
+    "arch": "sm_{0.arch}",
+    "dtype": "{0.dtype}",
+    "head_dim": "{0.head_dim}",
+    "kernel": "{0.kernel}",
+    "threads": "{0.threads}",
+    "registers": "{0.registers}",
+    "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
+    "static smem": "{0.static_smem}",
+    "dynamic smem": "{0.dynamic_smem}",
+    "blocks/SM": "{0.blocks}",
+    "warps/SM": "{0.warps}/{0.max_warps}",
+    "occupancy": "{0.shown_occupancy}",
+    "limited by": "{0.limited_by}",
+}
+_WORDS = ("version", "arch", "dtype", "kernel", "limited by")
 
 
 def format_table(rows: Iterable[Resources]) -> str:
     """Format the rows as a text table, sizes in bytes."""
-    cells: list[Sequence[object]] = [[*COLUMNS]]
-    cells += [
-        (
-            r.version,
-            f"sm_{r.arch}",
-            r.dtype,
-            r.head_dim,
-            r.kernel,
-            r.threads,
-            r.registers,
-            f"{r.spill_stores}/{r.spill_loads}",
-            r.static_smem,
-            r.dynamic_smem,
-            r.blocks,
-            f"{r.warps}/{r.max_warps}",
-            f"{r.occupancy:.0%}" if r.blocks else "does not fit",
-            r.limited_by,
-        )
-        for r in rows
-    ]
-    align = [*COLUMNS.values()]
+    cells = [[*COLUMNS], *([text.format(row) for text in COLUMNS.values()] for row in rows)]
+    align = ["left" if name in _WORDS else "right" for name in COLUMNS]
     return tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)

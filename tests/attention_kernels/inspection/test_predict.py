@@ -210,7 +210,7 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
 def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
-    with pytest.raises(UnsupportedError, match=r"sm_80.*T4 is sm_75.*head_dim 48"):
+    with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
         predict.predict(version, multiprocessor.gpus()["t4"], [64], head_dim=48)
 
 
