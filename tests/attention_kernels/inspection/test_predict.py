@@ -7,7 +7,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 H200 = multiprocessor.gpus()["h200"]
 
 
-def missing_program() -> str:
+def missing_program():
     """Return which program a prediction lacks here, or an empty string."""
     if compilers.find_nvcc() is None:
         return "needs nvcc"
@@ -64,18 +63,18 @@ CODE = """
 """  # fmt: skip  # noqa: E501
 
 
-def block(code: str = CODE) -> Blocks:
+def block(code=CODE):
     constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
     found = Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)])
     execution.run(found, 1000)
     return found
 
 
-def launch_of(grid: tuple[int, int, int]) -> Launch:
+def launch_of(grid):
     return Launch(64, "kernel", "kernel", grid, (64, 1, 1), 0, b"")
 
 
-def test_machine_code_is_run_as_the_hardware_would() -> None:
+def test_machine_code_is_run_as_the_hardware_would():
     done = block()
     times = Counter(dict.fromkeys(range(len(done.code)), 0))
     for issue in done.issued:
@@ -86,7 +85,7 @@ def test_machine_code_is_run_as_the_hardware_would() -> None:
     assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
 
 
-def test_a_call_that_leaves_a_loop_is_followed() -> None:
+def test_a_call_that_leaves_a_loop_is_followed():
     """As nvcc compiles some loops for sm_80."""
     head, end = CODE.split("        /*0090*/")
     loop = head.replace("@!P1 BRA 0x50", "@P1 CALL.REL.NOINC 0xa0")
@@ -95,24 +94,24 @@ def test_a_call_that_leaves_a_loop_is_followed() -> None:
     assert [issue.index for issue in done.issued].count(5) == 3
 
 
-def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
+def test_the_compilers_stalls_and_scoreboards_are_read():
     load, use = (block().code[index] for index in (5, 7))
     assert (load.name, load.stall, load.writes, load.waits) == ("LDS", 2, 0, ())
     assert use.waits == (0,)
 
 
-def test_an_unknown_instruction_is_named() -> None:
+def test_an_unknown_instruction_is_named():
     with pytest.raises(sass.SassError, match="TELEPORT"):
         block(CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ"))
 
 
-def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], multiprocessor.Work]:
+def arithmetic(count, warps):
     one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"))
     streams = [[(0, 0, 0, 0)] * count for _ in range(warps)]
     return [one], multiprocessor.Work(streams, [], Counter(issue=count * warps))
 
 
-def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
+def test_arithmetic_takes_as_long_as_its_lanes_need():
     code, work = arithmetic(1000, 8)
     cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0)
     assert issued == [8000]
@@ -121,7 +120,7 @@ def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
     assert multiprocessor.cycles_of(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
 
 
-def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
+def test_registers_of_one_bank_are_read_one_after_the_other():
     code, work = arithmetic(1000, 8)
     even = [dataclasses.replace(code[0], registers=(3, 0))]
     mixed = [dataclasses.replace(code[0], registers=(1, 1))]
@@ -129,7 +128,7 @@ def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
     assert multiprocessor.cycles_of(H200, mixed, [work], 0.0)[0] == pytest.approx(2000, rel=0.01)
 
 
-def test_a_bank_conflict_costs_its_wavefronts() -> None:
+def test_a_bank_conflict_costs_its_wavefronts():
     code, work = arithmetic(1000, 4)
     load = [dataclasses.replace(code[0], name="LDS")]
     single, double = (
@@ -141,7 +140,7 @@ def test_a_bank_conflict_costs_its_wavefronts() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (264, 2), (265, 3)])
-def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> None:
+def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     _, work = arithmetic(10, 4)
     line = predict._Line(1, {0: work.counts}, [work], alike=blocks)
     end, equal = predict._finish(line, H200, 2.0, [2.0], 0.0)
@@ -149,7 +148,7 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> Non
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
-def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
+def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
     """So are those of 32 queries where a tile is 64 keys."""
     issued = [100 * (1 + at // 2) for at in range(32)]
     samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
@@ -158,7 +157,7 @@ def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize(("address", "inputs"), [("0x100", 1.0), ("0x500", 0.0)])
-def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> None:
+def test_blocks_along_every_axis_are_counted(address, inputs):
     """Those of z > 0 end at once. The others load something, of q or of scratch, three times."""
     code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
     code = code.replace("MOV R2, RZ", f"MOV R3, {address}")
@@ -174,7 +173,7 @@ def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> Non
     assert line.inputs == inputs
 
 
-def test_every_number_of_a_gpu_has_its_source() -> None:
+def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(multiprocessor.Gpu)}
     found = msgspec.toml.decode(text)
@@ -189,7 +188,7 @@ def test_every_number_of_a_gpu_has_its_source() -> None:
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
+def test_wavefronts_are_the_profilers_and_the_parts_add_up():
     """As compiled: nvcc keeps some of what the source loads in a register."""
     list_backends()
     file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
@@ -207,7 +206,7 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
 
 
-def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
+def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
@@ -226,12 +225,12 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
         ),
     ],
 )
-def test_a_shape_that_no_launch_takes_is_refused(case: dict[str, Any], words: str) -> None:
+def test_a_shape_that_no_launch_takes_is_refused(case, words):
     with pytest.raises(UnsupportedError, match=re.escape(words)):
         predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_1"], H200, **case)
 
 
-def test_a_grid_too_large_to_hand_out_is_refused() -> None:
+def test_a_grid_too_large_to_hand_out_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
@@ -250,9 +249,7 @@ def test_a_grid_too_large_to_hand_out_is_refused() -> None:
         (1.0, 1.0, 1.0, "issue slots"),
     ],
 )
-def test_the_load_store_unit_is_named_after_its_work(
-    shared: float, lines: float, shuffles: float, bound: str
-) -> None:
+def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bound):
     total = shared + lines + shuffles
     needs = {"issue slots": 5.0, "load-store unit": total, "shared memory": shared, "L1": lines}
     parts = {"waiting_us": 1.0, "uneven_us": 1.0, "launch_us": 1.0}
@@ -262,7 +259,7 @@ def test_the_load_store_unit_is_named_after_its_work(
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_a_version_without_shared_memory_has_no_need_of_it() -> None:
+def test_a_version_without_shared_memory_has_no_need_of_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     version = parse_header(folder / "v01_warp_per_row.cu")
     (found,) = predict.predict(version, H200, [256], head_dim=32)
@@ -273,7 +270,7 @@ def test_a_version_without_shared_memory_has_no_need_of_it() -> None:
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_a_version_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_version_that_launches_nothing_is_refused(tmp_path):
     text = ladder.versions()["CUSTOM_CUDA_VERSION_1"].path.read_text("utf-8")
     start = text.index("{", text.index("cudaError_t launch(")) + 1
     (tmp_path / "v01_idle.cu").write_text(f"{text[:start]}\n  return cudaSuccess;\n{text[start:]}")
