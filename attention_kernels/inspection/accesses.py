@@ -32,7 +32,7 @@ _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=t
 
 
 @dataclass(frozen=True)
-class Request:
+class MemoryRequest:
     """One memory request: what the lanes of a warp access at once."""
 
     block: int
@@ -72,7 +72,7 @@ class Access:
     """Sectors of global memory, 32 bytes each; 0 for shared memory."""
     fewest_sectors: int
     """Fewest sectors that could hold the bytes."""
-    costliest: Request
+    costliest: MemoryRequest
     """The request with the most wavefronts or sectors; the first of equals."""
 
 
@@ -186,7 +186,7 @@ def _accesses(
         if lines:  # otherwise it is the emulator's own
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
-            request = Request(int(block), int(warp), int(cost), array, by_lane)
+            request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
 

@@ -36,7 +36,7 @@ _WINDOW = 3
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     """One GPU of gpus.toml, which gives the sources of the numbers."""
 
     name: str
@@ -58,11 +58,11 @@ class Gpu:
 
 
 @functools.cache
-def gpus() -> dict[str, Gpu]:
+def gpus() -> dict[str, GpuModel]:
     """Return the known GPUs by the names that `--gpu` takes."""
     text = Path(__file__).with_name("gpus.toml").read_bytes()
     return {
-        key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
+        key: GpuModel(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
         for key, numbers in msgspec.toml.decode(text).items()
     }
 
@@ -155,7 +155,7 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
 
 
 def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
-    gpu: Gpu,
+    gpu: GpuModel,
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss_latency: float,

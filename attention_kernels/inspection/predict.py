@@ -29,7 +29,7 @@ from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
-    Gpu,
+    GpuModel,
     Work,
     counts_of,
     cycles_of,
@@ -79,11 +79,10 @@ class Prediction:
     @property
     def bound(self) -> str:
         """The largest part of the time."""
-        parts = {**self.needs_us, "latency": self.waiting_us, "uneven blocks": self.uneven_us}
-        parts["launch"] = self.launch_us
         most = max(self.needs_us, key=lambda name: self.needs_us[name])
-        kept = (most, "latency", "uneven blocks", "launch")
-        found = max(kept, key=lambda name: parts[name])
+        parts = {most: self.needs_us[most], "latency": self.waiting_us}
+        parts |= {"uneven blocks": self.uneven_us, "launch": self.launch_us}
+        found = max(parts, key=lambda name: parts[name])
         if found == LOAD_STORE_UNIT:  # or the part of it that causes most of its work
             half = self.needs_us[LOAD_STORE_UNIT] / 2
             found = next((x for x in _PARTS_OF_IT if self.needs_us[x] > half), found)
@@ -98,7 +97,7 @@ class _Program:
     """A version compiled for a GPU, and the recorder of its launches."""
 
     version: VersionHeader
-    gpu: Gpu
+    gpu: GpuModel
     recorder: Path
     code: dict[str, list[Instruction]]
     """The kernels' instructions, by mangled name."""
@@ -134,7 +133,7 @@ def find_disassembler() -> str:
     return found
 
 
-def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
+def _compile(version: VersionHeader, gpu: GpuModel, folder: Path) -> _Program:
     compiled = compile_version(version, gpu.arch, folder)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
     recorder = launches.build_recorder(version, folder)
@@ -244,7 +243,7 @@ def _spread(count: int, length: int) -> list[int]:
 
 
 def _finish(
-    line: _Line, gpu: Gpu, alone: float, paces: Sequence[float], extra: float
+    line: _Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
     """Return the cycles until the last multiprocessor finishes, and those with equal shares.
 
@@ -292,7 +291,7 @@ def _finish(
 
 
 def _alone(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], miss: float
+    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], miss: float
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -311,7 +310,7 @@ def _alone(
 
 
 def _together(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
+    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
 ) -> list[float]:
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
@@ -391,7 +390,7 @@ def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Predict
 
 def predict(
     version: VersionHeader,
-    gpu: Gpu,
+    gpu: GpuModel,
     seqlens: Iterable[int],
     *,
     head_dim: int = 64,

@@ -175,7 +175,7 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
 
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(multiprocessor.Gpu)}
+    fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
