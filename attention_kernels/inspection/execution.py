@@ -1,9 +1,9 @@
 """Execute a kernel's machine code without a GPU, to see which instructions its warps execute.
 
-All threads of the given blocks run in parallel, those at the lowest address first, so that lanes
-that leave a loop wait behind it for the others. Loaded values and floating-point results are zero,
-so control flow that depends on data is not followed. That the instructions are understood correctly
-is shown by test_sass.py and by the counts, which equal the profiler's.
+All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
+left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
+control flow that depends on data is not followed. test_sass.py shows that the instructions are
+understood correctly, and the counts equal the profiler's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
         here = live & (where == pc)
         others = where[live & ~here]
         stop = int(others.min()) if others.size else len(code)
-        # Straight on, until a branch or until these threads meet others.
+        # Run straight on until a branch, or until these threads meet others.
         while pc < stop:
             one, operation = code[pc], operations[pc]
             blocks.mask = here & blocks.predicate(one.guard) if one.guard else here

@@ -46,7 +46,7 @@ class Launch:
 def case_faults(
     version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
 ) -> list[str]:
-    """Return every reason why a version is no attention kernel or cannot take a shape."""
+    """Return every reason why a version cannot be launched as an attention kernel with a shape."""
     faults = []
     if version.is_host:
         faults.append("it is host code, not a GPU kernel")

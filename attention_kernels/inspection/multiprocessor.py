@@ -21,7 +21,8 @@ import numpy as np
 from attention_kernels.inspection.blocks import STORES, WARP, Blocks
 from attention_kernels.inspection.sass import Instruction
 
-# Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
+# Latencies in cycles, as scripts/probe.cu measured them on an H200; those of shuffles and constants
+# are estimates.
 _SHUFFLE = 24
 # By pipe, until the result is ready and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
@@ -161,7 +162,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     miss_latency: float,
     most: float = math.inf,
 ) -> tuple[float, list[int]]:
-    """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
+    """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
+    each of them executes.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -181,7 +183,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
     at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # out of step: each begins elsewhere
+    if most < sum(work.instructions for work in works):  # out of step: each starts elsewhere
         parts = (work.parts[4 * number // len(works)] for number, work in enumerate(works))
         at = list(itertools.chain.from_iterable(parts))
     boards = [[0.0] * 6 for _ in streams]

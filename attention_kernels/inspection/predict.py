@@ -41,16 +41,16 @@ from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-_MAX_ISSUED = 3_000_000  # per block: seconds of emulation
-_MAX_TIMED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
-_SAMPLED = 8  # blocks run along an axis, if the others lie on a line
-_SPREAD = 128  # blocks run if they do not
-_MAX_LANES_TIMES_ISSUED = 500_000_000  # of those blocks together
+_MAX_ISSUED = 3_000_000  # instructions of blocks that run together: seconds
+_MAX_TIMED = 100_000  # instructions timed; the rest are assumed to go at the same pace
+_SAMPLED = 8  # blocks run if the work of the others can be interpolated
+_SPREAD = 128  # blocks run if it cannot
+_MAX_LANES_TIMES_ISSUED = 500_000_000  # of those blocks together: a few seconds
 _MAX_GRID = 2**20  # blocks, each of which is assigned to a multiprocessor
-_MAX_WHOLE = 32  # blocks along an axis: up to here, block 0 is run as well
+_MAX_WHOLE = 32  # with at most this many blocks along an axis, block 0 is run as well
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
-_PARTS_OF_IT = ("shared memory", "L1")
+_LOAD_STORE_PARTS = ("shared memory", "L1")
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 
@@ -85,7 +85,7 @@ class Prediction:
         found = max(parts, key=lambda name: parts[name])
         if found == LOAD_STORE_UNIT:  # or the part of it that causes most of its work
             half = self.needs_us[LOAD_STORE_UNIT] / 2
-            found = next((x for x in _PARTS_OF_IT if self.needs_us[x] > half), found)
+            found = next((x for x in _LOAD_STORE_PARTS if self.needs_us[x] > half), found)
         return found
 
 
@@ -220,14 +220,14 @@ def _line(program: _Program, launch: Launch) -> _Line:
             blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
         samples = ran
-    else:  # blocks of any length: run as many as take a few seconds, to stand for the others
+    else:  # lengths that lie on no line: as many as a few seconds allow stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         if max(issued) - min(issued) > 0.001 * max(issued):
             limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
             blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
-    # A block that requests nothing from memory has nothing to do. Time a few of the others.
+    # A block without memory requests has no work. Time a few of the others.
     numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
@@ -302,9 +302,7 @@ def _alone(
     first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
-    fitting = [work for work in longer if work.instructions <= _MAX_TIMED]
-    long = fitting[-1] if fitting else longer[0]
-    cycles, issued = cycles_of(gpu, code, [long], miss)
+    cycles, issued = cycles_of(gpu, code, [_longest(longer, _MAX_TIMED)], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
@@ -315,8 +313,7 @@ def _together(
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
     if longer:  # time half of their instructions
-        fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_TIMED]
-        work = fitting[-1] if fitting else longer[0]
+        work = _longest(longer, 2 * _MAX_TIMED // count)
         most = work.instructions * count // 2
     else:
         work, most = short, min(_MAX_TIMED, short.instructions * count)
@@ -325,9 +322,14 @@ def _together(
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
-    """Return the shortest, and those over 1.5 times as long, in order of length."""
+    """Return the shortest work, then those over 1.5 times as long, in order of length."""
     short, *longer = sorted(works, key=lambda work: work.instructions)
     return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
+
+
+def _longest(works: Sequence[Work], most: int) -> Work:
+    """Return the longest of at most that many instructions, else the shortest."""
+    return next((work for work in reversed(works) if work.instructions <= most), works[0])
 
 
 def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Prediction:

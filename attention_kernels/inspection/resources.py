@@ -192,7 +192,7 @@ def _round_up(value: int, unit: int) -> int:
 def compile_version(
     version: VersionHeader, arch: str, folder: Path | None = None
 ) -> dict[str, Compiled]:
-    """Compile a version, into kernel.cubin of a folder, and return ptxas's report by mangled name.
+    """Compile a version to kernel.cubin in a folder; return ptxas's report by mangled name.
 
     Raises BuildError if nvcc is missing or the version does not compile.
     """

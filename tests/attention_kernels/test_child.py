@@ -20,7 +20,7 @@ from attention_kernels import ArgumentError, child
         ("import time; time.sleep(60)", "did not end in 1 s"),
     ],
 )
-def test_the_end_of_a_process_is_told_in_words(does, words):
+def test_the_end_of_a_process_is_described(does, words):
     command = [sys.executable, "-S", "-c", f"import os, sys; {does}"]
     done = child.run(command, timeout_s=1 if "did not" in words else 60)
     assert done.how.startswith(words)

@@ -1,4 +1,4 @@
-"""Bank conflicts and sectors, counted in the emulator: of known patterns, and of the ladder."""
+"""Bank conflicts and sectors counted in the emulator, for known patterns and for the ladder."""
 
 from __future__ import annotations
 
@@ -143,8 +143,7 @@ def test_one_request_tells_where_each_lane_went(patterns):
     assert offsets("a column", 32) == [128 * lane for lane in range(32)]
     assert offsets("store apart", 32) == [32 * lane for lane in range(32)]
     assert offsets("eight lanes", 1) == [*(4 * lane for lane in range(8)), *[None] * 24]
-    leaving = offsets("some leave early", 1)  # all are there at first, and 32 lanes cost no more
-    assert leaving == [0] * 32
+    assert offsets("some leave early", 1) == [0] * 32  # the first of equally costly requests
 
 
 def test_the_warps_of_a_block_take_turns_between_barriers(recording):
@@ -190,7 +189,7 @@ def test_the_readme_shows_what_is_counted():
 
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers():
-    """Of versions whose loads, or whose stores, nvcc leaves as they are, measured on an H200."""
+    """For versions whose loads or stores nvcc leaves as they are; measured on an H200."""
     file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
     profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}

@@ -1,4 +1,4 @@
-"""Predictions: the machine code is read right, and each part of the model moves as it must."""
+"""Predictions: machine code is read correctly, and each part of the model reacts as it must."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ H200 = multiprocessor.gpus()["h200"]
 
 
 def missing_program():
-    """Return which program a prediction lacks here, or an empty string."""
-    if compilers.find_nvcc() is None:
-        return "needs nvcc"
+    """Return why nothing can be predicted here, or an empty string."""
     try:
         predict.find_disassembler()
     except BuildError as error:
         return str(error)
-    return ""
+    return compilers.missing_compiler("cuda") or ""
 
 
 needs_cuda_programs = pytest.mark.skipif(bool(missing_program()), reason=missing_program())
@@ -149,7 +147,7 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
 
 
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
-    """So are those of 32 queries where a tile is 64 keys."""
+    """As with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
     samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
     line = predict._Line(32, samples, [])
@@ -158,7 +156,7 @@ def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
 
 @pytest.mark.parametrize(("address", "inputs"), [("0x100", 1.0), ("0x500", 0.0)])
 def test_blocks_along_every_axis_are_counted(address, inputs):
-    """Those of z > 0 end at once. The others load something, of q or of scratch, three times."""
+    """Blocks with z > 0 end at once; the others load from q or from scratch three times."""
     code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
     code = code.replace("MOV R2, RZ", f"MOV R3, {address}")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
@@ -189,7 +187,7 @@ def test_every_number_of_a_gpu_has_its_source():
 @needs_cuda_programs
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers_and_the_parts_add_up():
-    """As compiled: nvcc keeps some of what the source loads in a register."""
+    """In nvcc's code, which keeps some of what the source loads in registers."""
     list_backends()
     file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]

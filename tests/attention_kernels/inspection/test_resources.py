@@ -20,9 +20,10 @@ LAST = {version.path.parent: version.builds()[-1] for version in VERSIONS}.value
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.op)
 def test_every_version_compiles_without_spills(version):
-    """For sm_75, or the first that they need: none has code of its own for a later one.
+    """Compile for the first architecture that a version supports: its code is the same for all.
 
-    In every dtype that it takes; of the last of a ladder the test below compiles another.
+    Every dtype is compiled, but a ladder's last version in the first one only: the test below
+    compiles it in all.
     """
     assert "__CUDA_ARCH__" not in version.path.read_text("utf-8")
     builds = version.builds()
@@ -37,7 +38,8 @@ def test_every_version_compiles_without_spills(version):
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
 def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    # WMMA's takes nvcc as long as the others together: for the one with least shared memory.
+    # nvcc takes as long for WMMA's as for all the others, so compile it only for the architecture
+    # with the least shared memory.
     architectures = ("120",) if version.op.startswith("wmma") else ("90", "120")
     rows = resources.resource_table([version], architectures)
     assert {(row.arch, row.head_dim) for row in rows} == {

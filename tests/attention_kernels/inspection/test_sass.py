@@ -110,7 +110,7 @@ def test_an_operation_computes_what_the_source_says(arch):
 
 
 def test_what_is_spilled_comes_back():
-    """By each thread's own, with the offset; what is indexed otherwise reads as 0."""
+    """Each thread reads its own value; an address that is not relative to R1 reads as 0."""
     code = [
         sass.Instruction(name, tuple(operands))
         for name, *operands in (
