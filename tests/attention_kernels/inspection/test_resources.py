@@ -23,7 +23,7 @@ def test_every_version_compiles_without_spills(version):
     """Compile for the first architecture that a version supports: its code is the same for all.
 
     Every dtype is compiled, but a ladder's last version in the first one only: the test below
-    compiles it in all.
+    compiles it in the last one.
     """
     assert "__CUDA_ARCH__" not in version.path.read_text("utf-8")
     builds = version.builds()
