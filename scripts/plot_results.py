@@ -95,11 +95,8 @@ def main() -> int:
     for file, svg in drawn.items():
         if file in there and charts.is_same(file.read_text("utf-8"), svg.decode()):
             continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(svg)
-        except OSError as error:
-            parser.error(f"{file} cannot be written: {error.strerror}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(svg)
         print(f"wrote {file}")
     if not drawn:
         print("nothing to draw")

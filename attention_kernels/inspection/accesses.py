@@ -12,19 +12,19 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
+from attention_kernels import child
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import child
-from attention_kernels.inspection.resources import aligned, case_faults
+from attention_kernels.inspection.launches import case_faults
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
@@ -32,7 +32,7 @@ _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=t
 
 
 @dataclass(frozen=True)
-class Request:
+class MemoryRequest:
     """One memory request: what the lanes of a warp access at once."""
 
     block: int
@@ -72,7 +72,7 @@ class Access:
     """Sectors of global memory, 32 bytes each; 0 for shared memory."""
     fewest_sectors: int
     """Fewest sectors that could hold the bytes."""
-    costliest: Request
+    costliest: MemoryRequest
     """The request with the most wavefronts or sectors; the first of equals."""
 
 
@@ -100,18 +100,7 @@ class Recording:
 
 
 # The recorder's counts, in the order of its columns.
-_COUNTED = (
-    "bytes",
-    "requests",
-    "wavefronts",
-    "conflicts",
-    "ways",
-    "sectors",
-    "fewest_sectors",
-)
-_UNCOUNTED = {
-    r"^#include <mma\.h>": "a fragment's loads are in an order that CUDA does not document",
-}
+_COUNTED = "bytes", "requests", "wavefronts", "conflicts", "ways", "sectors", "fewest_sectors"
 
 
 def record(
@@ -131,16 +120,11 @@ def record(
     cannot be counted, that refuses the case, that accesses nothing or that does not end in time,
     and BuildError if a compiler is missing or the version does not compile.
     """
-    reasons = []
-    if version.is_host:
-        reasons.append("only a kernel's accesses are counted, and this is host code")
-    if version.role != "attention":
-        reasons.append("only an attention kernel's accesses are counted, and this one decodes")
-    source = version.source
-    reasons += [why for found, why in _UNCOUNTED.items() if re.search(found, source, re.MULTILINE)]
-    reasons += case_faults(
+    reasons = case_faults(
         version, seqlens=[seqlen], head_dim=head_dim, batch=batch, num_heads=num_heads
     )
+    if "\n#include <mma.h>" in version.source:
+        reasons.append("a fragment's loads are in an order that CUDA does not document")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
@@ -166,21 +150,16 @@ def record(
     with file:
         program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
-        try:
-            done = child.run([program, *arguments], label=label, timeout_s=timeout_s)
-        except subprocess.TimeoutExpired:
-            reason = f"the launch did not end in {timeout_s:g} s"
-            raise UnsupportedError(version.path.name, [reason]) from None
-        sys.stderr.write(done.stderr)  # what the version prints
-        if done.returncode != 0:
-            words = done.stdout.strip()
+        done = child.run([program, *arguments], timeout_s=timeout_s, label=label)
+        sys.stderr.write(done.err)  # what the version prints
+        if done.status != 0:
             reason = re.sub(
                 r"at (0x\w+)",
                 lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
-                words or f"its launch {child.ending(done.returncode)}",
+                done.out.strip() or f"its launch {done.how}",
             )
             raise UnsupportedError(version.path.name, [reason])
-        rows = [line.split("\t") for line in done.stdout.splitlines()]
+        rows = [line.split("\t") for line in done.out.splitlines()]
         counted, turns = (
             [row for row in rows if (row[0] == "turn") == is_turn] for is_turn in (0, 1)
         )
@@ -207,7 +186,7 @@ def _accesses(
         if lines:  # otherwise it is the emulator's own
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
-            request = Request(int(block), int(warp), int(cost), array, by_lane)
+            request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
 
@@ -225,22 +204,27 @@ def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str,
     return dict(zip(wanted, compilers.source_lines(program, calls), strict=True))
 
 
+COLUMNS = {
+    "line": "right", "access": "left", "bytes": "right", "requests": "right",
+    "wavefronts": "right", "conflicts": "right", "sectors": "right", "source": "left",
+}  # fmt: skip
+
+
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
     """Format the accesses as a text table, one per line, cut to `width` columns if given."""
-    cells = [
-        ("line", "access", "bytes", "requests", "wavefronts", "conflicts", "sectors", "source")
-    ]
+    cells: list[Sequence[object]] = [[*COLUMNS]]
     for a in accesses:
         lines = ">".join(map(str, a.lines))
-        kind = f"{a.memory} {a.kind}"
         conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
         sectors = str(a.sectors) if a.memory == "global" else ""
         if a.fewest_sectors < a.sectors:
             sectors += f" ({a.fewest_sectors} would do)"
         wavefronts = str(a.wavefronts) if a.memory == "shared" else ""
-        counts = (str(a.bytes), str(a.requests), wavefronts, conflicts, sectors)
-        cells.append((lines, kind, *counts, a.source))
-    rows = aligned(cells).splitlines()
+        counts = (a.bytes, a.requests, wavefronts, conflicts, sectors)
+        cells.append((lines, f"{a.memory} {a.kind}", *counts, a.source))
+    align = [*COLUMNS.values()]
+    table = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
     return "\n".join(
-        r if width is None or len(r) <= width else f"{r[: width - 3]}..." for r in rows
+        row if width is None or len(row) <= width else f"{row[: width - 3]}..."
+        for row in table.splitlines()
     )

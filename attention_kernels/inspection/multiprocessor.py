@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,13 +18,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from attention_kernels.inspection.sass import STORES, WARP, Blocks, Instruction
+from attention_kernels.inspection.blocks import STORES, WARP, Blocks
+from attention_kernels.inspection.sass import Instruction
 
-# Latencies in cycles: first two estimates, then what scripts/probe.cu measured on an H200.
-_SHUFFLE, _CONSTANT = 24, 30
-_SPECIAL, _TENSOR = 17, 24
+# Latencies in cycles, as scripts/probe.cu measured them on an H200; those of shuffles and constants
+# are estimates.
+_SHUFFLE = 24
+# By pipe, until the result is ready and until the operands have been read.
+_LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
+_FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
-_FIXED = 4  # arithmetic of fixed latency, which nvcc's stall counts cover
 _QUEUE = 40  # outstanding wavefronts at which warps must wait to request more
 SCHEDULERS = 4
 SECTOR = 32  # bytes
@@ -33,7 +37,7 @@ _WINDOW = 3
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     """One GPU of gpus.toml, which gives the sources of the numbers."""
 
     name: str
@@ -55,11 +59,11 @@ class Gpu:
 
 
 @functools.cache
-def gpus() -> dict[str, Gpu]:
+def gpus() -> dict[str, GpuModel]:
     """Return the known GPUs by the names that `--gpu` takes."""
     text = Path(__file__).with_name("gpus.toml").read_bytes()
     return {
-        key: Gpu(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
+        key: GpuModel(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
         for key, numbers in msgspec.toml.decode(text).items()
     }
 
@@ -69,9 +73,9 @@ class Work:
     """What the warps of one block execute."""
 
     warps: list[list[tuple[int, int, int, int]]]
-    """By warp, for each step: instruction, wavefronts, lines, sectors that go to L2."""
+    """By warp, for each instruction: index, wavefronts, lines, sectors that go to L2."""
     parts: list[list[int]]
-    """Position of each warp after 0, 1, ... 7 eighths of the block's steps."""
+    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
     counts: Counter[str]
     """Instructions in total and by pipe, wavefronts, lines and misses."""
 
@@ -92,6 +96,7 @@ PIPES = {
     "constant": ("LDC", "ULDC", "S2R"),
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
 }
+_LOAD_STORE = ("shared", "global", "shuffle")
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 _WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
@@ -108,14 +113,15 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
     code = blocks.code
     shape = len(code), len(blocks.indices), blocks.warps
     executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
-    for step in blocks.steps:
-        index = step.index
-        executed[index] += step.warps.reshape(shape[1:])
-        if step.wavefronts is not None:
-            wavefronts[index] += step.wavefronts.reshape(shape[1:])
-        if step.lines is not None and step.misses is not None:
-            lines[index] += step.lines.reshape(shape[1:])
-            misses[index] += step.misses.reshape(shape[1:])
+    for issue in blocks.issued:
+        for total, by_warp in (
+            (executed, issue.warps),
+            (wavefronts, issue.wavefronts),
+            (lines, issue.lines),
+            (misses, issue.misses),
+        ):
+            if by_warp is not None:
+                total[issue.index] += by_warp.reshape(shape[1:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     for index in np.flatnonzero(executed.any((1, 2))).tolist():
         one = code[index]
@@ -134,58 +140,52 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
 def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
     """Return what the warps of block `number` of the emulated blocks execute."""
     of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    steps = [step for step in blocks.steps if step.warps[of_block].any()]
+    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
     warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
     parts: list[list[int]] = []
-    for at, step in enumerate(steps):
-        if at >= len(steps) * len(parts) / 8:
+    for at, issue in enumerate(issued):
+        if at >= len(issued) * len(parts) / 8:
             parts.append([len(warp) for warp in warps])
         wavefronts, lines, misses = (
             [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (step.wavefronts, step.lines, step.misses)
+            for x in (issue.wavefronts, issue.lines, issue.misses)
         )
-        for warp in np.flatnonzero(step.warps[of_block]).tolist():
-            warps[warp].append((step.index, wavefronts[warp], lines[warp], misses[warp]))
+        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
+            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
     return Work(warps, parts, counts)
 
 
 def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
-    gpu: Gpu,
+    gpu: GpuModel,
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss_latency: float,
     most: float = math.inf,
 ) -> tuple[float, list[int]]:
-    """Return the cycles in which one multiprocessor executes some blocks, and each's instructions.
+    """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
+    each of them executes.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
     """
-    lanes = {"fma": gpu.fp32_lanes, "special": gpu.special_lanes, "tensor": 0}
+    integer = SCHEDULERS * WARP / gpu.integer_lanes
     busy = {
-        pipe: SCHEDULERS * WARP / lanes.get(pipe, gpu.integer_lanes)
-        if pipe in ("fma", "special", "multiply", "integer", "uniform", "constant")
-        else 1.0
-        for pipe in (*PIPES, "uniform", "integer")
+        **dict.fromkeys((*_LOAD_STORE, "control"), 1.0),
+        **dict.fromkeys(("integer", "multiply", "uniform", "constant"), integer),
+        "fma": SCHEDULERS * WARP / gpu.fp32_lanes,
+        "special": SCHEDULERS * WARP / gpu.special_lanes,
+        "tensor": gpu.tensor_cycles,
     }
-    busy["tensor"] = gpu.tensor_cycles
-    facts = [
-        (_pipe(one), one.waits, one.writes, one.reads, max(1, one.stall), one.base, one.registers)
-        for one in code
-    ]
+    pipe_of = [_pipe(one) for one in code]
     streams = [warp for work in works for warp in work.warps]
     owner = [number for number, work in enumerate(works) for _ in work.warps]
     running = [sum(1 for warp in work.warps if warp) for work in works]
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
     at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # out of step: each begins elsewhere
-        for number, work in enumerate(works):
-            part = work.parts[4 * number // len(works)]
-            for warp, first in zip(
-                (w for w, o in enumerate(owner) if o == number), part, strict=True
-            ):
-                at[warp] = first
+    if most < sum(work.instructions for work in works):  # out of step: each starts elsewhere
+        parts = (work.parts[4 * number // len(works)] for number, work in enumerate(works))
+        at = list(itertools.chain.from_iterable(parts))
     boards = [[0.0] * 6 for _ in streams]
     groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
     pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
@@ -203,7 +203,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     left = most
 
     def wake(warp: int, when: float) -> None:
-        for board in facts[streams[warp][at[warp]][0]][1]:
+        for board in code[streams[warp][at[warp]][0]].waits:
             when = max(when, boards[warp][board])
         heapq.heappush(pending[warp % SCHEDULERS], (when, warp))
 
@@ -222,15 +222,14 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
         soonest = math.inf
         for warp in order:
-            fact = facts[streams[warp][at[warp]][0]]
-            pipe = fact[0]
-            even, odd = fact[6]
+            index = streams[warp][at[warp]][0]
+            pipe, (even, odd) = pipe_of[index], code[index].registers
             possible = pipes[s][pipe]
-            if even and banks[s][0] + even > now + _WINDOW:
+            if even:
                 possible = max(possible, banks[s][0] + even - _WINDOW)
-            if odd and banks[s][1] + odd > now + _WINDOW:
+            if odd:
                 possible = max(possible, banks[s][1] + odd - _WINDOW)
-            if pipe in ("shared", "shuffle", "global"):
+            if pipe in _LOAD_STORE:
                 possible = max(possible, shared - _QUEUE)
             if possible <= now:
                 break
@@ -241,18 +240,18 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         ready[s].remove(warp)
         last[s] = warp
         index, wavefronts, lines, misses = streams[warp][at[warp]]
-        pipe, _, writes, reads, stall, base, registers = facts[index]
-        for bank in (0, 1):
-            if registers[bank]:
-                banks[s][bank] = max(banks[s][bank], now) + registers[bank]
+        one, pipe = code[index], pipe_of[index]
+        for bank, count in enumerate(one.registers):
+            if count:
+                banks[s][bank] = max(banks[s][bank], now) + count
         issued[owner[warp]] += 1
         left -= 1
         free[s] = now + 1
         pipes[s][pipe] = now + busy[pipe]
         if pipe == "multiply":
             pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
-        done = read = now + _FIXED
-        if pipe in ("shared", "shuffle", "global"):
+        done, read = (now + cycles for cycles in _LATENCIES.get(pipe, _FIXED))
+        if pipe in _LOAD_STORE:
             begin = max(shared, now + 2)
             cost = max(1, wavefronts, lines)
             shared = begin + cost
@@ -261,7 +260,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 done = begin + _SHUFFLE - 2
             elif pipe == "shared":
                 done = begin + cost - 3 + gpu.shared_latency
-            elif base in STORES:
+            elif one.base in STORES:
                 l2 = max(l2, begin) + misses * SECTOR / l2_rate
                 done = begin + cost
             elif misses:
@@ -269,20 +268,13 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 done = max(begin, l2) + miss_latency
             else:
                 done = begin + cost + gpu.l1_latency
-            if base == "LDGSTS":
+            if one.base == "LDGSTS":
                 groups[warp].append(done)
-        elif pipe == "special":
-            done, read = now + _SPECIAL, now + 8
-        elif pipe == "constant":
-            done, read = now + _CONSTANT, now + 10
-        elif pipe == "tensor":
-            done, read = now + _TENSOR, now + 10
-        if writes < 6:
-            boards[warp][writes] = max(boards[warp][writes], done)
-        if reads < 6:
-            boards[warp][reads] = max(boards[warp][reads], read)
-        next_at = now + stall
-        if base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
+        for board, when in ((one.writes, done), (one.reads, read)):
+            if board < 6:
+                boards[warp][board] = max(boards[warp][board], when)
+        next_at = now + max(1, one.stall)
+        if one.base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
             next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
             groups[warp].clear()
         at[warp] += 1
@@ -290,7 +282,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         end = max(end, next_at, done)
         if at[warp] == len(streams[warp]):
             running[number] -= 1
-        elif base == "BAR":
+        elif one.base == "BAR":
             arrived[number].append(warp)
             opens[number] = max(opens[number], now) + _ARRIVAL
         else:

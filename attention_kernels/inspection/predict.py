@@ -23,31 +23,34 @@ from pathlib import Path
 from typing import Any
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import resources, sass
+from attention_kernels.inspection import execution, launches, sass
+from attention_kernels.inspection.blocks import WARP, Blocks
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
-    Gpu,
+    GpuModel,
     Work,
     counts_of,
     cycles_of,
     work_of,
 )
-from attention_kernels.inspection.sass import WARP, Blocks, Instruction
+from attention_kernels.inspection.resources import Compiled, compile_version, resident_blocks
+from attention_kernels.inspection.sass import Instruction
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-_MAX_STEPS = 3_000_000  # per block: seconds of emulation
-_MAX_ISSUED = 100_000  # instructions timed; the rest is assumed to go on at the same pace
-_SAMPLED = 8  # blocks run along an axis, if the others lie on a line
-_SPREAD = 128  # blocks run if they do not
-_MAX_LANE_STEPS = 500_000_000  # of those blocks together
+_MAX_ISSUED = 3_000_000  # instructions of blocks that run together: seconds
+_MAX_TIMED = 100_000  # instructions timed; the rest are assumed to go at the same pace
+_SAMPLED = 8  # blocks run if the work of the others can be interpolated
+_SPREAD = 128  # blocks run if it cannot
+_MAX_LANES_TIMES_ISSUED = 500_000_000  # of those blocks together: a few seconds
 _MAX_GRID = 2**20  # blocks, each of which is assigned to a multiprocessor
-_MAX_WHOLE = 32  # blocks along an axis: up to here, block 0 is run as well
+_MAX_WHOLE = 32  # with at most this many blocks along an axis, block 0 is run as well
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
-_PARTS_OF_IT = ("shared memory", "L1")
+_LOAD_STORE_PARTS = ("shared memory", "L1")
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 
@@ -76,27 +79,17 @@ class Prediction:
     @property
     def bound(self) -> str:
         """The largest part of the time."""
-        parts = {**self.needs_us, "latency": self.waiting_us, "uneven blocks": self.uneven_us}
-        parts["launch"] = self.launch_us
         most = max(self.needs_us, key=lambda name: self.needs_us[name])
-        kept = (most, "latency", "uneven blocks", "launch")
-        found = max(kept, key=lambda name: parts[name])
+        parts = {most: self.needs_us[most], "latency": self.waiting_us}
+        parts |= {"uneven blocks": self.uneven_us, "launch": self.launch_us}
+        found = max(parts, key=lambda name: parts[name])
         if found == LOAD_STORE_UNIT:  # or the part of it that causes most of its work
             half = self.needs_us[LOAD_STORE_UNIT] / 2
-            found = next((x for x in _PARTS_OF_IT if self.needs_us[x] > half), found)
+            found = next((x for x in _LOAD_STORE_PARTS if self.needs_us[x] > half), found)
         return found
 
 
 # ---- Launches ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Launch:
-    symbol: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    dynamic_smem: int
-    parameters: bytes
 
 
 @dataclass
@@ -104,31 +97,27 @@ class _Program:
     """A version compiled for a GPU, and the recorder of its launches."""
 
     version: VersionHeader
-    gpu: Gpu
+    gpu: GpuModel
     recorder: Path
-    kernels: dict[str, list[Instruction]]
-    compiled: dict[str, Any]
+    code: dict[str, list[Instruction]]
+    """The kernels' instructions, by mangled name."""
+    compiled: dict[str, Compiled]
 
-    def launches(self, case: Sequence[int], head_dim: int) -> Counter[_Launch]:
+    def launches(self, case: Sequence[int], head_dim: int) -> Counter[Launch]:
         """Count the launches of a call; those that differ only in parameters count as the first."""
-        shape = ",".join(map(str, case))
-        device = f"ATTENTION_EMULATOR_MULTIPROCESSORS={self.gpu.multiprocessors}"
-        command = ["env", device, str(self.recorder), f"--case={shape}", str(head_dim)]
-        found: Counter[_Launch] = Counter()
-        first: dict[tuple[Any, ...], _Launch] = {}
-        for row in resources.recorded_rows(self.version, command):
-            _, _, smem, symbol, _, grid, block, parameters = row
-            launch = _Launch(
-                symbol, _triple(grid), _triple(block), int(smem), bytes.fromhex(parameters)
-            )
-            alike = (symbol, launch.grid, launch.block, smem)
+        recorded = launches.record(
+            self.version,
+            self.recorder,
+            [head_dim],
+            case=case,
+            multiprocessors=self.gpu.multiprocessors,
+        )
+        found: Counter[Launch] = Counter()
+        first: dict[Launch, Launch] = {}
+        for launch in recorded:
+            alike = dataclasses.replace(launch, parameters=b"")
             found[first.setdefault(alike, launch)] += 1
         return found
-
-
-def _triple(text: str) -> tuple[int, int, int]:
-    x, y, z = map(int, text.split(","))
-    return x, y, z
 
 
 def find_disassembler() -> str:
@@ -144,13 +133,10 @@ def find_disassembler() -> str:
     return found
 
 
-def _compile(version: VersionHeader, gpu: Gpu, folder: Path) -> _Program:
-    recorder = resources.launch_recorder(version, folder)
-    flags = compilers.compile_flags(version, "cuda", gpu.arch, folder)
-    source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
-    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
-    compiled = resources.parse_ptxas(compilers.output_of(command, str(folder)))
+def _compile(version: VersionHeader, gpu: GpuModel, folder: Path) -> _Program:
+    compiled = compile_version(version, gpu.arch, folder)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
+    recorder = launches.build_recorder(version, folder)
     return _Program(version, gpu, recorder, sass.parse(text), compiled)
 
 
@@ -195,7 +181,7 @@ class _Line:
         return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
-def _line(program: _Program, launch: _Launch) -> _Line:
+def _line(program: _Program, launch: Launch) -> _Line:
     """Run some blocks of a launch; with a second axis, blocks along the first count as alike."""
     x, y, z = launch.grid
     if x * y * z > _MAX_GRID:
@@ -213,9 +199,9 @@ def _line(program: _Program, launch: _Launch) -> _Line:
     def run(positions: Iterable[int]) -> tuple[Blocks, dict[int, Counter[str]]]:
         chosen = sorted(positions)
         indices = [places[position] for position in chosen]
-        code = program.kernels[launch.symbol]
-        blocks = Blocks(code, constants, launch.block, indices, _MAX_STEPS)
-        blocks.run()
+        code = program.code[launch.symbol]
+        blocks = Blocks(code, constants, launch.block, indices)
+        execution.run(blocks, _MAX_ISSUED)
         return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
 
     first = None
@@ -234,14 +220,14 @@ def _line(program: _Program, launch: _Launch) -> _Line:
             blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
         samples = ran
-    else:  # blocks of any length: run as many as take a few seconds, to stand for the others
+    else:  # lengths that lie on no line: as many as a few seconds allow stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         if max(issued) - min(issued) > 0.001 * max(issued):
-            limit = _MAX_LANE_STEPS * _SAMPLED // (len(blocks.steps) * blocks.lanes)
+            limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
             blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
-    # A block that requests nothing from memory has nothing to do. Time a few of the others.
+    # A block without memory requests has no work. Time a few of the others.
     numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
@@ -257,7 +243,7 @@ def _spread(count: int, length: int) -> list[int]:
 
 
 def _finish(
-    line: _Line, gpu: Gpu, alone: float, paces: Sequence[float], extra: float
+    line: _Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
     """Return the cycles until the last multiprocessor finishes, and those with equal shares.
 
@@ -305,7 +291,7 @@ def _finish(
 
 
 def _alone(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], miss: float
+    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], miss: float
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -313,70 +299,73 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_ISSUED)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
-    fitting = [work for work in longer if work.instructions <= _MAX_ISSUED]
-    long = fitting[-1] if fitting else longer[0]
-    cycles, issued = cycles_of(gpu, code, [long], miss)
+    cycles, issued = cycles_of(gpu, code, [_longest(longer, _MAX_TIMED)], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
 
 def _together(
-    gpu: Gpu, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
+    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
 ) -> list[float]:
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
     if longer:  # time half of their instructions
-        fitting = [work for work in longer if work.instructions * count <= 2 * _MAX_ISSUED]
-        work = fitting[-1] if fitting else longer[0]
+        work = _longest(longer, 2 * _MAX_TIMED // count)
         most = work.instructions * count // 2
     else:
-        work, most = short, min(_MAX_ISSUED, short.instructions * count)
+        work, most = short, min(_MAX_TIMED, short.instructions * count)
     cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
-    """Return the shortest, and those over 1.5 times as long, in order of length."""
+    """Return the shortest work, then those over 1.5 times as long, in order of length."""
     short, *longer = sorted(works, key=lambda work: work.instructions)
     return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
 
 
-def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Prediction:
-    gpu, code = program.gpu, program.kernels[launch.symbol]
+def _longest(works: Sequence[Work], most: int) -> Work:
+    """Return the longest of at most that many instructions, else the shortest."""
+    return next((work for work in reversed(works) if work.instructions <= most), works[0])
+
+
+def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Prediction:
+    gpu, code = program.gpu, program.code[launch.symbol]
     compiled = program.compiled[launch.symbol]
     threads = math.prod(launch.block)
     shared = compiled.static_smem + launch.dynamic_smem
-    fits, limit = resources.resident_blocks(gpu.arch, threads, compiled.registers, shared)
+    fits, limit = resident_blocks(gpu.arch, threads, compiled.registers, shared)
     if fits == 0:
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.version.path.name, [reason])
     line = _line(program, launch)
-    total = {name: line.total(name) for name in {*itertools.chain(*line.samples.values())}}
+    names = {*itertools.chain(*line.samples.values())}
+    total = Counter({name: line.total(name) for name in names})
     busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. The output of an earlier launch is in L2.
     cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
     fits = min(fits, -(-busy // gpu.multiprocessors))
-    l2_bytes = total.get("misses", 0) * SECTOR
+    l2_bytes = total["misses"] * SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     alone, extra = _alone(gpu, code, line.works, miss)
     paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
     end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
-    lines = total.get("lines", 0)
-    wavefronts = sum(total.get(kind, 0) for kind in ("loads", "stores", "copies"))
-    integer = total.get("integer", 0) + total.get("multiply", 0)
+    lines = total["lines"]
+    wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
+    integer = total["integer"] + total["multiply"]
     needs = {
         "issue slots": total["issue"] / SCHEDULERS / rate,
-        "float32 arithmetic": total.get("fma", 0) * WARP / gpu.fp32_lanes / rate,
+        "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
-        "special functions": total.get("special", 0) * WARP / gpu.special_lanes / rate,
-        "tensor cores": total.get("tensor", 0) * gpu.tensor_cycles / SCHEDULERS / rate,
-        LOAD_STORE_UNIT: (wavefronts + lines + total.get("shuffle", 0)) / rate,
+        "special functions": total["special"] * WARP / gpu.special_lanes / rate,
+        "tensor cores": total["tensor"] * gpu.tensor_cycles / SCHEDULERS / rate,
+        LOAD_STORE_UNIT: (wavefronts + lines + total["shuffle"]) / rate,
         "shared memory": wavefronts / rate,
         "L1": lines / rate,
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
@@ -396,14 +385,14 @@ def _time_launch(program: _Program, launch: _Launch, min_bytes: float) -> Predic
         launch_us=gpu.launch_us,
         launches=1,
         instructions=round(total["issue"]),
-        load_wavefronts=round(total.get("loads", 0)),
-        store_wavefronts=round(total.get("stores", 0)),
+        load_wavefronts=round(total["loads"]),
+        store_wavefronts=round(total["stores"]),
     )
 
 
 def predict(
     version: VersionHeader,
-    gpu: Gpu,
+    gpu: GpuModel,
     seqlens: Iterable[int],
     *,
     head_dim: int = 64,
@@ -416,18 +405,13 @@ def predict(
     Raises UnsupportedError for a version or a case that cannot be predicted, BuildError if a
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
-    reasons = []
-    if version.is_host:
-        reasons.append("only a kernel can be predicted, and this is host code")
-    if version.role != "attention":
-        reasons.append("only an attention kernel can be predicted, and this is not one")
+    seqlens = [*seqlens]
+    reasons = launches.case_faults(
+        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
+    )
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs))
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
-    seqlens = [*seqlens]
-    reasons += resources.case_faults(
-        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
-    )
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
@@ -437,11 +421,11 @@ def predict(
         program = _compile(version, gpu, Path(folder))
         for seqlen in seqlens:
             case = (batch, seqlen, num_heads, int(is_causal))
-            launches = program.launches(case, head_dim)
+            counted = program.launches(case, head_dim)
             min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
             each = [
-                (count, _time_launch(program, launch, min_bytes / launches.total()))
-                for launch, count in launches.items()
+                (count, _time_launch(program, launch, min_bytes / counted.total()))
+                for launch, count in counted.items()
             ]
             found.append(_sum(each, seqlen))
     return found

@@ -1,11 +1,12 @@
 """Report what each kernel uses of a multiprocessor: registers, shared memory, occupancy.
 
-Registers, spills and static shared memory come from ptxas; block size and dynamic shared memory are
-recorded from the version's launch(), compiled for the host. No GPU is needed.
+Registers, spills and static shared memory come from ptxas, block size and dynamic shared memory
+from the recorded launches. No GPU is needed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -14,19 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tabulate import tabulate
 from tqdm import tqdm
 
-from attention_kernels.errors import UnsupportedError
-from attention_kernels.ladder import compilers, header
+from attention_kernels.inspection.blocks import WARP
+from attention_kernels.inspection.launches import Launch, launches_of
+from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
 ARCHS = ("75", "80", "90", "120")
-WARP_SIZE = 32
 REGISTERS_PER_SM = 65536
-# The longest sequence that csrc/binding.cpp accepts.
-MAX_SEQLEN = 65535 * 16
-_INT_MAX = 2**31 - 1
 # Registers are allocated to a warp, and bytes of shared memory to a block, in these units.
 REGISTER_UNIT = 256
 SHARED_UNIT = 128
@@ -58,6 +57,16 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """ptxas's report on a kernel; sizes in bytes."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+
+
+@dataclass(frozen=True)
 class Resources:
     """The resources of one kernel for one head_dim on one architecture; sizes in bytes."""
 
@@ -85,22 +94,10 @@ class Resources:
         """Resident warps as a fraction of the most that a multiprocessor holds."""
         return self.warps / self.max_warps
 
-
-@dataclass(frozen=True)
-class _Launch:
-    head_dim: int
-    threads: int
-    dynamic_smem: int
-    symbol: str
-    kernel: str
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    static_smem: int
+    @property
+    def shown_occupancy(self) -> str:
+        """The occupancy in percent, or that a block does not fit."""
+        return f"{self.occupancy:.0%}" if self.blocks else "does not fit"
 
 
 def resource_table(
@@ -116,32 +113,35 @@ def resource_table(
         raise BuildError(
             f"no limits known for {', '.join(sorted(unknown))} (known: {', '.join(LIMITS)})"
         )
-    head_dims = list(head_dims)
-    builds = [(version, build) for version in versions for build in version.builds()]
+    builds = [
+        (version.label, build, [d for d in head_dims if d in build.head_dims])
+        for version in versions
+        for build in version.builds()
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         launches = {
-            b.op: pool.submit(_launches, b, [d for d in head_dims if d in b.head_dims])
-            for _, b in builds
+            build.op: pool.submit(launches_of, build, dims) for _, build, dims in builds if dims
         }
         compiled = {
-            (b.op, a): pool.submit(_compile, b, a)
-            for _, b in builds
-            for a in archs
-            if b.compiles_for(a)
+            (build.op, arch): pool.submit(compile_version, build, arch)
+            for _, build, dims in builds
+            for arch in archs
+            if dims and build.compiles_for(arch)
         }
         for future in tqdm(compiled.values(), "compiling kernels", unit=""):
             future.exception()
-    return [
-        _row(version.label, arch, build.dtype, launch, compiled[build.op, arch].result())
-        for version, build in builds
+    rows = [
+        _row(label, arch, build.dtype, launch, compiled[build.op, arch].result())
+        for label, build, _ in builds
         for arch in archs
-        if build.compiles_for(arch)
-        for launch in dict.fromkeys(launches[build.op].result())  # drop duplicates
+        if (build.op, arch) in compiled
+        for launch in launches[build.op].result()
     ]
+    return [*dict.fromkeys(rows)]
 
 
 def _row(
-    version: str, arch: str, dtype: str, launch: _Launch, compiled: dict[str, _Compiled]
+    version: str, arch: str, dtype: str, launch: Launch, compiled: dict[str, Compiled]
 ) -> Resources:
     if launch.symbol not in compiled:
         raise BuildError(f"{version} launches {launch.kernel}, which ptxas did not compile")
@@ -155,34 +155,13 @@ def _row(
         kernel=launch.kernel,
         head_dim=launch.head_dim,
         threads=launch.threads,
-        registers=kernel.registers,
-        spill_stores=kernel.spill_stores,
-        spill_loads=kernel.spill_loads,
-        static_smem=kernel.static_smem,
         dynamic_smem=launch.dynamic_smem,
+        **dataclasses.asdict(kernel),
         blocks=blocks,
-        warps=blocks * -(-launch.threads // WARP_SIZE),
+        warps=blocks * -(-launch.threads // WARP),
         max_warps=LIMITS[arch].warps,
         limited_by=limited_by,
     )
-
-
-def case_faults(
-    version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
-) -> list[str]:
-    """Return every reason why a version's launch() cannot take a shape."""
-    faults = []
-    if head_dim not in version.head_dims:
-        faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
-    sizes = [("batch", batch), ("num_heads", num_heads), *(("seqlen", n) for n in seqlens)]
-    faults += [f"{name} {size} (1 or more)" for name, size in sizes if size < 1]
-    limits = (
-        ("seqlen", max(seqlens), MAX_SEQLEN),
-        ("batch * num_heads", batch * num_heads, _INT_MAX),
-        ("num_heads * head_dim", num_heads * head_dim, _INT_MAX // 64),
-    )
-    faults += [f"{name} {size} ({most} or less)" for name, size, most in limits if size > most]
-    return faults
 
 
 def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
@@ -190,8 +169,8 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     limits = LIMITS[arch]
     if shared > limits.shared_kb_per_block * 1024:
         return 0, "shared memory"
-    warps = -(-threads // WARP_SIZE)
-    registers_per_warp = _round_up(registers * WARP_SIZE, REGISTER_UNIT)
+    warps = -(-threads // WARP)
+    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
     # A multiprocessor has four parts, and a warp stays in one.
     warps_by_registers = REGISTERS_PER_SM // 4 // registers_per_warp * 4
     fits = {
@@ -210,53 +189,20 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _launches(version: VersionHeader, head_dims: Sequence[int]) -> list[_Launch]:
-    """Return the version's launches for each head_dim."""
-    if not head_dims:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        return _recorded(version, launch_recorder(version, Path(folder)), head_dims)
+def compile_version(
+    version: VersionHeader, arch: str, folder: Path | None = None
+) -> dict[str, Compiled]:
+    """Compile a version to kernel.cubin in a folder; return ptxas's report by mangled name.
 
-
-def launch_recorder(version: VersionHeader, folder: Path) -> Path:
-    """Build csrc/recorders/launches.cpp for a version in a folder, and return the program."""
-    flags = compilers.compile_flags(version, "emulator", "")
-    csrc = header.csrc_of(version)
-    program, runtime = folder / "recorder", folder / "runtime.o"
-    runtime.write_bytes(compilers.object_file(csrc, "emulator/runtime.cpp", "-O0"))
-    recorder = str(csrc / "recorders" / "launches.cpp")
-    source = f'-DATTENTION_SOURCE="{version.path}"'
-    link = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-    compilers.output_of([*flags, "-O0", source, recorder, str(runtime), *link])
-    return program
-
-
-def _recorded(version: VersionHeader, program: Path, head_dims: Sequence[int]) -> list[_Launch]:
-    launches = []
-    for row in recorded_rows(version, [str(program), *map(str, head_dims)]):
-        head_dim, threads, smem, symbol, words, *_ = row
-        name = re.search(r"(\w+(<[^(]*>)?)\(", words)
-        launches.append(
-            _Launch(int(head_dim), int(threads), int(smem), symbol, name[1] if name else words)
-        )
-    return launches
-
-
-def recorded_rows(version: VersionHeader, command: Sequence[str]) -> list[list[str]]:
-    """Run a launch recorder and return each launch's fields; UnsupportedError without launches."""
-    rows = [line.split("\t") for line in compilers.output_of(command).splitlines()]
-    if not rows:
-        raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
-    return rows
-
-
-def _compile(version: VersionHeader, arch: str) -> dict[str, _Compiled]:
-    """Compile a version and return ptxas's report on every kernel, by mangled name."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = compilers.compile_flags(version, "cuda", arch, Path(folder))
-        source = compilers.shell_safe(version.path.parent, Path(folder))
-        command = [*flags, "-O3", "-cubin", "-Xptxas=-v", f"{source}/{version.path.name}"]
-        return parse_ptxas(compilers.output_of([*command, "-o", os.devnull], folder))
+    Raises BuildError if nvcc is missing or the version does not compile.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return compile_version(version, arch, Path(temporary))
+    flags = compilers.compile_flags(version, "cuda", arch, folder)
+    source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
+    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
+    return parse_ptxas(compilers.output_of(command, str(folder)))
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:
@@ -264,14 +210,14 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
     Raises BuildError if nvcc is missing or the version does not compile.
     """
-    kernels = [kernel for one in version.builds() for kernel in _compile(one, arch).values()]
+    kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
     registers = sorted({kernel.registers for kernel in kernels})
     most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
     spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
     return f"{most} registers, {f'up to {spilled} bytes of spills' if spilled else 'no spills'}"
 
 
-def parse_ptxas(output: str) -> dict[str, _Compiled]:
+def parse_ptxas(output: str) -> dict[str, Compiled]:
     """Parse the output of `ptxas -v` into its numbers, by mangled name."""
     entry = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -282,48 +228,31 @@ def parse_ptxas(output: str) -> dict[str, _Compiled]:
     for symbol, stores, loads, registers, rest in entry.findall(output):
         shared = re.search(r"(\d+) bytes smem", rest)
         static = int(shared[1]) if shared else 0
-        kernels[symbol] = _Compiled(int(registers), int(stores), int(loads), static)
+        kernels[symbol] = Compiled(int(registers), int(stores), int(loads), static)
     return kernels
 
 
-COLUMNS = (
-    "version", "arch", "dtype", "head_dim", "kernel", "threads", "registers", "spills st/ld",
-    "static smem", "dynamic smem", "blocks/SM", "warps/SM", "occupancy", "limited by",
-)  # fmt: skip
+COLUMNS = {
+    "version": "{0.version}",
+    "arch": "sm_{0.arch}",
+    "dtype": "{0.dtype}",
+    "head_dim": "{0.head_dim}",
+    "kernel": "{0.kernel}",
+    "threads": "{0.threads}",
+    "registers": "{0.registers}",
+    "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
+    "static smem": "{0.static_smem}",
+    "dynamic smem": "{0.dynamic_smem}",
+    "blocks/SM": "{0.blocks}",
+    "warps/SM": "{0.warps}/{0.max_warps}",
+    "occupancy": "{0.shown_occupancy}",
+    "limited by": "{0.limited_by}",
+}
+_WORDS = ("version", "arch", "dtype", "kernel", "limited by")
 
 
 def format_table(rows: Iterable[Resources]) -> str:
     """Format the rows as a text table, sizes in bytes."""
-    cells = [COLUMNS]
-    for r in rows:
-        cells.append(
-            (
-                r.version,
-                f"sm_{r.arch}",
-                r.dtype,
-                str(r.head_dim),
-                r.kernel,
-                str(r.threads),
-                str(r.registers),
-                f"{r.spill_stores}/{r.spill_loads}",
-                str(r.static_smem),
-                str(r.dynamic_smem),
-                str(r.blocks),
-                f"{r.warps}/{r.max_warps}",
-                f"{r.occupancy:.0%}" if r.blocks else "does not fit",
-                r.limited_by,
-            )
-        )
-    return aligned(cells)
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Align rows of text in columns, with numbers right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in cells
-    )
+    cells = [[*COLUMNS], *([text.format(row) for text in COLUMNS.values()] for row in rows)]
+    align = ["left" if name in _WORDS else "right" for name in COLUMNS]
+    return tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)

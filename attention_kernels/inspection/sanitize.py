@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import ladder
+from attention_kernels import child, ladder
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
-from attention_kernels.inspection import child
 from attention_kernels.judge.conformance import Case, DecodeCase
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
@@ -71,7 +69,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     # it.
     names = ("libasan.so", "libstdc++.so.6")
     gxx = str(compilers.find_gxx())
-    libraries = [compilers.execute([gxx, f"-print-file-name={name}"])[1].strip() for name in names]
+    libraries = [compilers.execute([gxx, f"-print-file-name={name}"]).out.strip() for name in names]
     if not os.path.isabs(libraries[0]):
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
     environment = {
@@ -80,15 +78,15 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         "LD_PRELOAD": ":".join(libraries),
     }
     done = _worker(["cpu", *whats], environment, timeout_s)
-    if done.returncode == 0:
+    if done.status == 0:
         return []
-    if done.returncode == _UNAVAILABLE:
+    if done.status == _UNAVAILABLE:
         raise UnavailableBackendError(name, _last_words(done))
-    found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.stderr)
+    found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.err)
     if not found:
         return [_last_words(done)]
     # Only the frames of the access: those of an allocation may follow.
-    report = re.split(r"\n\n", done.stderr[found.end() :])[0]
+    report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
@@ -101,11 +99,9 @@ def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0)
     # In torch's memory pool, an access past the end of a tensor can still be in an allocation.
     done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
     summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
-    if done.returncode == 0 and summary in done.stdout:
+    if done.status == 0 and summary in done.out:
         return []
-    faults = [
-        line for line in done.stdout.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)
-    ]
+    faults = [line for line in done.out.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)]
     what = faults[0].lstrip("= ") if faults else _last_words(done)
     return [f"{tool}: {what}"]
 
@@ -115,26 +111,22 @@ def _worker(
     environment: dict[str, str],
     timeout_s: float,
     before: Sequence[str] = (),
-) -> subprocess.CompletedProcess[str]:
-    """Run main() in its own process; a timeout counts as a failure with that message."""
+) -> child.Ended:
+    """Run main() in its own process, under the command `before`."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments]
-    what = "running under a sanitizer"
-    try:
-        return child.run(
-            command,
-            label=what,
-            timeout_s=timeout_s,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"{what} took more than {timeout_s:g} s")
+    return child.run(
+        command,
+        timeout_s=timeout_s,
+        label="running under a sanitizer",
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
 
 
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[-1] if lines else f"it {child.ending(done.returncode)}"
+def _last_words(done: child.Ended) -> str:
+    lines = done.output.strip().splitlines()
+    return lines[-1] if lines else f"it {done.how}"
 
 
 def _cases(spec: BackendSpec) -> Iterator[Case | DecodeCase]:

@@ -31,12 +31,12 @@ import msgspec
 from torch import Tensor
 
 from attention_kernels import ladder, registry
+from attention_kernels.child import check_time_limit, ending
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
 )
-from attention_kernels.inspection.child import check_time_limit, ending
 from attention_kernels.judge.caller import Block, Caller, failure
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.registry import BackendSpec

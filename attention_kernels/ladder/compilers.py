@@ -11,15 +11,14 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from attention_kernels import child
 from attention_kernels.errors import AttentionError
-from attention_kernels.inspection.child import ending
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 # Environment variables that name a compiler, by precedence.
@@ -112,20 +111,20 @@ def extra_flags() -> list[str]:
 @functools.cache
 def identity(compiler: str) -> str:
     """Return a compiler's --version output, cached."""
-    return execute([compiler, "--version"])[1]
+    return execute([compiler, "--version"]).output
 
 
 def nvcc_architectures() -> set[str]:
     """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
     nvcc = find_nvcc()
-    output = execute([nvcc, "--list-gpu-arch"])[1] if nvcc else ""
+    output = execute([nvcc, "--list-gpu-arch"]).output if nvcc else ""
     return set(re.findall(r"compute_(\d+)", output))
 
 
 @functools.cache
 def cuda_root(nvcc: str) -> Path:
     """Return the toolkit's folder; nvcc is asked, because on PATH it may be a link or a script."""
-    _, output = execute([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull])
+    output = execute([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull]).output
     top = re.search(r"^#\$ TOP=(.*)$", output, re.M)
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
 
@@ -195,30 +194,18 @@ def shell_safe(path: Path, folder: Path) -> str:
     return link.name
 
 
-def execute(command: Sequence[str], folder: str | None = None) -> tuple[int, str]:
-    """Run a command in `folder`, which also gets its temporary files; return status and output."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "LC_ALL": "C", **({"TMPDIR": "."} if folder else {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=COMPILER_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, f"error: {error}"
-    return done.returncode, done.stdout.decode(errors="replace")
+def execute(command: Sequence[str], folder: str | None = None) -> child.Ended:
+    """Run a compiler in `folder`, which also gets its temporary files."""
+    env = {**os.environ, "LC_ALL": "C", **({"TMPDIR": "."} if folder else {})}
+    return child.run(command, timeout_s=COMPILER_TIMEOUT_S, env=env, folder=folder)
 
 
 def output_of(command: Sequence[str], folder: str | None = None) -> str:
     """Return the output of a command; raises BuildError with its first error line if it fails."""
-    status, output = execute(command, folder)
-    if status != 0:
-        raise BuildError(first_error(output) or f"{command[0]} {ending(status)}")
-    return output
+    done = execute(command, folder)
+    if done.status != 0:
+        raise BuildError(first_error(done.output) or f"{command[0]} {done.how}")
+    return done.output
 
 
 @functools.cache
@@ -239,7 +226,7 @@ def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, 
 
     Raises BuildError.
     """
-    addr2line = execute([str(find_gxx()), "-print-prog-name=addr2line"])[1].strip()
+    addr2line = execute([str(find_gxx()), "-print-prog-name=addr2line"]).out.strip()
     command = [addr2line, "--addresses", "--inlines", "--exe", binary, *addresses]
     found: list[list[tuple[str, int]]] = []
     for line in output_of(command).splitlines():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from attention_kernels import AttentionError
-from attention_kernels.inspection.child import ending
+from attention_kernels.child import ending
 from gpt2_infer.batch.folder import BatchError, locked
 from gpt2_infer.batch.job import Job, Settings, plan, work
 from gpt2_infer.checkpoint import resolve_device

@@ -18,7 +18,7 @@ THREADS = 256
 ITERATIONS = 4096  # about a millisecond
 
 
-class Params(ctypes.Structure):
+class RateParams(ctypes.Structure):
     """The kernel's StructParams."""
 
     _fields_ = (
@@ -36,7 +36,7 @@ class Rate:
         version = header.parse_header(SOURCE, "instruction_rates_")
         self._op = load_op(version, device, "the instruction rates")
         self._counts = torch.empty(blocks * THREADS, device=device)
-        params = Params(self._counts.data_ptr(), blocks, iterations, KINDS.index(kind))
+        params = RateParams(self._counts.data_ptr(), blocks, iterations, KINDS.index(kind))
         self._params = torch.frombuffer(bytearray(params), dtype=torch.uint8)
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from attention_kernels import AttentionError
 from attention_kernels.inspection import predict
-from attention_kernels.inspection.multiprocessor import Gpu, gpus
+from attention_kernels.inspection.multiprocessor import GpuModel, gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row, Status
@@ -21,7 +21,7 @@ from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
 
-def find_gpu(key: str) -> Gpu:
+def find_gpu(key: str) -> GpuModel:
     """Return the data of a GPU by its `--gpu` name; raises RequestError if unknown."""
     known = gpus()
     if key not in known:
@@ -29,7 +29,7 @@ def find_gpu(key: str) -> Gpu:
     return known[key]
 
 
-def timed_on(gpu: Gpu, files: Iterable[File]) -> list[File]:
+def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
     """Return the kernel timings that were measured on such a GPU."""
     return [
         file

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         times = [f"{value:.1f}" for value in _parts(one).values()]
         table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
     align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
-    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
+    show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     return 0
 
 
@@ -97,12 +97,11 @@ def _parts(one: Prediction) -> dict[str, float]:
 
 def _measured(wanted: Row, timings: Sequence[File]) -> float | None:
     """Return the latest measured median of the same version file in the same cell."""
-    from gpt2_infer.bench.show.tables import is_of
+    from gpt2_infer.bench.show.predicted import timings_of
 
     medians = [
         (timing.provenance.date, row.median)
         for timing in timings
-        for row in timing.of("time")
-        if row.samples and is_of(wanted, row)
+        for row in timings_of(wanted, timing.of("time"))
     ]
     return max(medians)[1] if medians else None

@@ -99,7 +99,7 @@ class Fused(Cached):
 
 
 @dataclass(frozen=True)
-class Product:
+class BlockedMatrix:
     """A matrix (rows, columns) whose columns are divided among blocks."""
 
     rows: int
@@ -133,7 +133,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """The shape that the kernels are compiled for."""
 
     config: GPT2Config
@@ -144,7 +144,7 @@ class Shape:
     shared_bytes: int
 
     @functools.cached_property
-    def products(self) -> Mapping[str, Product]:
+    def products(self) -> Mapping[str, BlockedMatrix]:
         """The four products of a layer."""
         width, inner = self.config.n_embd, self.config.inner_dim
         # The blocks of q, k and v are narrower than those of the hidden units, unless 32 columns
@@ -153,22 +153,22 @@ class Shape:
         warps = 10 if width % 320 == 0 and width % 256 else 8  # of equal numbers of rows
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
-            "PROJ": Product(width, width, 8, warps),
+            "PROJ": BlockedMatrix(width, width, 8, warps),
             "FC": self._widest(width, inner, warps, FC_BYTES),
-            "FC2": Product(inner, width, 8, 2 * warps),
+            "FC2": BlockedMatrix(inner, width, 8, 2 * warps),
         }
 
-    def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> Product:
+    def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
 
         They fit at any batch size if possible, because the weights are packed once for all.
         """
         for block_columns in (32, 16):
-            product = Product(rows, columns, block_columns, warps)
+            product = BlockedMatrix(rows, columns, block_columns, warps)
             needed = product.shared_bytes(self.dtype, MAX_BATCH, has_norm=True)
             if product.block_bytes(self.dtype) <= most_bytes and needed <= self.shared_bytes:
                 return product
-        return Product(rows, columns, 8, warps)
+        return BlockedMatrix(rows, columns, 8, warps)
 
     @property
     def fits(self) -> bool:
@@ -222,7 +222,7 @@ class Shape:
 POINTERS = "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"
 
 
-class Params(ctypes.Structure):
+class StepParams(ctypes.Structure):
     """The kernels' StructParams."""
 
     _fields_ = (
@@ -247,12 +247,12 @@ class Packed:
     """float32: the last LayerNorm's weight and bias."""
 
 
-def pack(model: GPT2, shape: Shape) -> Packed:
+def pack(model: GPT2, shape: StepShape) -> Packed:
     """Return the packed weights, which all of a model's engines share."""
     return model.prepared.share(tuple(shape.products.values()), lambda: _pack(model, shape))
 
 
-def _pack(model: GPT2, shape: Shape) -> Packed:
+def _pack(model: GPT2, shape: StepShape) -> Packed:
     products = shape.products.values()
     sizes = [one.rows * one.columns for one in products]
     weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
@@ -268,12 +268,12 @@ def _pack(model: GPT2, shape: Shape) -> Packed:
     return Packed(weights, torch.cat(vectors).float(), ln_f.float())
 
 
-def shape_on(model: GPT2, batch: int) -> Shape:
+def shape_on(model: GPT2, batch: int) -> StepShape:
     """Return the shape that the kernels are compiled for on a model's GPU."""
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Shape(model.config, model.dtype, batch, properties.multi_processor_count, shared)
+    return StepShape(model.config, model.dtype, batch, properties.multi_processor_count, shared)
 
 
 class Step:
@@ -294,7 +294,7 @@ class Step:
         lengths: Tensor,
         is_greedy: bool,
         *,
-        shape: Shape | None = None,
+        shape: StepShape | None = None,
     ) -> None:
         config, device, batch = model.config, model.device, len(newest)
         shape = shape or shape_on(model, batch)
@@ -307,7 +307,7 @@ class Step:
         weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
         self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
-        self._params = Params(
+        self._params = StepParams(
             *(tensor.data_ptr() for tensor in self._kept),
             tokens.shape[1],
             config.n_layer,

@@ -50,7 +50,7 @@ TILES = (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4)
 POINTERS = "x weight bias y residual ln_weight ln_bias workspace"
 
 
-class Params(ctypes.Structure):
+class ProductParams(ctypes.Structure):
     """The kernel's StructParams."""
 
     _fields_ = (
@@ -168,5 +168,5 @@ class Product:
         epsilon = 0.0 if norm is None else norm.eps
         tensors = (x, self.weight, self.bias, y, residual, scale, shift, workspace)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        params = Params(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
+        params = ProductParams(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
         self._op(x, torch.frombuffer(params, dtype=torch.uint8))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Params(ctypes.Structure):
+class ProbeParams(ctypes.Structure):
     _fields_ = (
         ("a", ctypes.c_void_p),
         ("b", ctypes.c_void_p),
@@ -36,7 +36,7 @@ class Params(ctypes.Structure):
 def run(kind, a, b, sums, device):
     """Return what a warp makes of each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
-    params = Params(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
+    params = ProbeParams(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
     op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
     op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")  # must precede pyplot; needs no display
 
 import matplotlib.pyplot as plt
+import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
 from gpt2_infer.bench.show.figures import (
@@ -28,14 +31,18 @@ from gpt2_infer.bench.show.figures import (
     how,
     length,
     main_rows,
+    new_tokens,
     roofs,
+    shape_of,
     where,
 )
-from gpt2_infer.bench.show.tables import shape_of, tokens_per_second
+
+if TYPE_CHECKING:  # this module imports torch
+    from attention_kernels.inspection.accesses import Turn
 
 STYLE = Path(__file__).with_suffix(".mplstyle")
-# Okabe and Ito's colours, which the colour-blind can tell apart, for backends that are no rung; the
-# rungs of a ladder are shades of viridis, which they can tell apart, too.
+# Okabe and Ito's colours, which the colour-blind can tell apart, for backends outside the ladders;
+# the versions of a ladder are shades of viridis, which they can tell apart, too.
 COLOURS = {
     "NAIVE_PYTORCH": "#000000",
     "PYTORCH_SDPA_MATH": "#999999",
@@ -45,7 +52,10 @@ COLOURS = {
     FREE_ATTENTION: "#56B4E9",
 }
 OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#661100", "#DDCC77")
+DECODING = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
+QUIET = "#555555"
 MARKERS = "osD^vP*Xhd<>p8"
+WHISKERS = "median, least to most"
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
@@ -84,214 +94,52 @@ def is_same(one: str, other: str) -> bool:
     return all(abs(float(x) - float(y)) < 0.01 for x, y in pairs)
 
 
-# ---- Plots ---------------------------------------------------------------------------------------
+# ---- Lines over the lengths ----------------------------------------------------------------------
 
 
 def generation_time(file: File) -> Figure | None:
     """Draw generation seconds by the number of tokens: the case study's plot."""
-    group = _timed(file)
-    if not _has_lengths(group):
+    if not (group := _over_lengths(file)):
         return None
     figure, axes = _figure(5)
-    axes.set(
-        xlabel="tokens, prompt included", ylabel="seconds: median, least to most", yscale="log"
-    )
+    axes.set(xlabel="tokens, prompt included", ylabel=f"seconds: {WHISKERS}", yscale="log")
     _draw_lines(axes, group, lambda _, seconds: seconds)
     _title(axes, f"Generation, {cell_name(group[0])}", how(file))
     return figure
 
 
-def generation_bars(file: File) -> Figure | None:
-    """Draw the longest generation of each backend."""
-    at = _at_detail(file)
-    title = f"Generation, {cell_name(at[0])}: {length(at[0])} tokens" if at else ""
-    return _bars(at, title, how(file), "seconds", "{:.3f}")
-
-
 def peak_memory(file: File) -> Figure | None:
     """Draw peak memory by the number of tokens: the case study's open question."""
-    timed = [row for row in _timed(file) if row.contender != FREE_ATTENTION]
-    peaks = [(row, peak) for row in timed if (peak := file.beside(row, "peak memory"))]
-    if not _has_lengths([row for row, _ in peaks]):
+    group = [
+        msgspec.structs.replace(peak, extra=row.extra)
+        for row in _over_lengths(file)
+        if row.contender != FREE_ATTENTION and (peak := file.beside(row, "peak memory"))
+    ]
+    if not group:
         return None
     figure, axes = _figure(5)
-    memory = {id(row): peak.median / 2**20 for row, peak in peaks}
-    _draw_lines(axes, [row for row, _ in peaks], lambda row, _: memory[id(row)])
+    axes.set(xlabel="tokens, prompt included", ylabel="MiB")
+    _draw_lines(axes, group, lambda _, memory: memory / 2**20)
     facts = f"{where(file.provenance)}; one call each"
     _title(axes, "Device memory at its peak, weights included", facts)
-    axes.set(xlabel="tokens, prompt included", ylabel="MiB")
     return figure
 
 
 def kernel_time(file: File) -> Figure | None:
     """Draw kernel times and TFLOP/s, with the card's limit, by seqlen."""
-    group = _timed(file)
-    if not _has_lengths(group):
+    if not (group := _over_lengths(file)):
         return None
-    figure: Figure
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    left.set(xlabel="seqlen", ylabel="microseconds: median, least to most", yscale="log")
+    figure, left, right = _two_axes((12, 5))
+    left.set(xlabel="seqlen", ylabel=f"microseconds: {WHISKERS}", yscale="log")
     right.set(xlabel="seqlen", ylabel="TFLOP/s", yscale="log")
     _draw_lines(left, group, lambda _, microseconds: microseconds, legend=False)
     _draw_lines(right, group, lambda row, microseconds: row.kernel.flops / microseconds / 1e6)
     dtype = group[0].kernel.dtype
     if limit := file.provenance.limits.get(f"matmul_{dtype}_tflops"):
-        right.axhline(limit, color="#555555", linestyle=":", linewidth=1)
+        right.axhline(limit, color=QUIET, linestyle=":", linewidth=1)
         text = f"8192\u00b3 matmul, {dtype}: {limit:.0f}"
-        shortest = min(map(length, group))
-        right.annotate(text, (shortest, limit), va="bottom", fontsize=8)
+        right.annotate(text, (min(map(length, group)), limit), va="bottom", fontsize=8)
     _title(left, f"Attention alone, {cell_name(group[0])}", how(file))
-    return figure
-
-
-def kernel_bars(file: File) -> Figure | None:
-    """Draw each backend at one seqlen, 1,024 or the longest."""
-    at = _at_detail(file)
-    title = f"Attention alone, {at[0].kernel}" if at else ""
-    return _bars(at, title, how(file), "microseconds", "{:,.1f}")
-
-
-def roofline(file: File) -> Figure | None:
-    """Draw each backend's TFLOP/s at the longest seqlen, with the GPU's limits, and its error.
-
-    The error is the relative error of a row, or the largest absolute error in files without it.
-    """
-    group = _timed(file)
-    longest = max(map(length, group), default=0)
-    at = [row for row in group if length(row) == longest and row.check]
-    if len(at) < 2:
-        return None
-    speeds = [row.tflops for row in at]
-    looks = [_looks(at)[row.contender] for row in at]
-    bounds = {
-        f"{text}: {roof:.0f}": roof
-        for text, roof in roofs(at[0], file.provenance.limits).items()
-        if "matmul" not in text
-    }
-    figure: Figure
-    figure, (left, right) = plt.subplots(
-        1,
-        2,
-        figsize=(11, 1.6 + 0.36 * len(at)),
-        sharey=True,
-        width_ratios=(2, 1),
-        layout="constrained",
-    )
-    _label_bars(
-        left,
-        [*map(_label, at)],
-        speeds,
-        [f"{speed:.3g}" for speed in speeds],
-    )
-    left.set_xlim(0, 1.08 * max(*speeds, *bounds.values()))
-    left.barh(range(len(at)), speeds, color=[colour for colour, _ in looks])
-    for text, roof in bounds.items():
-        left.axvline(roof, color="#555555", linestyle=":", linewidth=1)
-        left.annotate(
-            text,
-            (roof, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-3, -3),
-            textcoords="offset points",
-            rotation="vertical",
-            ha="right",
-            va="top",
-            fontsize=7.5,
-            color="#555555",
-        )
-    _title(left, f"TFLOP/s, {at[0].kernel}", how(file))
-    checks = [row.check for row in at if row.check]
-    by_row = all(check.row_error is not None for check in checks)
-    pairs = [(c.row_error, c.row_budget) if by_row else (c.error, c.budget) for c in checks]
-    for place, ((error, budget), (colour, _)) in enumerate(zip(pairs, looks, strict=True)):
-        if error is not None and budget is not None:
-            right.plot(budget, place, "|", color="#555555", markersize=9)
-            right.plot(
-                error, place, "o", color=colour, markeredgecolor="black", markeredgewidth=0.4
-            )
-    what = "a row's relative error" if by_row else "largest error"
-    _title(right, "Error against float64", f"{what}; | its budget")
-    right.set_xscale("log")
-    low, high = right.get_xlim()
-    _log_ticks(right.xaxis, (1, 3) if high < 100 * low else (1,), "{:.0e}")
-    right.grid(visible=False, axis="y")
-    return figure
-
-
-def kernel_shapes(file: File) -> Figure | None:
-    """Draw each backend's throughput in each shape, if the file compares shapes."""
-    if not has_shapes(file):
-        return None
-    timed = [row for row in main_rows(file) if row.samples]
-    cells = [*dict.fromkeys(row.kernel for row in main_rows(file))]
-    looks = _looks(timed)
-    height = 0.8 / len(looks)
-    figure, axes = _figure(1.2 + 0.16 * len(timed))
-    for index, (name, (colour, _)) in enumerate(looks.items()):
-        mine = [row for row in timed if row.contender == name]
-        places = [cells.index(row.kernel) - 0.4 + height * (index + 0.5) for row in mine]
-        speeds = [row.tflops for row in mine]
-        label = f"{name} ({mine[0].extra['precision']})"
-        bars = axes.barh(places, speeds, height, color=colour, label=label)
-        axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds], padding=3, fontsize=6.5)
-    axes.set_yticks(range(len(cells)), [*map(str, cells)], fontsize=8)
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("TFLOP/s")
-    _title(axes, "Attention alone, by shape", how(file))
-    figure.legend(loc="outside lower left", ncols=2, fontsize=7.5)
-    return figure
-
-
-def shared_load_bars(file: File) -> Figure | None:
-    """Draw each version's shared-memory loads and their bank conflicts."""
-    metrics = {
-        name: {row.metric: row.samples[0] for row in mine if row.samples}
-        for name, mine in group_by(file.rows, lambda row: row.contender).items()
-    }
-    changes = {row.contender: row.extra["change"] for row in file.rows if row.extra}
-    counted = {name: found for name, found in metrics.items() if "shared_load_requests" in found}
-    if len(counted) < 2:
-        return None
-    loads = [found["shared_load_requests"] for found in counted.values()]
-    conflicts = [found["shared_load_conflicts"] for found in counted.values()]
-    ends = [load + conflict for load, conflict in zip(loads, conflicts, strict=True)]
-    texts = [
-        f"{load:,.0f}" + (f" + {conflict:,.0f}" if conflict else "")
-        for load, conflict in zip(loads, conflicts, strict=True)
-    ]
-    figure, axes = _bar_axes([(name, changes[name]) for name in counted], ends, texts)
-    places = range(len(counted))
-    axes.barh(places, loads, color="#0072B2", label="loads of a warp")
-    axes.barh(places, conflicts, left=loads, color="#D55E00", label="bank conflicts on them")
-    _title(axes, "Shared memory: loads in the source", str(shape_of(file.rows[0])))
-    figure.legend(loc="outside lower right", ncols=2)
-    return figure
-
-
-def decode_bars(file: File) -> Figure | None:
-    """Draw each contender's tokens per second and the limit set by the bandwidth."""
-    group = [row for row in main_rows(file) if row.samples]
-    if len(group) < 2:
-        return None
-    bandwidth = file.provenance.limits["read_gbps"] * 1e9
-    speeds = [tokens_per_second(row) for row in group]
-    limits = [int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"] for row in group]
-    seconds = [(row.median, *row.spread) for row in group]
-    low = [v * median / most for v, (median, _, most) in zip(speeds, seconds, strict=True)]
-    high = [v * median / least for v, (median, least, _) in zip(speeds, seconds, strict=True)]
-    figure, axes = _bar_axes(
-        [(row.contender, "{model}, {dtype}, batch {batch}".format(**row.cell)) for row in group],
-        high,
-        [
-            f"{speed:,.0f}, {speed / limit:.0%} of the limit"
-            for speed, limit in zip(speeds, limits, strict=True)
-        ],
-    )
-    colours = [_CONTENDERS.get(row.contender, OTHERS[-1]) for row in group]
-    _whisker_bars(axes, speeds, low, high, colours)
-    _title(axes, "Decoding with a cache", how(file))
-    axes.set_xlabel("new tokens per second; the limit is one reading of the weights per step")
     return figure
 
 
@@ -301,8 +149,8 @@ def decode_positions(file: File) -> Figure | None:
     if not group or max(int(row.cell["new_tokens"]) for row in group) < 512:
         return None
     figure, axes = _figure(4.5)
+    step = 64
     for row in group:
-        step = 64
         moments = [statistics.median(at) for at in zip(*row.extra["marks"], strict=True)]
         # Only whole intervals, without the first, which includes the prompt.
         whole = int(row.cell["new_tokens"]) // step
@@ -317,107 +165,8 @@ def decode_positions(file: File) -> Figure | None:
     return figure
 
 
-def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
-    """Draw each resource's time, the prediction and the measurements, as SVG.
-
-    measured: tasks with the rows that timed the same version file in the same cell.
-    """
-    found = row.extra
-    needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
-    notes = {"load-store unit": "shared memory, L1 and shuffles together"}
-    bars = [(name, notes.get(name, ""), us, "#999999") for name, us in needs if us >= 0.05]
-    bars += [
-        (name, what, found[key], "#56B4E9")
-        for name, what, key in (
-            ("latency", "warps wait for results, barriers and each other", "waiting_us"),
-            ("uneven blocks", "multiprocessors without work", "uneven_us"),
-            ("launch", "", "launch_us"),
-        )
-        if found.get(key)
-    ]
-    bars.append(("predicted", f"bound by {found['bound']}", row.median, "#0072B2"))
-    bars += [
-        (
-            "measured",
-            f"{task}; predicted {row.median / one.median:.2f} times",
-            one.median,
-            "#009E73",
-        )
-        for task, one in measured
-    ]
-    values = [us for _, _, us, _ in bars]
-    with plt.style.context(STYLE):
-        labels = [(name, what) for name, what, _, _ in bars]
-        figure, axes = _bar_axes(labels, values, [f"{us:,.1f}" for us in values])
-        axes.barh(range(len(bars)), values, color=[colour for *_, colour in bars])
-        axes.set_xlabel("microseconds")
-        return _svg(figure)
-
-
-_CONTENDERS = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
-
-PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
-    "generation": {"time": generation_time, "bars": generation_bars, "memory": peak_memory},
-    "kernel": {
-        "time": kernel_time,
-        "bars": kernel_bars,
-        "roofline": roofline,
-        "shapes": kernel_shapes,
-    },
-    "inspection": {"bars": shared_load_bars},
-    "decode": {"bars": decode_bars, "positions": decode_positions},
-}
-
-
-# ---- What is drawn -------------------------------------------------------------------------------
-
-
-def _timed(file: File) -> list[Row]:
-    """Return the rows of the first shape that have samples."""
-    first = next(iter(group_by(main_rows(file), cell_name).values()))
-    return [row for row in first if row.samples]
-
-
-def _has_lengths(group: Sequence[Row]) -> bool:
-    return len({*map(length, group)}) > 1
-
-
-def _at_detail(file: File) -> list[Row]:
-    """Return the rows at detail_length()."""
-    group = _timed(file)
-    chosen = detail_length(group) if group else 0
-    return [row for row in group if length(row) == chosen]
-
-
-def _label(row: Row) -> tuple[str, str]:
-    """Return a contender's name and description."""
-    return row.contender, row.extra.get("change") or row.extra["precision"]
-
-
-# ---- How it is drawn -----------------------------------------------------------------------------
-
-
-def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Return each backend's colour and marker: by name, by version, or the next free ones."""
-    names = list(dict.fromkeys(row.contender for row in group))
-    families = {row.contender: row.extra.get("family", "") for row in group}
-    shades: dict[str, str] = {}
-    for family in dict.fromkeys(families.values()):
-        steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
-        for index, name in enumerate(steps):
-            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
-            shades[name] = mpl.colors.to_hex(shade)
-    free = iter(OTHERS * 9)
-    colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
-    return {n: (colours[n], MARKERS[index % len(MARKERS)]) for index, n in enumerate(names)}
-
-
 def _draw_lines(
-    axes: Axes,
-    group: Sequence[Row],
-    y: Callable[[Row, float], float],
-    *,
-    legend: bool = True,
+    axes: Axes, group: Sequence[Row], y: Callable[[Row, float], float], *, legend: bool = True
 ) -> None:
     """Draw a line per backend over the lengths, with whiskers from minimum to maximum.
 
@@ -449,76 +198,280 @@ def _draw_lines(
     axes.yaxis.set_major_formatter(PLAIN)
 
 
-def _bars(at: Sequence[Row], title: str, how: str, unit: str, form: str) -> Figure | None:
-    """Draw horizontal bars of medians, with whiskers from minimum to maximum."""
+def turns(found: Sequence[Turn]) -> bytes:
+    """Draw the turns of a block's warps in order, between its barriers, as SVG."""
+    warps = 1 + max(turn.warp for turn in found)
+    total = sum(turn.accesses for turn in found)
+    with plt.style.context(STYLE):
+        figure, axes = _figure(1.1 + 0.14 * warps)
+        x, y, start = list[float](), list[float](), 0
+        for barriers, mine in group_by(found, lambda turn: turn.barriers).items():
+            axes.axvline(start, color="#D55E00", linestyle=":", linewidth=1)
+            if sum(turn.accesses for turn in mine) > 0.03 * total:
+                _note(axes, f"{barriers}", (start, -0.5), (2, 3), fontsize=7.5, color=QUIET)
+            for turn in mine:
+                # At least wide enough to be seen.
+                x += [start, start + max(turn.accesses, total / 2000), math.nan]
+                y += [turn.warp, turn.warp, math.nan]
+                start += turn.accesses
+        axes.plot(x, y, color="#0072B2", linewidth=7, solid_capstyle="butt")
+        order = f"accesses so far, of {total:,}, in the emulator's order, not in time"
+        axes.set_xlabel(f"{order}; on top: barriers passed")
+        axes.set(ylabel="warp", xlim=(0, total), ylim=(warps - 0.5, -0.5))
+        axes.xaxis.set_major_formatter(PLAIN)
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.grid(visible=False)
+        return _svg(figure)
+
+
+# ---- Horizontal bars -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar with a name and a description on its left and a text on its right."""
+
+    name: str
+    what: str
+    value: float
+    text: str
+    colour: str
+    spread: tuple[float, float] | None = None
+    """The ends of its whisker."""
+    rest: float = 0.0
+    """The length of a second bar that continues it."""
+
+    @property
+    def end(self) -> float:
+        """Where the text begins."""
+        return self.spread[1] if self.spread else self.value + self.rest
+
+
+def median_bars(file: File) -> Figure | None:
+    """Draw each backend's median at detail_length(): a kernel's time, or a generation's."""
+    group = _timed(file)
+    at = [row for row in group if length(row) == detail_length(group)]
     if len(at) < 2:
         return None
-    medians = [row.median for row in at]
-    low, high = zip(*(row.spread for row in at), strict=True)
-    texts = [form.format(median) for median in medians]
-    figure, axes = _bar_axes([*map(_label, at)], high, texts)
-    colours = [colour for colour, _ in _looks(at).values()]
-    _whisker_bars(axes, medians, low, high, colours)
-    _title(axes, title, how)
-    axes.set_xlabel(f"{unit}: median, least to most")
+    if "seqlen" in at[0].cell:
+        title, unit, form = f"Attention alone, {at[0].kernel}", "microseconds", "{:,.1f}"
+    else:
+        title = f"Generation, {cell_name(at[0])}: {length(at[0])} tokens"
+        unit, form = "seconds", "{:.3f}"
+    looks = _looks(at)
+    bars = [
+        Bar(*_label(row), row.median, form.format(row.median), looks[row.contender][0], row.spread)
+        for row in at
+    ]
+    return _bar_figure(bars, f"{unit}: {WHISKERS}", title, how(file))
+
+
+def roofline(file: File) -> Figure | None:
+    """Draw each backend's TFLOP/s at the longest seqlen, with the GPU's limits, and its error.
+
+    The error is the relative error of a row, or the largest absolute error in files without it.
+    """
+    group = _timed(file)
+    longest = max(map(length, group), default=0)
+    at = [row for row in group if length(row) == longest and row.check]
+    if len(at) < 2:
+        return None
+    size = (11, 1.6 + 0.36 * len(at))
+    figure, left, right = _two_axes(size, sharey=True, width_ratios=(2, 1))
+    colours = [_looks(at)[row.contender][0] for row in at]
+    _draw_bars(
+        left,
+        [
+            Bar(*_label(row), row.tflops, f"{row.tflops:.3g}", colour)
+            for row, colour in zip(at, colours, strict=True)
+        ],
+    )
+    bounds = {
+        words: roof
+        for words, roof in roofs(at[0], file.provenance.limits).items()
+        if "matmul" not in words
+    }
+    left.set_xlim(0, 1.08 * max(*(row.tflops for row in at), *bounds.values()))
+    for words, roof in bounds.items():
+        left.axvline(roof, color=QUIET, linestyle=":", linewidth=1)
+        look = {"rotation": "vertical", "ha": "right", "va": "top", "fontsize": 7.5, "color": QUIET}
+        _note(left, f"{words}: {roof:.0f}", (roof, 1), (-3, -3), ("data", "axes fraction"), **look)
+    _title(left, f"TFLOP/s, {at[0].kernel}", how(file))
+    checks = [row.check for row in at if row.check]
+    by_row = all(check.row_error is not None for check in checks)
+    pairs = [(c.row_error, c.row_budget) if by_row else (c.error, c.budget) for c in checks]
+    for place, ((error, budget), colour) in enumerate(zip(pairs, colours, strict=True)):
+        if error is not None and budget is not None:
+            right.plot(budget, place, "|", color=QUIET, markersize=9)
+            right.plot(
+                error, place, "o", color=colour, markeredgecolor="black", markeredgewidth=0.4
+            )
+    what = "a row's relative error" if by_row else "largest error"
+    _title(right, "Error against float64", f"{what}; | its budget")
+    right.set_xscale("log")
+    low, high = right.get_xlim()
+    right.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 100 * low else (1,)))
+    right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    right.xaxis.set_minor_locator(NullLocator())
+    right.grid(visible=False, axis="y")
     return figure
 
 
-def _whisker_bars(
-    axes: Axes,
-    values: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
-    colours: Sequence[str],
-) -> None:
-    """Draw horizontal bars with whiskers from the lowest to the highest value."""
-    whiskers = [
-        [value - least for value, least in zip(values, low, strict=True)],
-        [most - value for value, most in zip(values, high, strict=True)],
+def kernel_shapes(file: File) -> Figure | None:
+    """Draw each backend's throughput in each shape, if the file compares shapes."""
+    if not has_shapes(file):
+        return None
+    timed = [row for row in main_rows(file) if row.samples]
+    cells = [*dict.fromkeys(row.kernel for row in main_rows(file))]
+    looks = _looks(timed)
+    height = 0.8 / len(looks)
+    figure, axes = _figure(1.2 + 0.16 * len(timed))
+    for index, (name, (colour, _)) in enumerate(looks.items()):
+        mine = [row for row in timed if row.contender == name]
+        places = [cells.index(row.kernel) - 0.4 + height * (index + 0.5) for row in mine]
+        speeds = [row.tflops for row in mine]
+        label = f"{name} ({mine[0].extra['precision']})"
+        bars = axes.barh(places, speeds, height, color=colour, label=label)
+        axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds], padding=3, fontsize=6.5)
+    axes.set_yticks(range(len(cells)), [*map(str, cells)], fontsize=8)
+    axes.set_ylim(len(cells) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("TFLOP/s")
+    _title(axes, "Attention alone, by shape", how(file))
+    figure.legend(loc="outside lower left", ncols=2, fontsize=7.5)
+    return figure
+
+
+def shared_load_bars(file: File) -> Figure | None:
+    """Draw each version's shared-memory loads and their bank conflicts."""
+    bars = []
+    for name, mine in group_by(file.rows, lambda row: row.contender).items():
+        counts = {row.metric: row.samples[0] for row in mine if row.samples}
+        if "shared_load_requests" in counts:
+            loads, conflicts = counts["shared_load_requests"], counts["shared_load_conflicts"]
+            change = next(row.extra["change"] for row in mine if row.extra)
+            text = f"{loads:,.0f}" + (f" + {conflicts:,.0f}" if conflicts else "")
+            bars.append(Bar(name, change, loads, text, "#0072B2", rest=conflicts))
+    if len(bars) < 2:
+        return None
+    facts = str(shape_of(file.rows[0]))
+    figure = _bar_figure(bars, "", "Shared memory: loads in the source", facts)
+    labels = ("loads of a warp", "bank conflicts on them")
+    for container, label in zip(figure.axes[0].containers, labels, strict=True):
+        container.set_label(label)
+    figure.legend(loc="outside lower right", ncols=2)
+    return figure
+
+
+def decode_bars(file: File) -> Figure | None:
+    """Draw each contender's tokens per second and the limit set by the bandwidth."""
+    bars = []
+    for row in main_rows(file):
+        if row.samples:
+            bandwidth = file.provenance.limits["read_gbps"] * 1e9
+            limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
+            least, most = row.spread
+            speed, low, high = (new_tokens(row) / s for s in (row.median, most, least))
+            what = "{model}, {dtype}, batch {batch}".format(**row.cell)
+            text = f"{speed:,.0f}, {speed / limit:.0%} of the limit"
+            colour = DECODING.get(row.contender, OTHERS[-1])
+            bars.append(Bar(row.contender, what, speed, text, colour, (low, high)))
+    xlabel = "new tokens per second; the limit is one reading of the weights per step"
+    return _bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
+
+
+def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
+    """Draw each resource's time, the prediction and the measurements, as SVG.
+
+    measured: tasks with the rows that timed the same version file in the same cell.
+    """
+    found = row.extra
+    needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
+    notes = {"load-store unit": "shared memory, L1 and shuffles together"}
+    parts = [(name, notes.get(name, ""), us, "#999999") for name, us in needs if us >= 0.05]
+    parts += [
+        (name, what, found[key], "#56B4E9")
+        for name, what, key in (
+            ("latency", "warps wait for results, barriers and each other", "waiting_us"),
+            ("uneven blocks", "multiprocessors without work", "uneven_us"),
+            ("launch", "", "launch_us"),
+        )
+        if found.get(key)
     ]
-    axes.barh(range(len(values)), values, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
+    parts.append(("predicted", f"bound by {found['bound']}", row.median, "#0072B2"))
+    for task, one in measured:
+        what = f"{task}; predicted {row.median / one.median:.2f} times"
+        parts.append(("measured", what, one.median, "#009E73"))
+    bars = [Bar(name, what, us, f"{us:,.1f}", colour) for name, what, us, colour in parts]
+    with plt.style.context(STYLE):
+        return _svg(_bar_figure(bars, "microseconds"))
 
 
-def _bar_axes(
-    labels: Sequence[tuple[str, str]], ends: Sequence[float], texts: Sequence[str]
-) -> tuple[Figure, Axes]:
-    """Prepare axes for horizontal bars, each with a name, a description and a text at its end."""
-    figure, axes = _figure(1.3 + 0.42 * len(labels))
-    _label_bars(axes, labels, ends, texts)
-    return figure, axes
+def _bar_figure(bars: Sequence[Bar], xlabel: str, title: str = "", facts: str = "") -> Figure:
+    """Draw horizontal bars."""
+    figure, axes = _figure(1.3 + 0.42 * len(bars))
+    _draw_bars(axes, bars)
+    axes.set_xlabel(xlabel)
+    if title:
+        _title(axes, title, facts)
+    return figure
 
 
-def _label_bars(
-    axes: Axes, labels: Sequence[tuple[str, str]], ends: Sequence[float], texts: Sequence[str]
-) -> None:
-    """Write each bar's name, description and text, with room for all of them."""
-    axes.set_yticks(range(len(labels)), [name for name, _ in labels], fontsize=8)
-    for tick, (_, what) in zip(axes.yaxis.get_major_ticks(), labels, strict=True):
+def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
+    """Draw horizontal bars with their names, descriptions, texts and whiskers."""
+    places = range(len(bars))
+    axes.set_yticks(places, [bar.name for bar in bars], fontsize=8)
+    for tick, bar in zip(axes.yaxis.get_major_ticks(), bars, strict=True):
         tick.label1.set_verticalalignment("bottom")
-        axes.annotate(
-            what,
-            (0, tick.get_loc()),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(-7, -1),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            fontsize=6.5,
-            color="#555555",
-        )
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        axes.annotate(
-            text,
-            (end, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7.5,
-        )
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_xlim(0, 1.12 * max(ends))
+        look = {"ha": "right", "va": "top", "fontsize": 6.5, "color": QUIET}
+        _note(axes, bar.what, (0, tick.get_loc()), (-7, -1), axes.get_yaxis_transform(), **look)
+    for place, bar in enumerate(bars):
+        _note(axes, bar.text, (bar.end, place), (4, 0), va="center", fontsize=7.5)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, 1.12 * max(bar.end for bar in bars))
     axes.xaxis.set_major_formatter(PLAIN)
     axes.grid(visible=False, axis="y")
+    values, colours = [bar.value for bar in bars], [bar.colour for bar in bars]
+    spreads = [(bar.value - bar.spread[0], bar.spread[1] - bar.value) for bar in bars if bar.spread]
+    whiskers = [*zip(*spreads, strict=True)] if spreads else None
+    axes.barh(places, values, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
+    if any(bar.rest for bar in bars):
+        axes.barh(places, [bar.rest for bar in bars], left=values, color="#D55E00")
+
+
+# ---- All charts ----------------------------------------------------------------------------------
+
+
+def _timed(file: File) -> list[Row]:
+    """Return the rows of the first shape that have samples."""
+    first = next(iter(group_by(main_rows(file), cell_name).values()))
+    return [row for row in first if row.samples]
+
+
+def _over_lengths(file: File) -> list[Row]:
+    """Return the timed rows of the first shape; none if they have a single length."""
+    group = _timed(file)
+    return group if len({*map(length, group)}) > 1 else []
+
+
+def _label(row: Row) -> tuple[str, str]:
+    """Return a contender's name and description."""
+    return row.contender, row.extra.get("change") or row.extra["precision"]
+
+
+def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Return each backend's colour and marker: by name, by version, or the next free ones."""
+    names = list(dict.fromkeys(row.contender for row in group))
+    families = {row.contender: row.extra.get("family", "") for row in group}
+    shades: dict[str, str] = {}
+    for family in dict.fromkeys(families.values()):
+        steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
+        for index, name in enumerate(steps):
+            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
+            shades[name] = mpl.colors.to_hex(shade)
+    free = iter(OTHERS * 9)
+    colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
+    return {n: (colours[n], MARKERS[index % len(MARKERS)]) for index, n in enumerate(names)}
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -526,20 +479,36 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _two_axes(size: tuple[float, float], **options: Any) -> tuple[Figure, Axes, Axes]:
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", **options)
+    return figure, left, right
+
+
 def _title(axes: Axes, title: str, facts: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
-    axes.annotate(
-        facts,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 6),
-        textcoords="offset points",
-        fontsize=8,
-        color="#555555",
-    )
+    _note(axes, facts, (0, 1), (0, 6), "axes fraction", fontsize=8, color=QUIET)
 
 
-def _log_ticks(axis: Any, subs: Sequence[float], form: str) -> None:
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
-    axis.set_minor_locator(NullLocator())
+def _note(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    shift: tuple[float, float],
+    coordinates: Any = "data",
+    **look: Any,
+) -> None:
+    """Write a text, shifted by some points from a place in the given coordinates."""
+    axes.annotate(text, at, shift, coordinates, "offset points", **look)
+
+
+PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
+    "generation": {"time": generation_time, "bars": median_bars, "memory": peak_memory},
+    "kernel": {
+        "time": kernel_time,
+        "bars": median_bars,
+        "roofline": roofline,
+        "shapes": kernel_shapes,
+    },
+    "inspection": {"bars": shared_load_bars},
+    "decode": {"bars": decode_bars, "positions": decode_positions},
+}

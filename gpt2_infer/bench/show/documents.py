@@ -14,9 +14,17 @@ import sys
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
-from gpt2_infer.bench.show import ladders, tables
-from gpt2_infer.bench.show.figures import group_by, length, main_rows, spread_percent, where
-from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Text, pivot
+from gpt2_infer.bench.show import ladders, predicted, tables
+from gpt2_infer.bench.show.figures import (
+    Value,
+    group_by,
+    length,
+    main_rows,
+    shape_of,
+    spread_percent,
+    where,
+)
+from gpt2_infer.bench.show.pivot import Column, Entry, Layout, pivot
 from gpt2_infer.bench.show.tables import BACKEND
 
 
@@ -78,63 +86,60 @@ def repeated(task: str, again: str) -> None:
 
 def row_errors(task: str, *names: str) -> None:
     """Print some backends' relative row error at each length, divided by its budget."""
-    path, file = _newest(task)
 
-    def text(line: Entry) -> str:
+    def errors(line: Entry) -> Value:
         found = line.row and line.row.check
-        return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else ""
+        return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else None
 
     layout = Layout(
         title=lambda name, file, _: f"{where(file.provenance)} ({name})",
+        rows=lambda file: [row for row in main_rows(file) if row.contender in names],
         line=lambda row: row.contender,
-        columns=[BACKEND, Column("N={at}", text, over=length)],
-        notes=lambda _: {},
+        columns=[BACKEND, Column("N={at}", errors, over=length)],
     )
-    _show(path, file, [row for row in main_rows(file) if row.contender in names], layout)
+    _show(task, layout)
 
 
 def predictions(task: str, *measured: str) -> None:
     """Print a task's predictions next to the measured times of the same version files."""
-    path, file = _newest(task)
     timed = [row for name in measured for row in main_rows(_newest(name)[1])]
-    _show(path, file, file.rows, tables.predictions(timed))
-    _print(f"{tables.accuracy(file, timed)}\n")
+    _show(task, tables.predictions(timed))
+    _print(f"{predicted.accuracy(_newest(task)[1], timed)}\n")
 
 
 def wavefronts(task: str, profile: str) -> None:
     """Print predicted wavefronts next to those of a profile."""
-    path, file = _newest(task)
-    profiled_path, profiled = _newest(profile)
+    path, profiled = _newest(profile)
+    cell = profiled.rows[0].cell
     counted = {(row.contender, row.metric): row.samples[0] for row in profiled.rows}
-    shape = tables.shape_of(profiled.rows[0])
-    rows = [
-        row
-        for row in file.rows
-        if (row.contender, "duration_us") in counted
-        and (row.kernel.seqlen, row.kernel.batch, row.kernel.num_heads)
-        == (shape.seqlen, shape.batch, shape.num_heads)
-    ]
 
-    def share(kind: str) -> Text:
-        def text(line: Entry) -> str:
-            mine = line.first.extra.get(f"{kind}_wavefronts", 0)
-            found = counted[line.first.contender, f"shared_{kind}_wavefronts"]
-            if kind == "load":
-                found += counted.get((line.first.contender, "shared_matrix_wavefronts"), 0)
-            return f"{mine:,} / {found:,.0f}" + (f" = {mine / found:.3f}" if found else "")
+    def share(line: Entry, kind: str, *metrics: str) -> str:
+        mine = line.first.extra.get(f"{kind}_wavefronts", 0)
+        found = sum(counted.get((line.first.contender, metric), 0) for metric in metrics)
+        return f"{mine:,} / {found:,.0f}" + (f" = {mine / found:.3f}" if found else "")
 
-        return text
-
+    loads = "shared_load_wavefronts", "shared_matrix_wavefronts"
     layout = Layout(
-        title=lambda name, *_: f"{shape}; counted / profiled ({name}, {_link(profiled_path)})",
-        columns=[BACKEND, Column("loads", share("load")), Column("stores", share("store"))],
-        notes=lambda _: {},
+        title=lambda name, *_: (
+            f"{shape_of(profiled.rows[0])}; counted / profiled ({name}, {_link(path)})"
+        ),
+        rows=lambda file: [
+            row
+            for row in file.rows
+            if cell.items() <= row.cell.items() and (row.contender, "duration_us") in counted
+        ],
+        columns=[
+            BACKEND,
+            Column("loads", lambda line: share(line, "load", *loads)),
+            Column("stores", lambda line: share(line, "store", "shared_store_wavefronts")),
+        ],
     )
-    _show(path, file, rows, layout)
+    _show(task, layout)
 
 
-def _show(path: Path, file: File, rows: list[Row], layout: Layout) -> None:
-    _print("\n".join(map(str, pivot(_link(path), file, rows, layout))))
+def _show(task: str, layout: Layout) -> None:
+    path, file = _newest(task)
+    _print("\n".join(map(str, pivot(_link(path), file, layout))))
 
 
 @functools.cache

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row
+import msgspec
+
+from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row, Shape
 
 WITHIN_SPREAD = "~"  # printed in place of a figure
 TIE = "no difference beyond the spread of the samples"
@@ -27,6 +29,7 @@ ROOFS = {
 # Coarseness of float32's precision classes; any other class is the dtype's own precision.
 COARSENESS = {"ieee-fp32": 0, "3xtf32": 1, "3xfp16": 1, "tf32": 2, "none": 3}
 
+Value: TypeAlias = float | str | None
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,14 +44,8 @@ def group_by(rows: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 def main_rows(file: File) -> list[Row]:
     """Return the rows of the study's main metric."""
-    return (
-        file.of(file.study.get("timed", "generation")) if is_generation(file) else file.of("time")
-    )
-
-
-def is_generation(file: File) -> bool:
-    """Return whether a file compares end-to-end generation."""
-    return bool(file.study["kind"] == "generation")
+    is_generation = file.study["kind"] == "generation"
+    return file.of(file.study.get("timed", "generation") if is_generation else "time")
 
 
 def cell_name(row: Row) -> str:
@@ -61,6 +58,16 @@ def cell_name(row: Row) -> str:
 def length(row: Row) -> int:
     """Return the length of a cell: its seqlen, or its number of tokens."""
     return int(row.cell["seqlen" if "seqlen" in row.cell else "max_tokens"])
+
+
+def shape_of(row: Row) -> Shape:
+    """Return the shape at which a version was profiled or inspected."""
+    return msgspec.convert(row.cell, Shape)
+
+
+def new_tokens(row: Row) -> int:
+    """Return the new tokens of a decoding, all rows of its batch together."""
+    return int(row.cell["batch"]) * int(row.cell["new_tokens"])
 
 
 def detail_length(rows: Iterable[Row]) -> int:
@@ -85,8 +92,10 @@ def ratio(row: Row, others: Iterable[Row], baseline: str) -> float | None:
     for other in others:
         coarser = _coarseness(row) > _coarseness(other)
         if other.contender == baseline and not coarser and other.samples and row.samples:
-            told = other is row or not _overlap(row, other)
-            return other.median / row.median if told else math.nan
+            (least, most), (other_least, other_most) = row.spread, other.spread
+            overlap = least <= other_most and other_least <= most
+            is_tie = overlap and other is not row
+            return math.nan if is_tie else other.median / row.median
     return None
 
 
@@ -106,38 +115,35 @@ def _coarseness(row: Row) -> int:
     return COARSENESS.get(row.extra.get("precision", ""), 0)
 
 
-def _overlap(one: Row, other: Row) -> bool:
-    return one.spread[0] <= other.spread[1] and other.spread[0] <= one.spread[1]
-
-
 def spread_percent(samples: Sequence[float]) -> float:
     """Return the range of the samples in percent of their median."""
     return 100 * (max(samples) - min(samples)) / statistics.median(samples)
 
 
 def widest_spread(rows: Iterable[Row]) -> str:
-    """Return the widest spread of several rows."""
-    return f"{max(spread_percent(row.samples) for row in rows if row.samples):.1f} %"
+    """Return the widest spread of several rows; "" if none has samples."""
+    spreads = [spread_percent(row.samples) for row in rows if row.samples]
+    return f"{max(spreads):.1f} %" if spreads else ""
 
 
-def quantiles(samples: Sequence[float]) -> str:
+def quantiles(row: Row) -> str:
     """Return the 20th and 80th percentiles."""
-    low, *_, high = statistics.quantiles(samples, n=5, method="inclusive")
+    low, *_, high = statistics.quantiles(row.samples, n=5, method="inclusive")
     return f"{low:.1f} .. {high:.1f}"
 
 
-def with_spread(row: Row, form: str) -> str:
+def with_spread(row: Row, form: str, unit: str = "") -> str:
     """Return the median with the smallest and the largest sample, or why there are no samples."""
     if not row.samples:
         return f"{row.status}: {row.reason}"
     middle, low, high = (form.format(value) for value in (row.median, *row.spread))
-    return f"{middle} ({low} .. {high})"
+    return f"{middle}{unit} ({low} .. {high})"
 
 
-def figure(value: float | None, form: str) -> str:
-    """Format a number: blank for None, a tilde for NaN (within the spread)."""
-    if value is None:
-        return ""
+def figure(value: Value, form: str) -> str:
+    """Format a number: blank for None, a tilde for NaN (within the spread); a text stays."""
+    if value is None or isinstance(value, str):
+        return value or ""
     return WITHIN_SPREAD if math.isnan(value) else form.format(value)
 
 

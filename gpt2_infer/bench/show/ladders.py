@@ -17,9 +17,14 @@ from gpt2_infer.bench.show.figures import (
     length,
     main_rows,
     ratio,
+    with_spread,
 )
 from gpt2_infer.bench.show.pivot import markdown
 
+TIMED = {
+    "kernel": ("the kernel alone at N={} takes", "{:.1f}"),
+    "generation": ("{} tokens take", "{:.3f}"),
+}
 PROFILED = {
     "shared_load_bank_conflicts": ("{:,.0f}", "bank conflicts on shared loads"),
     "shared_load_wavefronts": ("{:,.0f}", "wavefronts of shared loads"),
@@ -60,20 +65,15 @@ def versions_table(family: str) -> str:
 
 def overview(family: str, kernel: File, generation: File) -> str:
     """Return a table of a ladder's timed versions: change, kernel time and end-to-end time."""
-    rows, lengths = [], (0, 0)
+    rows = []
     for name, version in ladder.versions(family).items():
-        alone, whole = _chosen(kernel, name), _chosen(generation, name)
-        if not (alone and alone[0].samples):
-            continue
-        # A version newer than the end-to-end runs has only a kernel time.
-        measured = whole[0] if whole and whole[0].samples else None
-        if measured is not None:
-            lengths = length(alone[0]), length(measured)
-        times = f"{alone[0].median:.1f}", f"{measured.median:.3f}" if measured else ""
-        rows.append([f"`{name}`", _prose(version.title), *times])
-    seqlen, tokens = lengths
-    head = ["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"]
-    return markdown(head, rows)
+        alone, whole = (next(iter(_chosen(file, name)), None) for file in (kernel, generation))
+        if alone and alone.samples:
+            # A version newer than the end-to-end runs has only a kernel time.
+            seconds = f"{whole.median:.3f}" if whole and whole.samples else ""
+            rows.append([f"`{name}`", _prose(version.title), f"{alone.median:.1f}", seconds])
+    seqlen, tokens = (detail_length(main_rows(file)) for file in (kernel, generation))
+    return markdown(["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"], rows)
 
 
 def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
@@ -82,12 +82,10 @@ def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]
     This is the version before it, or the one that its header names: `From: v12`.
     """
     names = {version.name: name for name, version in versions.items()}
-    found: dict[str, str | None] = {}
-    last: str | None = None
-    for name, version in versions.items():
-        found[name] = names.get(version.start) if version.start else last
-        last = name
-    return found
+    return {
+        name: names.get(version.start) if version.start else last
+        for last, (name, version) in zip([None, *versions], versions.items(), strict=False)
+    }
 
 
 def sections(family: str, measured: Sequence[File]) -> str:
@@ -97,21 +95,18 @@ def sections(family: str, measured: Sequence[File]) -> str:
     """
     texts = []
     versions = ladder.versions(family)
-    for (name, version), before in zip(
-        versions.items(), predecessors(versions).values(), strict=True
-    ):
-        title, change, *rest = map(
-            _prose, (version.title, version.change, version.why, version.cost, version.expect)
-        )
-        change = f"From `{before}`: {change}" if version.start else _capital(change)
-        words = [f"#### `{name}`: {_capital(title)}", change]
-        words += [
-            f"*{word}:* {text}"
-            for word, text in zip(("Why", "Cost", "Expected"), rest, strict=True)
+    for name, before in predecessors(versions).items():
+        version = versions[name]
+        change = _prose(version.change)
+        texts += [
+            f"#### `{name}`: {_capital(_prose(version.title))}",
+            f"From `{before}`: {change}" if version.start else _capital(change),
+            f"*Why:* {_prose(version.why)}",
+            f"*Cost:* {_prose(version.cost)}",
+            f"*Expected:* {_prose(version.expect)}",
         ]
         facts = [fact for one in measured for fact in _FACTS[one.study["kind"]](one, name, before)]
-        words += [f"**Measured:** {'; '.join(facts)}."] if facts else []
-        texts.append("\n\n".join(words))
+        texts += [f"**Measured:** {'; '.join(facts)}."] if facts else []
     return "\n\n".join(texts) + "\n"
 
 
@@ -138,37 +133,26 @@ def _chosen(file: File, name: str) -> list[Row]:
     return []
 
 
-def _compared(group: Sequence[Row], before: str | None, what: str, form: str) -> str:
-    """Return a median with its spread, and the speedup over another version."""
+def _times(file: File, name: str, before: str | None) -> list[str]:
+    """Return a median with its spread, the speedup over another version and attention's share."""
+    if not (group := _chosen(file, name)):
+        return []
     row = group[0]
+    words, form = TIMED[file.study["kind"]]
+    words = words.format(length(row))
     if not row.samples:
-        return f"{what.rsplit(' ', 1)[0]}: {row.status}, {row.reason}"
-    middle, low, high = (form.format(value) for value in (row.median, *row.spread))
-    text = f"{what} {middle} {row.unit} ({low} .. {high})"
-    times = ratio(row, group[1:], before or "")
-    if times is None:
-        return text
-    if math.isnan(times):
-        return f"{text}, the same as `{before}` within the spread"
-    return f"{text}, {times:.2f} times as fast as `{before}`"
-
-
-def _kernel_facts(file: File, name: str, before: str | None) -> list[str]:
-    if not (group := _chosen(file, name)):
-        return []
-    what = f"the kernel alone at N={length(group[0])} takes"
-    return [_compared(group, before, what, "{:.1f}")]
-
-
-def _generation_facts(file: File, name: str, before: str | None) -> list[str]:
-    if not (group := _chosen(file, name)):
-        return []
-    what = f"{length(group[0])} tokens take"
-    text, share = _compared(group, before, what, "{:.3f}"), attention_share(group[0], group)
+        return [f"{words.rpartition(' ')[0]}: {row.status}, {row.reason}"]
+    text = f"{words} {with_spread(row, form, f' {row.unit}')}"
+    speedup = ratio(row, group[1:], before or "")
+    if speedup is not None and math.isnan(speedup):
+        text += f", the same as `{before}` within the spread"
+    elif speedup is not None:
+        text += f", {speedup:.2f} times as fast as `{before}`"
+    share = attention_share(row, group)
     if share is None:
         return [text]
     part = "within the spread" if math.isnan(share) else f"{share:.0%} of that"
-    return [f"{text}; attention is {part}"]
+    return [text, f"attention is {part}"]
 
 
 def _counts(file: File, name: str | None) -> dict[str, float]:
@@ -176,33 +160,33 @@ def _counts(file: File, name: str | None) -> dict[str, float]:
     return {row.metric: row.samples[0] for row in mine}
 
 
-def _profile_facts(file: File, name: str, before: str | None) -> list[str]:
-    texts = []
-    for metric, (form, words) in PROFILED.items():
-        now, then = (_counts(file, one).get(metric) for one in (name, before))
-        if now is not None:
-            texts.append(f"{form.format(now)} {words}")
-            texts[-1] += f" (`{before}`: {form.format(then)})" if then is not None else ""
-    return texts
+def _profiled(file: File, name: str, before: str | None) -> list[str]:
+    now, then = _counts(file, name), _counts(file, before)
+    return [
+        f"{form.format(now[metric])} {words}"
+        + (f" (`{before}`: {form.format(then[metric])})" if metric in then else "")
+        for metric, (form, words) in PROFILED.items()
+        if metric in now
+    ]
 
 
-def _inspection_facts(file: File, name: str, before: str | None) -> list[str]:
+def _inspected(file: File, name: str, before: str | None) -> list[str]:
     """Return all figures of a first version, and of another those that changed."""
-    mine, others = _counts(file, name), _counts(file, before)
-    if not any(metric in mine for metric in INSPECTED):
+    now, then = _counts(file, name), _counts(file, before)
+    if not INSPECTED.keys() & now.keys():
         return []
-    words = []
-    for metric, what in INSPECTED.items():
-        now, then = mine.get(metric), others.get(metric)
-        if now is not None and now != then:
-            words.append(f"{what} {now:,.0f}" + (f" after {then:,.0f}" if then is not None else ""))
+    figures = [
+        f"{words} {now[metric]:,.0f}" + (f" after {then[metric]:,.0f}" if metric in then else "")
+        for metric, words in INSPECTED.items()
+        if metric in now and now[metric] != then.get(metric)
+    ]
     what = f"by inspection at N={length(file.rows[0])}"
-    return [f"{what}, {', '.join(words) or f'nothing differs from `{before}`'}"]
+    return [f"{what}, {', '.join(figures) or f'nothing differs from `{before}`'}"]
 
 
 _FACTS: dict[str, Callable[[File, str, str | None], list[str]]] = {
-    "kernel": _kernel_facts,
-    "generation": _generation_facts,
-    "profile": _profile_facts,
-    "inspection": _inspection_facts,
+    "kernel": _times,
+    "generation": _times,
+    "profile": _profiled,
+    "inspection": _inspected,
 }

@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from tabulate import tabulate
 
 from gpt2_infer.bench.record import File, Row
-from gpt2_infer.bench.show.figures import TIE, WITHIN_SPREAD, group_by, length
+from gpt2_infer.bench.show.figures import (
+    TIE,
+    WITHIN_SPREAD,
+    Value,
+    figure,
+    group_by,
+    length,
+    main_rows,
+)
 
 _NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
@@ -49,6 +57,11 @@ class Entry:
     row: Row | None
     """The row behind the current table cell, if it was measured."""
 
+    @property
+    def same_cell(self) -> list[Row]:
+        """The rows of all contenders in the cell of `row`."""
+        return [row for row in self.block if self.row and row.cell == self.row.cell]
+
     def value(self, metric: str) -> float | None:
         """Return this line's value of a metric; None if there is none."""
         return next((r.samples[0] for r in self.rows if r.metric == metric and r.samples), None)
@@ -59,7 +72,8 @@ class Entry:
         return self.rows[0]
 
 
-Text = Callable[[Entry], str]
+Getter: TypeAlias = Callable[[Entry], Value]
+"""Returns what a column shows in a line."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,9 @@ class Column:
 
     head: str
     """A format of {at}, the value of `over` or the layout's length, and {baseline}."""
-    text: Text
+    value: Getter
+    form: str = "{}"
+    """The format of a number."""
     over: Callable[[Row], Any] | None = None
 
 
@@ -77,7 +93,10 @@ class Layout:
     """The table layout for one kind of study."""
 
     title: Callable[[str, File, Sequence[Row]], str]
+    """The title of a table, from the file's name, the file and the rows of the table."""
     columns: Sequence[Column]
+    rows: Callable[[File], Iterable[Row]] = main_rows
+    """The rows of a file that the tables show."""
     block: Callable[[Row], Hashable] = lambda _: None
     """The key of a table: one table per value."""
     line: Callable[[Row], Hashable] = lambda row: (row.contender, *sorted(row.cell.items()))
@@ -85,15 +104,15 @@ class Layout:
     at: Callable[[Sequence[Row]], int] | None = None
     """The length shown in columns without `over`."""
     keeps: Callable[[Entry], bool] = lambda _: True
-    notes: Callable[[Sequence[Row]], Mapping[str, str]] = lambda rows: {
-        row.contender: row.reason for row in rows if row.reason
-    }
+    """Whether a line is shown."""
+    remark: Callable[[Row], str] = lambda _: ""
+    """A note on a contender whose row has samples."""
 
 
-def pivot(name: str, file: File, rows: Iterable[Row], layout: Layout) -> list[Table]:
-    """Return the tables of some rows, without columns that are entirely blank."""
+def pivot(name: str, file: File, layout: Layout) -> list[Table]:
+    """Return the tables of a file, without columns that are entirely blank."""
     found = []
-    for block in group_by(rows, layout.block).values():
+    for block in group_by(layout.rows(file), layout.block).values():
         at = layout.at(block) if layout.at else None
         lines = [
             Entry(file, block, mine, next((r for r in mine if at is None or length(r) == at), None))
@@ -103,19 +122,18 @@ def pivot(name: str, file: File, rows: Iterable[Row], layout: Layout) -> list[Ta
         columns: dict[str, list[str]] = {}
         for column in layout.columns:
             values = [at] if column.over is None else dict.fromkeys(map(column.over, block))
-            for value in sorted(values) if _are_lengths(values) else values:
+            for value in sorted(values) if column.over is length else values:
                 head = column.head.format(at=value, baseline=file.study.get("baseline"))
-                texts = [column.text(_about(line, column, value)) for line in lines]
+                cells = (column.value(_about(line, column, value)) for line in lines)
+                texts = [figure(cell, column.form) for cell in cells]
                 if any(texts):
                     columns[head] = texts
-        cells = [*zip(*columns.values(), strict=True)]
         title = layout.title(name, file, block)
-        found.append(Table(title, [*columns], cells, layout.notes(block)))
+        rows = [*zip(*columns.values(), strict=True)]
+        notes = {row.contender: f"{row.status}: {row.reason}" for row in block if not row.samples}
+        notes |= {row.contender: note for row in block if (note := layout.remark(row))}
+        found.append(Table(title, [*columns], rows, notes))
     return found
-
-
-def _are_lengths(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int) for value in values)
 
 
 def _about(line: Entry, column: Column, value: Any) -> Entry:

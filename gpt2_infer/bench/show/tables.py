@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, KernelCell, Row, Shape
+from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, Row
 from gpt2_infer.bench.show.figures import (
+    Value,
     attention_share,
     cell_name,
     detail_length,
-    figure,
     has_shapes,
     how,
     length,
-    main_rows,
+    new_tokens,
     quantiles,
     ratio,
+    shape_of,
     times,
     where,
     widest_spread,
     with_spread,
     within_budget,
 )
-from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, Text, pivot
-
-# What a profile's table derives: the counter, and its bytes. A wavefront is 128 bytes at most.
-THROUGHPUTS = {
-    "shared loads, GB/s at most": ("shared_load_wavefronts", 128),
-    "shared loads by ldmatrix, GB/s at most": ("shared_matrix_wavefronts", 128),
-    "shared stores, GB/s at most": ("shared_store_wavefronts", 128),
-    "global loads, GB/s": ("global_load_bytes", 1),
-    "asynchronous global loads, GB/s": ("global_async_load_sectors", 32),
-    "global stores, GB/s": ("global_store_bytes", 1),
-}
+from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout, Table, pivot
+from gpt2_infer.bench.show.predicted import timings_of
 
 
 def render(name: str, file: File) -> str:
@@ -44,85 +36,72 @@ def render(name: str, file: File) -> str:
 def tables(name: str, file: File) -> list[Table]:
     """Return the tables of a results file."""
     kind = file.study["kind"]
-    if kind == "kernel":
-        layout = SHAPES if has_shapes(file) else KERNELS
-        return pivot(name, file, main_rows(file), layout)
-    if kind == "generation":
-        layout = BESIDE_TRANSFORMERS if file.study.get("timed") == "call" else GENERATION
-        return pivot(name, file, main_rows(file), layout)
-    if kind == "prediction":
-        return pivot(name, file, file.rows, predictions())
-    return pivot(name, file, main_rows(file) if kind == "batch" else file.rows, LAYOUTS[kind])
+    if kind == "kernel" and has_shapes(file):
+        kind = "shapes"
+    if file.study.get("timed") == "call":
+        kind = "call"
+    return pivot(name, file, LAYOUTS[kind])
 
 
-# ---- Cells of a table ----------------------------------------------------------------------------
+LAYOUTS: dict[str, Layout] = {}
+"""By kind of study; kernels in several shapes, and calls timed like transformers', differ."""
 
 
-def _timed(text: Callable[[Row], str]) -> Text:
-    """Return a text about a cell's row; blank if it has no samples."""
-    return lambda line: text(line.row) if line.row and line.row.samples else ""
+# ---- What columns show ---------------------------------------------------------------------------
 
 
-def _median(form: str) -> Text:
-    """Return a text with the median of a cell's row, or with its status if it has no samples."""
-
-    def text(line: Entry) -> str:
-        if line.row is None:
-            return ""
-        return form.format(line.row.median) if line.row.samples else line.row.status
-
-    return text
+def _first(value: Callable[[Row], Value]) -> Getter:
+    """Return a value of a line's first row."""
+    return lambda line: value(line.first)
 
 
-def _first(text: Callable[[Row], str]) -> Text:
-    return lambda line: text(line.first)
+def _timed(value: Callable[[Row], Value]) -> Getter:
+    """Return a value of a cell's row; blank if it has no samples."""
+    return lambda line: value(line.row) if line.row and line.row.samples else None
 
 
-def _extra(name: str, form: str = "{}") -> Text:
+def _median(line: Entry) -> Value:
+    """Return the median of a cell's row, or its status if it has no samples."""
+    if not line.row:
+        return None
+    return line.row.median if line.row.samples else line.row.status
+
+
+def _cell(name: str) -> Getter:
+    return _first(lambda row: row.cell[name])
+
+
+def _extra(name: str) -> Getter:
     """Return a field of `extra`; blank if a row lacks it."""
-    return _first(lambda row: form.format(row.extra[name]) if name in row.extra else "")
+    return _first(lambda row: row.extra.get(name))
 
 
-def _count(metric: str, form: str, unit: float = 1) -> Text:
-    def text(line: Entry) -> str:
-        value = line.value(metric)
-        return "" if value is None else form.format(value / unit)
-
-    return text
-
-
-def _beside(metric: str, form: str, unit: float) -> Text:
+def _beside(metric: str, unit: float = 1) -> Getter:
     """Return the median of another metric for the same contender and cell."""
 
-    def text(line: Entry) -> str:
+    def value(line: Entry) -> Value:
         found = line.row and line.file.beside(line.row, metric)
-        return form.format(found.median / unit) if found else ""
+        return found.median / unit if found else None
 
-    return text
+    return value
+
+
+def _metric(name: str, unit: float = 1) -> Getter:
+    def value(line: Entry) -> Value:
+        found = line.value(name)
+        return None if found is None else found / unit
+
+    return value
 
 
 def _ratio(line: Entry) -> str:
-    if not line.row:
-        return ""
-    same = [row for row in line.block if row.cell == line.row.cell]
-    return times(ratio(line.row, same, line.file.study["baseline"]))
+    found = ratio(line.row, line.same_cell, line.file.study["baseline"]) if line.row else None
+    return times(found)
 
 
-def _code(line: Entry) -> str:
-    return f"`{line.first.contender}`"
-
-
-def _untimed(rows: Iterable[Row]) -> dict[str, str]:
-    """Note for each backend why it has no time, or that its text was not compared."""
-    rows = [*rows]
-    notes = {row.contender: f"{row.status}: {row.reason}" for row in rows if not row.samples}
-    for row in rows:
-        if row.extra.get("text_compared") is False and row.contender != FREE_ATTENTION:
-            notes[row.contender] = "its text was compared with nothing: the baseline wrote none"
-    return notes
-
-
-BACKEND = Column("backend", _code)
+BACKEND = Column("backend", _first(lambda row: f"`{row.contender}`"))
+CONTENDER = Column("contender", _first(lambda row: row.contender))
+DTYPE = Column("dtype", _cell("dtype"))
 PRECISION = Column("precision", _extra("precision"))
 
 
@@ -130,19 +109,15 @@ PRECISION = Column("precision", _extra("precision"))
 
 
 def _has_one_length(line: Entry) -> bool:
-    return len({length(row) for row in line.block}) == 1
+    return len({*map(length, line.block)}) == 1
 
 
-def _if_one_length(text: Text) -> Text:
-    return lambda line: text(line) if _has_one_length(line) else ""
+def _if_one_length(value: Getter) -> Getter:
+    return lambda line: value(line) if _has_one_length(line) else None
 
 
-def _rate(work: Callable[[KernelCell], int], unit: float) -> Text:
-    return _timed(lambda row: f"{work(row.kernel) / (row.median * 1e-6) / unit:.3g}")
-
-
-def _error(name: str, form: str) -> Text:
-    return _timed(lambda row: form.format(getattr(row.check, name)) if row.check else "")
+def _error(name: str) -> Getter:
+    return _timed(lambda row: getattr(row.check, name, None))
 
 
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -157,7 +132,7 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     if BASELINE not in {row.contender for row in timed} and cell.dtype != "float64":
         naive = [check.naive_error for check in checks if check.naive_error]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
-    if len({length(row) for row in block}) > 1 and all(map(within_budget, timed)):
+    if len({*map(length, block)}) > 1 and all(map(within_budget, timed)):
         title += "; at every N what was timed was within its budget"
     limits = file.provenance.limits
     if tflops := limits.get(f"matmul_{cell.dtype}_tflops"):
@@ -166,37 +141,32 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     return title
 
 
-KERNELS = Layout(
+LAYOUTS["kernel"] = Layout(
     title=_kernel_title,
     block=cell_name,
     line=lambda row: row.contender,
     at=detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
-    notes=_untimed,
     columns=[
         BACKEND,
         PRECISION,
-        Column(
-            "N={at}, us",
-            _median("{:.1f}"),
-            over=length,
-        ),
-        Column("20 % .. 80 %", _if_one_length(_timed(lambda row: quantiles(row.samples)))),
-        Column("spread", lambda line: "" if _has_one_length(line) else widest_spread(line.rows)),
+        Column("N={at}, us", _median, "{:.1f}", over=length),
+        Column("20 % .. 80 %", _if_one_length(_timed(quantiles))),
+        Column("spread", lambda line: None if _has_one_length(line) else widest_spread(line.rows)),
         Column("x {baseline}, N={at}", _ratio),
-        Column("TFLOP/s", _rate(lambda cell: cell.flops, 1e12)),
-        Column("GB/s", _rate(lambda cell: cell.min_bytes, 1e9)),
-        Column("error", _error("error", "{:.1e}")),
-        Column("relative error", _if_one_length(_error("relative_error", "{:.1%}"))),
-        Column("workspace, KiB", _beside("workspace", "{:.0f}", 1024)),
+        Column("TFLOP/s", _timed(lambda row: row.tflops), "{:.3g}"),
+        Column("GB/s", _timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"),
+        Column("error", _error("error"), "{:.1e}"),
+        Column("relative error", _if_one_length(_error("relative_error")), "{:.1%}"),
+        Column("workspace, KiB", _beside("workspace", 1024), "{:.0f}"),
     ],
 )
 
 
-def _speed(line: Entry) -> str:
+def _speed(line: Entry) -> Value:
     row = line.row
     if not row or not any(one.samples for one in line.block if one.contender == row.contender):
-        return ""
+        return None
     if not row.samples:
         return row.status
     faster = _ratio(line) if row.contender != line.file.study["baseline"] else ""
@@ -212,10 +182,9 @@ def _shapes_title(name: str, file: File, block: Sequence[Row]) -> str:
     return title + "; what was timed was within its budget" * all(map(within_budget, timed))
 
 
-SHAPES = Layout(
+LAYOUTS["shapes"] = Layout(
     title=_shapes_title,
     line=lambda row: row.kernel,
-    notes=_untimed,
     columns=[
         Column("shape", _first(lambda row: str(row.kernel))),
         Column("{at}", _speed, over=lambda row: f"`{row.contender}`, {row.extra['precision']}"),
@@ -226,21 +195,29 @@ SHAPES = Layout(
 # ---- Generation ----------------------------------------------------------------------------------
 
 
-def _share(line: Entry) -> str:
+def _share(line: Entry) -> Value:
     if not line.row or line.row.contender == FREE_ATTENTION:
+        return None
+    return attention_share(line.row, line.same_cell)
+
+
+def _text_was_compared(row: Row) -> str:
+    if row.extra.get("text_compared", True) or row.contender == FREE_ATTENTION:
         return ""
-    same = [row for row in line.block if row.cell == line.row.cell]
-    return figure(attention_share(line.row, same), "{:.1%}")
+    return "its text was compared with nothing: the baseline wrote none"
 
 
-def _tokens_per_second(line: Entry) -> str:
+def _new_tokens(file: File, row: Row) -> int:
+    return length(row) - int(file.study["prompt_tokens"])
+
+
+def _tokens_per_second(line: Entry) -> Value:
     if not line.row or not line.row.samples:
-        return ""
-    new = length(line.row) - line.file.study["prompt_tokens"]
-    return f"{int(line.row.cell['batch']) * new / line.row.median:.0f}"
+        return None
+    return int(line.row.cell["batch"]) * _new_tokens(line.file, line.row) / line.row.median
 
 
-GENERATION = Layout(
+LAYOUTS["generation"] = Layout(
     title=lambda name, file, block: (
         f"{file.study['model']}, {cell_name(block[0])}, {how(file)} ({name})"
     ),
@@ -248,49 +225,32 @@ GENERATION = Layout(
     line=lambda row: row.contender,
     at=detail_length,
     keeps=lambda line: line.row is not None,
-    notes=_untimed,
+    remark=_text_was_compared,
     columns=[
         BACKEND,
         PRECISION,
-        Column(
-            "{at} tokens, s",
-            _median("{:.3f}"),
-            over=length,
-        ),
-        Column(
-            "spread",
-            lambda line: widest_spread(line.rows) if line.row and line.row.samples else "",
-        ),
+        Column("{at} tokens, s", _median, "{:.3f}", over=length),
+        Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}", _ratio),
-        Column("tokens/s", _tokens_per_second),
-        Column("attention's share", _share),
-        Column("peak memory, MiB", _beside("peak memory", "{:.0f}", 2**20)),
+        Column("tokens/s", _tokens_per_second, "{:.0f}"),
+        Column("attention's share", _share, "{:.1%}"),
+        Column("peak memory, MiB", _beside("peak memory", 2**20), "{:.0f}"),
     ],
 )
 
 
-def _after_warm_up(line: Entry) -> float | None:
-    """Return the seconds without warm-up, which transformers does not have."""
-    if not line.first.samples:
-        return None
-    return (line.file.beside(line.first, "generation") or line.first).median
+def _after_warm_up(value: Getter) -> Getter:
+    """Return a value of the time without warm-up; of the call for transformers, which has none."""
+    return lambda line: value(
+        replace(line, row=line.file.beside(line.first, "generation") or line.first)
+    )
 
 
-def _new_tokens(file: File, row: Row) -> int:
-    return length(row) - int(file.study["prompt_tokens"])
-
-
-def _rate_after_warm_up(line: Entry) -> str:
-    seconds = _after_warm_up(line)
-    return f"{_new_tokens(line.file, line.first) / seconds:.0f}" if seconds else ""
-
-
-BESIDE_TRANSFORMERS = Layout(
+LAYOUTS["call"] = Layout(
     title=lambda name, file, block: (
         f"{file.study['model']}, {block[0].cell['dtype']}, {file.study['prompt_tokens']} + "
         f"{_new_tokens(file, block[0])} tokens, {how(file, 'transformers')} ({name})"
     ),
-    notes=lambda _: {},
     columns=[
         Column(
             "program, mode",
@@ -303,8 +263,8 @@ BESIDE_TRANSFORMERS = Layout(
         PRECISION,
         Column("call, s (min .. max)", _first(lambda row: with_spread(row, "{:.3f}"))),
         Column("vs transformers", _ratio),
-        Column("after warm-up, s", lambda line: figure(_after_warm_up(line), "{:.3f}")),
-        Column("tokens/s", _rate_after_warm_up),
+        Column("after warm-up, s", _after_warm_up(_median), "{:.3f}"),
+        Column("tokens/s", _after_warm_up(_tokens_per_second), "{:.0f}"),
     ],
 )
 
@@ -312,14 +272,9 @@ BESIDE_TRANSFORMERS = Layout(
 # ---- Decoding, batches, builds -------------------------------------------------------------------
 
 
-def tokens_per_second(row: Row) -> float:
-    """Return new tokens per second over a whole text, all rows of the batch together."""
-    return int(row.cell["batch"]) * int(row.cell["new_tokens"]) / row.median
-
-
 def _least_and_most(row: Row) -> str:
-    speeds = (tokens_per_second(row) * row.median / seconds for seconds in reversed(row.spread))
-    return " .. ".join(f"{speed:,.0f}" for speed in speeds)
+    least, most = row.spread
+    return f"{new_tokens(row) / most:,.0f} .. {new_tokens(row) / least:,.0f}"
 
 
 def _step_us(row: Row) -> float:
@@ -327,20 +282,18 @@ def _step_us(row: Row) -> float:
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 
-def _gb_per_second(row: Row) -> float | None:
-    """Return GB/s of weights read; None in recompute, which is bound by arithmetic."""
-    if _is_recompute(row):
-        return None
-    return float(row.extra["weight_bytes"] / _step_us(row) / 1e3)
-
-
 def _is_recompute(row: Row) -> bool:
     return row.cell.get("mode") == "recompute"
 
 
-def _of_bandwidth(line: Entry) -> str:
-    speed = _gb_per_second(line.first) if line.first.samples else None
-    return figure(speed and speed / line.file.provenance.limits["read_gbps"], "{:.0%}")
+def _weights_gbps(row: Row) -> float | None:
+    """Return GB/s of weights read; None in recompute, which is bound by arithmetic."""
+    return None if _is_recompute(row) else row.extra["weight_bytes"] / _step_us(row) / 1e3
+
+
+def _of_bandwidth(line: Entry) -> Value:
+    speed = _weights_gbps(line.first) if line.first.samples else None
+    return speed and speed / line.file.provenance.limits["read_gbps"]
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -352,278 +305,213 @@ def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
     )
 
 
-def _decode_notes(rows: Sequence[Row]) -> dict[str, str]:
-    notes = {
-        row.contender: f"another text in {row.cell['model']}"
-        for row in rows
-        if row.extra.get("same_text") is False
-    }
-    return notes | {row.contender: row.reason for row in rows if row.reason}
+def _text_differs(row: Row) -> str:
+    return "" if row.extra.get("same_text", True) else f"another text in {row.cell['model']}"
 
 
-def _cell(name: str) -> Text:
-    return _first(lambda row: str(row.cell[name]))
-
-
-DECODE = Layout(
+LAYOUTS["decode"] = Layout(
     title=_decode_title,
-    notes=_decode_notes,
+    remark=_text_differs,
     columns=[
         Column("model", _cell("model")),
-        Column("dtype", _cell("dtype")),
+        DTYPE,
         Column("batch", _cell("batch")),
-        Column("contender", _first(lambda row: row.contender)),
-        Column("seconds", _timed(lambda row: f"{row.median:.3f}" if _is_recompute(row) else "")),
-        Column("tokens/s", _timed(lambda row: f"{tokens_per_second(row):,.0f}")),
+        CONTENDER,
+        Column("seconds", _timed(lambda row: row.median if _is_recompute(row) else None), "{:.3f}"),
+        Column("tokens/s", _timed(lambda row: new_tokens(row) / row.median), "{:,.0f}"),
         Column("least .. most", _timed(_least_and_most)),
-        Column("us per step", _timed(lambda row: f"{_step_us(row):.0f}")),
-        Column("weights, GB/s", _timed(lambda row: figure(_gb_per_second(row), "{:,.0f}"))),
-        Column("of the bandwidth", _of_bandwidth),
+        Column("us per step", _timed(_step_us), "{:.0f}"),
+        Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
+        Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
     ],
 )
 
 
-def _job_tokens_per_second(line: Entry) -> str:
+def _job_tokens_per_second(line: Entry) -> Value:
     """Return new tokens per second of the median sample, without the startup time."""
     if not line.first.samples:
-        return ""
+        return None
     start = line.file.beside(line.first, "start")
     seconds = line.first.median - (start.median if start else 0.0)
-    return f"{line.first.extra['tokens'] / seconds:,.0f}"
+    return float(line.first.extra["tokens"] / seconds)
 
 
-BATCH = Layout(
+LAYOUTS["batch"] = Layout(
     title=lambda name, file, block: (
         f"{block[0].cell['model']}, {block[0].cell['new_tokens']} new tokens each, "
         f"{how(file)} ({name})"
     ),
     columns=[
-        Column("dtype", _cell("dtype")),
-        Column("contender", _first(lambda row: row.contender)),
-        Column("prompts", _extra("prompts", "{:,}")),
-        Column("start, s", _beside("start", "{:.1f}", 1)),
+        DTYPE,
+        CONTENDER,
+        Column("prompts", _extra("prompts"), "{:,}"),
+        Column("start, s", _beside("start"), "{:.1f}"),
         Column("seconds", _first(lambda row: with_spread(row, "{:.2f}"))),
-        Column("tokens/s", _job_tokens_per_second),
-        Column("same rows", _extra("same_rows", "{:.1%}")),
+        Column("tokens/s", _job_tokens_per_second, "{:,.0f}"),
+        Column("same rows", _extra("same_rows"), "{:.1%}"),
     ],
 )
 
-BUILD = Layout(
+LAYOUTS["build"] = Layout(
     title=lambda name, file, block: (
         f"{block[0].extra['versions']} versions on {file.study['jobs']} cores ({name})"
     ),
     columns=[
         Column("compiler", _first(lambda row: row.contender)),
-        Column("seconds", _timed(lambda row: f"{row.median:.1f}")),
+        Column("seconds", _timed(lambda row: row.median), "{:.1f}"),
         Column("min .. max", _timed(lambda row: f"{row.spread[0]:.1f} .. {row.spread[1]:.1f}")),
     ],
 )
 
 
-# ---- Ladders: what was counted, inspected, predicted ---------------------------------------------
+# ---- Counters, machine code, predictions ---------------------------------------------------------
 
 
-def shape_of(row: Row) -> Shape:
-    """Return the shape that a version was profiled or inspected at."""
-    return Shape(**row.cell)  # type: ignore[arg-type]
+def _all_rows(file: File) -> list[Row]:
+    return file.rows
 
 
-def _throughput(metric: str, size: int) -> Text:
-    def text(line: Entry) -> str:
+def _throughput(metric: str, size: int) -> Getter:
+    def value(line: Entry) -> Value:
         counted, duration = line.value(metric), line.value("duration_us")
         if counted is None or duration is None:
-            return ""
+            return None
         return f"{counted * size / duration / 1e3:,.3g}"
 
-    return text
+    return value
 
 
-PROFILE = Layout(
+LAYOUTS["profile"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}, {where(file.provenance)}; one profiled call each ({name})"
     ),
+    rows=_all_rows,
     columns=[
         BACKEND,
+        Column("{at}", _median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
+        # A wavefront is 128 bytes at most.
+        Column("shared loads, GB/s at most", _throughput("shared_load_wavefronts", 128)),
         Column(
-            "{at}",
-            lambda line: f"{line.row.samples[0]:,.4g}" if line.row else "",
-            over=lambda row: row.metric.replace("_", " "),
+            "shared loads by ldmatrix, GB/s at most", _throughput("shared_matrix_wavefronts", 128)
         ),
-        *(Column(what, _throughput(*of)) for what, of in THROUGHPUTS.items()),
+        Column("shared stores, GB/s at most", _throughput("shared_store_wavefronts", 128)),
+        Column("global loads, GB/s", _throughput("global_load_bytes", 1)),
+        Column("asynchronous global loads, GB/s", _throughput("global_async_load_sectors", 32)),
+        Column("global stores, GB/s", _throughput("global_store_bytes", 1)),
     ],
 )
 
 
-def _shared(kind: str) -> Text:
-    def text(line: Entry) -> str:
-        requests, conflicts, ways = (
-            line.value(f"shared_{kind}_{what}") for what in ("requests", "conflicts", "ways")
-        )
-        if requests is None:
-            return ""
-        return f"{requests:,.0f}" + (f" + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else "")
-
-    return text
+def _shared(line: Entry, kind: str) -> Value:
+    """Return the requests and, after a +, the bank conflicts."""
+    requests, conflicts, ways = (
+        line.value(f"shared_{kind}_{what}") for what in ("requests", "conflicts", "ways")
+    )
+    return f"{requests:,.0f} + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else requests
 
 
-def _sectors(kind: str) -> Text:
-    def text(line: Entry) -> str:
-        count = line.value(f"global_{kind}_sectors")
-        fewest = line.value(f"global_{kind}_fewest_sectors")
-        if count is None or fewest is None:
-            return ""
-        return f"{count:,.0f}" + (f" ({fewest:,.0f} would do)" if fewest < count else "")
-
-    return text
+def _sectors(line: Entry, kind: str) -> Value:
+    count = line.value(f"global_{kind}_sectors")
+    fewest = line.value(f"global_{kind}_fewest_sectors")
+    return count if count == fewest else f"{count:,.0f} ({fewest:,.0f} would do)"
 
 
-INSPECTION = Layout(
+LAYOUTS["inspection"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}; nvcc {file.study['nvcc']} for sm_{file.study['arch']}, accesses "
         f"counted in the source ({name}). After a + are bank conflicts"
     ),
+    rows=_all_rows,
     keeps=lambda line: line.value("registers") is not None,
-    notes=lambda rows: {row.contender: f"refused: {row.reason}" for row in rows if row.reason},
     columns=[
         BACKEND,
-        Column("registers", _count("registers", "{:.0f}")),
-        Column("spills, bytes", _count("spill_bytes", "{:.0f}")),
-        Column("shared memory, KiB", _count("shared_bytes", "{:.3g}", 1024)),
+        Column("registers", _metric("registers"), "{:.0f}"),
+        Column("spills, bytes", _metric("spill_bytes"), "{:.0f}"),
+        Column("shared memory, KiB", _metric("shared_bytes", 1024), "{:.3g}"),
         Column(
             "warps/SM, occupancy",
             lambda line: f"{line.value('warps'):.0f}, {line.value('occupancy_percent'):.0f} %",
         ),
-        Column("shared loads", _shared("load")),
-        Column("shared stores", _shared("store")),
-        Column("sectors loaded", _sectors("load")),
-        Column("sectors stored", _sectors("store")),
+        Column("shared loads", lambda line: _shared(line, "load"), "{:,.0f}"),
+        Column("shared stores", lambda line: _shared(line, "store"), "{:,.0f}"),
+        Column("sectors loaded", lambda line: _sectors(line, "load"), "{:,.0f}"),
+        Column("sectors stored", lambda line: _sectors(line, "store"), "{:,.0f}"),
     ],
 )
 
 
-def _metric(name: str, form: str) -> Column:
-    return Column(name, _count(name, form))
-
-
-def _standard_errors(line: Entry) -> str:
+def _standard_errors(line: Entry) -> Value:
     apart, error = line.value("difference"), line.value("standard error")
-    return f"{apart / error:+.1f}" if apart is not None and error else ""
+    return apart / error if apart is not None and error else None
 
 
-PERPLEXITY = Layout(
+LAYOUTS["perplexity"] = Layout(
     title=lambda name, file, _: (
         f"{file.study['model']}, the first {file.study['tokens']:,} tokens of the held-out books, "
         f"windows of {file.study['window']}; {where(file.provenance)} ({name}). The last two "
         f"columns: apart from `{BASELINE}` in the same dtype"
     ),
+    rows=_all_rows,
     columns=[
-        Column("dtype", _cell("dtype")),
+        DTYPE,
         BACKEND,
         PRECISION,
-        _metric("bits per byte", "{:.7f}"),
-        _metric("perplexity", "{:.5f}"),
-        Column("nats per token", _count("difference", "{:+.1e}")),
-        Column("standard errors", _standard_errors),
+        Column("bits per byte", _metric("bits per byte"), "{:.7f}"),
+        Column("perplexity", _metric("perplexity"), "{:.5f}"),
+        Column("nats per token", _metric("difference"), "{:+.1e}"),
+        Column("standard errors", _standard_errors, "{:+.1f}"),
     ],
 )
 
-PUBLISHED = Layout(
+LAYOUTS["published"] = Layout(
     title=lambda name, file, _: f"{file.study['note']} ({name})",
     line=lambda row: row.contender,
-    columns=[
-        BACKEND,
-        Column(
-            "{at}",
-            lambda line: f"{line.row.median:.1f} s" if line.row else "",
-            over=lambda row: row.cell["card"],
-        ),
-    ],
+    columns=[BACKEND, Column("{at}", _median, "{:.1f} s", over=lambda row: row.cell["card"])],
 )
 
-TESTS = Layout(
+LAYOUTS["tests"] = Layout(
     title=lambda name, file, _: (
         "{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s".format(
             **file.study
         )
         + f"; {where(file.provenance)} ({name}). The slowest, and those that failed"
     ),
+    rows=_all_rows,
     columns=[
-        Column("test", _code),
-        Column("seconds", _timed(lambda row: f"{row.median:.1f}")),
+        Column("test", BACKEND.value),
+        Column("seconds", _timed(lambda row: row.median), "{:.1f}"),
         Column("outcome", _first(lambda row: row.status)),
     ],
 )
-
-LAYOUTS = {
-    "tests": TESTS,
-    "profile": PROFILE,
-    "inspection": INSPECTION,
-    "build": BUILD,
-    "decode": DECODE,
-    "batch": BATCH,
-    "perplexity": PERPLEXITY,
-    "published": PUBLISHED,
-}
 
 
 def predictions(measured: Sequence[Row] = ()) -> Layout:
     """Return the layout of predictions, with measured times of the same version files."""
 
-    def text(line: Entry) -> str:
-        if not (row := line.row):
-            return ""
-        if not row.samples:
-            return "refused"
-        found = measured_time(row, measured)
-        beside = f" / {found:.4g} = {row.median / found:.2f}" if found else ""
-        return f"{row.median:.4g}{beside}"
+    def value(line: Entry) -> Value:
+        row = line.row
+        if not row or not row.samples:
+            return row.status if row else None
+        if not (found := timings_of(row, measured)):
+            return row.median
+        time = found[0].median
+        return f"{row.median:.4g} / {time:.4g} = {row.median / time:.2f}"
 
     return Layout(
         title=lambda name, file, block: (
             f"{cell_name(block[0])}, {file.study['gpu']}; microseconds, predicted / measured "
             f"({name})"
         ),
+        rows=_all_rows,
         block=cell_name,
         line=lambda row: row.contender,
         at=lambda block: max(map(length, block)),
         columns=[
             BACKEND,
-            Column("N={at}", text, over=length),
-            Column(
-                "bound at the longest",
-                lambda line: line.row.extra.get("bound", "") if line.row else "",
-            ),
+            Column("N={at}", value, "{:.4g}", over=length),
+            Column("bound at the longest", _timed(lambda row: row.extra["bound"])),
         ],
     )
 
 
-def is_of(prediction: Row, timed: Row) -> bool:
-    """Return whether a row timed the predicted version file in the same cell."""
-    same_code = timed.extra.get("version_digest") == prediction.extra["version_digest"]
-    same_cell = prediction.kernel == timed.kernel
-    return same_code and same_cell and timed.contender == prediction.contender
-
-
-def measured_time(prediction: Row, timed: Iterable[Row]) -> float | None:
-    """Return the measured median of the same version file in the same cell, if any."""
-    return next((row.median for row in timed if row.samples and is_of(prediction, row)), None)
-
-
-def accuracy(file: File, timed: Sequence[Row]) -> str:
-    """Summarize how far predictions are from measurements."""
-    ratios = {
-        (row.contender, length(row)): row.median / found
-        for row in file.rows
-        if row.samples and (found := measured_time(row, timed))
-    }
-    if not ratios:
-        return "None of it has been measured yet."
-    errors = {key: abs(ratio - 1) for key, ratio in ratios.items()}
-    worst = max(errors, key=lambda key: errors[key])
-    far = sum(error > 0.35 for error in errors.values())
-    return (
-        f"Of {len(ratios)} cells that were measured, the median error is "
-        f"{statistics.median(errors.values()):.1%}; {far or 'none'} of them "
-        f"{'is' if far < 2 else 'are'} off by more than 35 %. The worst is `{worst[0]}` at "
-        f"N={worst[1]}: {ratios[worst]:.2f} times the measured time."
-    )
+LAYOUTS["prediction"] = predictions()

@@ -21,7 +21,7 @@ from attention_kernels import (
     registry,
 )
 from attention_kernels.backends import cuda
-from attention_kernels.inspection import resources
+from attention_kernels.inspection import launches
 from attention_kernels.judge.conformance import Case, future_leaks, run_case
 from attention_kernels.ladder import build, compilers, header, op
 from tests.attention_kernels.backends.common import (
@@ -54,10 +54,9 @@ def test_keys_are_split_for_the_blocks_that_fit(arch, head_dim, parts, recorder_
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     version = get_backend("CUSTOM_CUDA_VERSION_25").version
-    command = [str(recorder_of_25), "--case=1,1024,12,1", str(head_dim)]
-    grids = {row[4]: row[5] for row in resources.recorded_rows(version, command)}
-    (grid,) = [grid for name, grid in grids.items() if "::attention_kernel<" in name]
-    assert grid == f"12,16,{parts}"
+    recorded = launches.record(version, recorder_of_25, [head_dim], case=(1, 1024, 12, 1))
+    (grid,) = {one.grid for one in recorded if one.kernel.startswith("attention_kernel<")}
+    assert grid == (12, 16, parts)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def recorder_of_25(tmp_path_factory):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     version = get_backend("CUSTOM_CUDA_VERSION_25").version
-    return resources.launch_recorder(version, tmp_path_factory.mktemp("recorder"))
+    return launches.build_recorder(version, tmp_path_factory.mktemp("recorder"))
 
 
 @on_every_device

@@ -1,4 +1,4 @@
-"""Bank conflicts and sectors, counted in the emulator: of known patterns, and of the ladder."""
+"""Bank conflicts and sectors counted in the emulator, for known patterns and for the ladder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.accesses import (
     Access,
-    Recording,
     count_accesses,
     format_table,
     record,
@@ -25,104 +24,11 @@ from attention_kernels.inspection.accesses import (
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
-PATTERNS = """\
-// v01 - access patterns
-//
-// Change: each pattern is one line, named by a comment.
-// Why:    their costs are known.
-// Cost:   none.
-// Tile:   one block of 64 threads
-// Layout: contiguous
-// Flags:  (none)
-// Expect: what the test says.
-
-#include <cuda_pipeline.h>
-
-#include "common.cuh"
-
-namespace attention::ATTENTION_VERSION {
-
-inline __device__ float helper(const float* row, int d, int64_t = 1, int64_t = 2, int64_t = 3,
-                               int64_t = 4, int64_t = 5, int64_t = 6) {
-  return row[d];
-}
-
-inline __device__ void store2(float* row, unsigned d, float x, float y) {
-  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
-}
-
-// Its frame is not where a function's with more arguments is.
-inline __device__ float inner(const float* row) { return row == nullptr ? row[0] : 0.0f; }
-inline __device__ float none(const float* row) {
-  return inner(row) + (row == nullptr ? row[1] : 0.0f);
-}
-
-__global__ void patterns(const float* q, float* o, int head_dim) {
-  ATTENTION_DYNAMIC_SHARED(float, smem);
-  __shared__ float fixed[64];
-  const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < 4096; i += 64) smem[i] = 0.0f;  // fill
-  fixed[threadIdx.x] = 0.0f;                                    // static
-  __syncthreads();
-  float x = 0.0f;
-  x += smem[lane];                                        // in order
-  x += smem[7];                                           // broadcast
-  x += smem[2 * lane];                                    // every second
-  x += smem[32 * lane];                                   // a column
-  x += smem[33 * lane];                                   // a padded column
-  x += smem[lane % 16 * 32 + lane / 16];                  // half a column twice
-  x += reinterpret_cast<float4*>(smem)[lane].x;           // one of four
-  const float4 a = reinterpret_cast<float4*>(smem)[lane];      // vectors
-  const float4 b = reinterpret_cast<float4*>(smem)[8 * lane];  // vectors in a column
-  const float2 c = reinterpret_cast<float2*>(smem)[16 * lane]; // pairs in a column
-  const float4 d = reinterpret_cast<float4*>(smem)[lane / 2];      // vectors of neighbours
-  const float4 e = reinterpret_cast<float4*>(smem)[lane / 4 * 2 + lane % 2];  // two by two
-  const float4 f = reinterpret_cast<float4*>(smem)[lane / 4];      // vectors of four
-  const float2 g = reinterpret_cast<float2*>(smem)[lane / 2];      // pairs of neighbours
-  const float4 h = reinterpret_cast<float4*>(smem)[lane % 16];     // vectors of both halves
-  x += a.y + b.z + c.x + d.x + e.x + f.x + g.x + h.x;
-  x += none(smem);               // called before
-  x += helper(smem, 32 * lane);  // called
-  x += fixed[16 * (lane % 4)];   // static column
-  for (int i = 0; i < 3; ++i) {
-    for (int j = 0; j <= lane; ++j) {
-      x += smem[j];  // some leave early
-    }
-    x += smem[i];  // all again
-  }
-  if (lane < 8) {
-    x += smem[lane];  // eight lanes
-  } else {
-    x += smem[64 + 32 * lane];  // the others
-  }
-  __pipeline_memcpy_async(smem + 4 * threadIdx.x, q + 8 * threadIdx.x, 16);  // asynchronous
-  o[threadIdx.x] = x;         // store in order
-  o[8 * threadIdx.x] = x;     // store apart
-  x += q[threadIdx.x % 2];    // a pair
-  store2(o, 2 * threadIdx.x, x, x);                               // store of a call
-  reinterpret_cast<float4*>(o)[threadIdx.x] = reinterpret_cast<const float4*>(q)[threadIdx.x];
-  atomicAdd(&smem[lane], 1.0f);      // an atomic each
-  atomicAdd(&smem[lane / 4], 1.0f);  // an atomic of four lanes
-  atomicMax(reinterpret_cast<int*>(o) + 8 * threadIdx.x, lane);  // an atomic apart
-  if (threadIdx.x == 33) printf("x is %g\\n", 1.5f);
-  if (threadIdx.x == 2) std::printf("1\\t2\\n");
-}
-
-int64_t scratch_floats(const Params&) { return 0; }
-
-cudaError_t launch(const Params& params, cudaStream_t stream) {
-  if (params.head_dim == 128) return cudaErrorInvalidValue;
-  return launch_kernel(patterns, dim3(1), dim3(64), 4096 * sizeof(float), stream,
-                       static_cast<const float*>(params.q), static_cast<float*>(params.o),
-                       params.head_dim);
-}
-
-}  // namespace attention::ATTENTION_VERSION
-"""
+PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, str]:
+def recorded(tmp_path_factory):
     """The recording, and what the kernel printed."""
     file = tmp_path_factory.mktemp("patterns") / "v01_patterns.cu"
     # Comments may be in any encoding.
@@ -132,12 +38,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, str]:
 
 
 @pytest.fixture(scope="module")
-def recording(recorded: tuple[Recording, str]) -> Recording:
+def recording(recorded):
     return recorded[0]
 
 
 @pytest.fixture(scope="module")
-def patterns(recording: Recording) -> dict[str, list[Access]]:
+def patterns(recording):
     by_comment: dict[str, list[Access]] = {}
     lines = PATTERNS.splitlines()
     for access in recording.accesses:
@@ -175,17 +81,13 @@ SHARED = {
 
 
 @pytest.mark.parametrize("comment", SHARED)
-def test_shared_memory_conflicts_as_hardware_does(
-    patterns: dict[str, list[Access]], comment: str
-) -> None:
+def test_shared_memory_conflicts_as_hardware_does(patterns, comment):
     (found,) = patterns[comment]
     assert found.memory == "shared"
     assert (found.requests, found.wavefronts, found.conflicts, found.ways) == SHARED[comment]
 
 
-def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(
-    patterns: dict[str, list[Access]],
-) -> None:
+def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(patterns):
     lines = PATTERNS.splitlines()
     (called,) = patterns["called"]
     assert [lines[n - 1].split()[0] for n in called.lines] == ["x", "return"]
@@ -194,7 +96,7 @@ def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(
     assert patterns["pairs in a column"][0].bytes == 8
 
 
-def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> None:
+def test_global_memory_moves_in_sectors(patterns):
     for comment, sectors, fewest in (
         ("store in order", 8, 8),
         ("store apart", 64, 8),
@@ -208,14 +110,10 @@ def test_global_memory_moves_in_sectors(patterns: dict[str, list[Access]]) -> No
     copies = [a for a in vectors if a.memory == "global" and a not in patterns["asynchronous"]]
     assert {access.kind for access in copies} == {"load", "store"}
     assert all((a.requests, a.sectors, a.fewest_sectors) == (2, 32, 32) for a in copies)
+    assert patterns["a pair"][0].costliest.array == "q"  # contiguous inputs are separate tensors
 
 
-def test_contiguous_inputs_are_tensors_of_their_own(patterns: dict[str, list[Access]]) -> None:
-    (found,) = patterns["a pair"]
-    assert found.costliest.array == "q"
-
-
-def test_atomics_are_counted(patterns: dict[str, list[Access]]) -> None:
+def test_atomics_are_counted(patterns):
     for comment, *counts in (
         ("an atomic each", "shared", 2, 0, 1, 0),
         ("an atomic of four lanes", "shared", 8, 6, 4, 0),
@@ -228,14 +126,14 @@ def test_atomics_are_counted(patterns: dict[str, list[Access]]) -> None:
         assert f"{found.memory} atomic" in format_table([found])
 
 
-def test_what_a_kernel_prints_is_shown_and_not_counted(recorded: tuple[Recording, str]) -> None:
+def test_what_a_kernel_prints_is_shown_and_not_counted(recorded):
     line = next(n for n, line in enumerate(PATTERNS.splitlines(), 1) if "x is %g" in line)
     place = f"block (0, 0, 0) thread (33, 0, 0) v01_patterns.cu:{line}: "
     assert sorted(recorded[1].splitlines()) == ["1\t2", f"{place}x is 1.5"]
 
 
-def test_one_request_tells_where_each_lane_went(patterns: dict[str, list[Access]]) -> None:
-    def offsets(comment: str, cost: int) -> list[int | None]:
+def test_one_request_tells_where_each_lane_went(patterns):
+    def offsets(comment, cost):
         (found,) = patterns[comment]
         at = found.costliest
         assert (at.block, at.warp, at.cost) == (0, 0, cost)
@@ -245,23 +143,19 @@ def test_one_request_tells_where_each_lane_went(patterns: dict[str, list[Access]
     assert offsets("a column", 32) == [128 * lane for lane in range(32)]
     assert offsets("store apart", 32) == [32 * lane for lane in range(32)]
     assert offsets("eight lanes", 1) == [*(4 * lane for lane in range(8)), *[None] * 24]
-    leaving = offsets("some leave early", 1)  # all are there at first, and 32 lanes cost no more
-    assert leaving == [0] * 32
+    assert offsets("some leave early", 1) == [0] * 32  # the first of equally costly requests
 
 
-def test_the_warps_of_a_block_take_turns_between_barriers(recording: Recording) -> None:
+def test_the_warps_of_a_block_take_turns_between_barriers(recording):
     assert recording.block == 0
-    assert {(turn.barriers, turn.warp) for turn in recording.turns} == {
-        (barriers, warp) for barriers in (0, 1) for warp in (0, 1)
-    }
-    before = [turn.accesses for turn in recording.turns if turn.barriers == 0]
-    assert before == [32 * 65, 32 * 65]  # fill and static
     assert [turn.barriers for turn in recording.turns] == [0, 0, 1, 1]
+    assert sorted(turn.warp for turn in recording.turns) == [0, 0, 1, 1]
+    first, second, *after = recording.turns
+    assert first.accesses == second.accesses == 32 * 65  # fill and static
+    assert {turn.warp for turn in after} == {first.warp, second.warp} == {0, 1}
 
 
-def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(
-    patterns: dict[str, list[Access]],
-) -> None:
+def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(patterns):
     load, store = sorted(patterns["asynchronous"], key=lambda access: access.kind)
     assert (load.memory, load.bytes, load.requests, load.sectors) == ("global", 16, 2, 64)
     assert (store.memory, store.bytes, store.requests) == ("shared", 16, 2)
@@ -269,26 +163,22 @@ def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(
 
 
 @functools.cache
-def counted(name: str) -> list[Access]:
+def counted(name):
     """A version's accesses at the default case."""
     list_backends()
     return count_accesses(ladder.versions()[name])
 
 
-def total(name: str) -> tuple[int, int, int]:
-    """Of a version's shared loads: requests, conflicts, the most ways."""
-    loads = [
-        access for access in counted(name) if access.memory == "shared" and access.kind == "load"
-    ]
-    return (
-        sum(access.requests for access in loads),
-        sum(access.conflicts for access in loads),
-        max(access.ways for access in loads),
-    )
+def total(number):
+    """Return a version's shared loads: requests, conflicts, the most ways."""
+    accesses = counted(f"CUSTOM_CUDA_VERSION_{number}")
+    loads = [a for a in accesses if (a.memory, a.kind) == ("shared", "load")]
+    requests, conflicts = (sum(getattr(a, of) for a in loads) for of in ("requests", "conflicts"))
+    return requests, conflicts, max(a.ways for a in loads)
 
 
 @pytest.mark.slow
-def test_the_readme_shows_what_is_counted() -> None:
+def test_the_readme_shows_what_is_counted():
     readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
     _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
     lines = shown.split("\n```")[0].splitlines()[1:]
@@ -298,8 +188,8 @@ def test_the_readme_shows_what_is_counted() -> None:
 
 
 @pytest.mark.slow
-def test_wavefronts_are_the_profilers() -> None:
-    """Of versions whose loads, or whose stores, nvcc leaves as they are, measured on an H200."""
+def test_wavefronts_are_the_profilers():
+    """For versions whose loads or stores nvcc leaves as they are; measured on an H200."""
     file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
     profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}
@@ -311,31 +201,21 @@ def test_wavefronts_are_the_profilers() -> None:
 
 
 @pytest.mark.slow
-def test_padding_k_ends_the_conflicts_of_the_first_version_and_changes_no_request() -> None:
-    first, second = total("CUSTOM_CUDA_VERSION_1"), total("CUSTOM_CUDA_VERSION_2")
-    assert first[0] == second[0]
-    assert first[1] > first[0]
-    assert first[2] == 32
-    assert second[1:] == (0, 1)
+def test_the_ladder_changes_what_its_headers_say():
+    """Version 2 pads K, 12 swizzles and has a 4 x 4 tile, the second kernel of 17 starts early."""
+    requests, conflicts, ways = total(1)
+    assert ways == 32
+    assert conflicts > requests
+    assert total(2) == (requests, 0, 1)
+    assert 2 * total(12)[0] <= total(11)[0]
+    assert total(12)[1:] == total(17)[1:] == (0, 1)
 
 
 @pytest.mark.slow
-def test_swizzling_ends_the_conflicts_and_a_4_x_4_tile_halves_the_loads() -> None:
-    before, last = total("CUSTOM_CUDA_VERSION_11"), total("CUSTOM_CUDA_VERSION_12")
-    assert last[1:] == (0, 1)
-    assert 2 * last[0] <= before[0]
-
-
-@pytest.mark.slow
-def test_a_version_is_counted_whose_second_kernel_starts_early() -> None:
-    assert total("CUSTOM_CUDA_VERSION_17")[1:] == (0, 1)
-
-
-@pytest.mark.slow
-def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path: Path) -> None:
+def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path):
     list_backends()
     versions = ladder.versions()
-    with pytest.raises(UnsupportedError, match=r"fragment.*head_dim 48.*seqlen 0 \(1 or more"):
+    with pytest.raises(UnsupportedError, match=r"head_dim 48.*seqlen 0 \(1 or more.*fragment"):
         count_accesses(versions["WMMA_FLASH_ATTENTION_2_VERSION_1"], head_dim=48, seqlen=0)
     with pytest.raises(UnsupportedError, match="host code"):
         count_accesses(versions["FLASH_ATTENTION_1_CPU"])
@@ -362,9 +242,7 @@ LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
         ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),
     ],
 )
-def test_a_launch_that_tells_nothing_is_no_empty_table(
-    does: str, case: dict[str, int], words: str, tmp_path: Path
-) -> None:
+def test_a_launch_that_tells_nothing_is_no_empty_table(does, case, words, tmp_path):
     file = tmp_path / "v01_patterns.cu"
     source = PATTERNS.replace("#include", "#include <cstdlib>\n#include", 1)
     file.write_text(source.replace(LAUNCH, LAUNCH + does))
@@ -378,19 +256,19 @@ ENDLESS = PATTERNS.replace(
 
 
 @pytest.mark.slow
-def test_an_endless_block_ends_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_block_ends_in_its_time(tmp_path, monkeypatch):
     file = tmp_path / "v01_patterns.cu"
     file.write_text(ENDLESS)
     monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0.5")
     with pytest.raises(UnsupportedError, match=r"did not end in 0\.5 s, at v01_patterns\.cu:\d+"):
         count_accesses(parse_header(file))
     monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
-    with pytest.raises(UnsupportedError, match=r"the launch did not end in 0\.5 s"):
+    with pytest.raises(UnsupportedError, match=r"its launch did not end in 0\.5 s"):
         count_accesses(parse_header(file), timeout_s=0.5)
 
 
 @pytest.mark.slow
-def test_who_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
     file = tmp_path / "v01_patterns.cu"
     file.write_text(ENDLESS)
     temporary = tmp_path / "temporary"
@@ -402,27 +280,22 @@ def test_who_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
         "count_accesses(parse_header(Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", program, str(file)]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
 
-    def recorders() -> list[str]:
-        """The processes that this one's child started, all of which name its temporary folder."""
+    def recorders():
+        """The processes of programs in the temporary folder: this one's child started them."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if str(temporary) in os.readlink(process / "exe"):
-                    found.append(process.name)
-            except OSError:  # gone, or another user's
-                continue
-        return found
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                found.append(os.readlink(process / "exe"))
+        return [name for name in found if str(temporary) in name]
 
-    with subprocess.Popen(command, env=environment) as running:
-        while not any("recorder" in os.readlink(f"/proc/{pid}/exe") for pid in recorders()):
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}) as running:
+        while not any("recorder" in name for name in recorders()):
             assert running.poll() is None
             time.sleep(0.05)
         running.kill()
     assert list(temporary.iterdir()) == []
-    for _ in range(100):
-        if not recorders():
-            break
+    deadline = time.monotonic() + 5
+    while recorders() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert recorders() == []

@@ -1,4 +1,4 @@
-"""Predictions: the machine code is read right, and each part of the model moves as it must."""
+"""Predictions: machine code is read correctly, and each part of the model reacts as it must."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
-from attention_kernels.inspection import multiprocessor, predict, sass
+from attention_kernels.inspection import execution, multiprocessor, predict, sass
+from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
@@ -22,15 +23,13 @@ ROOT = Path(__file__).parents[3]
 H200 = multiprocessor.gpus()["h200"]
 
 
-def missing_program() -> str:
-    """Return which program a prediction lacks here, or an empty string."""
-    if compilers.find_nvcc() is None:
-        return "needs nvcc"
+def missing_program():
+    """Return why nothing can be predicted here, or an empty string."""
     try:
         predict.find_disassembler()
     except BuildError as error:
         return str(error)
-    return ""
+    return compilers.missing_compiler("cuda") or ""
 
 
 needs_cuda_programs = pytest.mark.skipif(bool(missing_program()), reason=missing_program())
@@ -62,52 +61,55 @@ CODE = """
 """  # fmt: skip  # noqa: E501
 
 
-def block(code: str = CODE) -> sass.Blocks:
+def block(code=CODE):
     constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
-    found = sass.Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)], 1000)
-    found.run()
+    found = Blocks(sass.parse(code)["kernel"], constants, (64, 1, 1), [(0, 0, 0)])
+    execution.run(found, 1000)
     return found
 
 
-def test_machine_code_is_run_as_the_hardware_would() -> None:
+def launch_of(grid):
+    return Launch(64, "kernel", "kernel", grid, (64, 1, 1), 0, b"")
+
+
+def test_machine_code_is_run_as_the_hardware_would():
     done = block()
     times = Counter(dict.fromkeys(range(len(done.code)), 0))
-    for step in done.steps:
-        times[step.index] += int(step.warps.sum())
+    for issue in done.issued:
+        times[issue.index] += int(issue.warps.sum())
     # Both warps until the second ends; then three iterations of the first.
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
-    loads = [step.wavefronts for step in done.steps if step.wavefronts is not None]
+    loads = [issue.wavefronts for issue in done.issued if issue.wavefronts is not None]
     assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
 
 
-def test_a_call_that_leaves_a_loop_is_followed() -> None:
+def test_a_call_that_leaves_a_loop_is_followed():
     """As nvcc compiles some loops for sm_80."""
     head, end = CODE.split("        /*0090*/")
     loop = head.replace("@!P1 BRA 0x50", "@P1 CALL.REL.NOINC 0xa0")
     back = "        /*0090*/" + end.replace("EXIT ;", "BRA 0x50 ;")
     done = block(f"{loop}{back}        /*00a0*/{end}")
-    assert [step.index for step in done.steps].count(5) == 3
+    assert [issue.index for issue in done.issued].count(5) == 3
 
 
-def test_the_compilers_stalls_and_scoreboards_are_read() -> None:
+def test_the_compilers_stalls_and_scoreboards_are_read():
     load, use = (block().code[index] for index in (5, 7))
     assert (load.name, load.stall, load.writes, load.waits) == ("LDS", 2, 0, ())
     assert use.waits == (0,)
 
 
-def test_an_unknown_instruction_is_named() -> None:
-    code = CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ")
+def test_an_unknown_instruction_is_named():
     with pytest.raises(sass.SassError, match="TELEPORT"):
-        sass.Blocks(sass.parse(code)["kernel"], b"", (32, 1, 1), [(0, 0, 0)], 9).run()
+        block(CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ"))
 
 
-def arithmetic(count: int, warps: int) -> tuple[list[sass.Instruction], multiprocessor.Work]:
-    one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"), "", 0, 1, 7, 7, ())
+def arithmetic(count, warps):
+    one = sass.Instruction("FFMA", ("R0", "R1", "R2", "R3"))
     streams = [[(0, 0, 0, 0)] * count for _ in range(warps)]
     return [one], multiprocessor.Work(streams, [], Counter(issue=count * warps))
 
 
-def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
+def test_arithmetic_takes_as_long_as_its_lanes_need():
     code, work = arithmetic(1000, 8)
     cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0)
     assert issued == [8000]
@@ -116,7 +118,7 @@ def test_arithmetic_takes_as_long_as_its_lanes_need() -> None:
     assert multiprocessor.cycles_of(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
 
 
-def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
+def test_registers_of_one_bank_are_read_one_after_the_other():
     code, work = arithmetic(1000, 8)
     even = [dataclasses.replace(code[0], registers=(3, 0))]
     mixed = [dataclasses.replace(code[0], registers=(1, 1))]
@@ -124,7 +126,7 @@ def test_registers_of_one_bank_are_read_one_after_the_other() -> None:
     assert multiprocessor.cycles_of(H200, mixed, [work], 0.0)[0] == pytest.approx(2000, rel=0.01)
 
 
-def test_a_bank_conflict_costs_its_wavefronts() -> None:
+def test_a_bank_conflict_costs_its_wavefronts():
     code, work = arithmetic(1000, 4)
     load = [dataclasses.replace(code[0], name="LDS")]
     single, double = (
@@ -136,7 +138,7 @@ def test_a_bank_conflict_costs_its_wavefronts() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (264, 2), (265, 3)])
-def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> None:
+def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     _, work = arithmetic(10, 4)
     line = predict._Line(1, {0: work.counts}, [work], alike=blocks)
     end, equal = predict._finish(line, H200, 2.0, [2.0], 0.0)
@@ -144,8 +146,8 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks: int, waves: int) -> Non
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
-def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
-    """So are those of 32 queries where a tile is 64 keys."""
+def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
+    """As with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
     samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
     line = predict._Line(32, samples, [])
@@ -153,15 +155,15 @@ def test_blocks_that_are_alike_in_pairs_are_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize(("address", "inputs"), [("0x100", 1.0), ("0x500", 0.0)])
-def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> None:
-    """Those of z > 0 end at once. The others load something, of q or of scratch, three times."""
+def test_blocks_along_every_axis_are_counted(address, inputs):
+    """Blocks with z > 0 end at once; the others load from q or from scratch three times."""
     code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
     code = code.replace("MOV R2, RZ", f"MOV R3, {address}")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(code), {})
-    launch = predict._Launch("kernel", (2, 3, 4), (64, 1, 1), 0, b"")
+    launch = launch_of((2, 3, 4))
     line = predict._line(program, launch)
     warps = 2 * 3 * 2
     assert line.total("global") == 3 * warps
@@ -169,9 +171,9 @@ def test_blocks_along_every_axis_are_counted(address: str, inputs: float) -> Non
     assert line.inputs == inputs
 
 
-def test_every_number_of_a_gpu_has_its_source() -> None:
+def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(multiprocessor.Gpu)}
+    fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
@@ -184,8 +186,8 @@ def test_every_number_of_a_gpu_has_its_source() -> None:
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
-    """As compiled: nvcc keeps some of what the source loads in a register."""
+def test_wavefronts_are_the_profilers_and_the_parts_add_up():
+    """In nvcc's code, which keeps some of what the source loads in registers."""
     list_backends()
     file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
@@ -202,10 +204,10 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up() -> None:
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
 
 
-def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
+def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
-    with pytest.raises(UnsupportedError, match=r"sm_80.*T4 is sm_75.*head_dim 48"):
+    with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
         predict.predict(version, multiprocessor.gpus()["t4"], [64], head_dim=48)
 
 
@@ -221,15 +223,15 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason() -> None:
         ),
     ],
 )
-def test_a_shape_that_no_launch_takes_is_refused(case: dict[str, Any], words: str) -> None:
+def test_a_shape_that_no_launch_takes_is_refused(case, words):
     with pytest.raises(UnsupportedError, match=re.escape(words)):
         predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_1"], H200, **case)
 
 
-def test_a_grid_too_large_to_hand_out_is_refused() -> None:
+def test_a_grid_too_large_to_hand_out_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
-    launch = predict._Launch("kernel", (2**20, 2, 1), (64, 1, 1), 0, b"")
+    launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         predict._line(program, launch)
 
@@ -245,9 +247,7 @@ def test_a_grid_too_large_to_hand_out_is_refused() -> None:
         (1.0, 1.0, 1.0, "issue slots"),
     ],
 )
-def test_the_load_store_unit_is_named_after_its_work(
-    shared: float, lines: float, shuffles: float, bound: str
-) -> None:
+def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bound):
     total = shared + lines + shuffles
     needs = {"issue slots": 5.0, "load-store unit": total, "shared memory": shared, "L1": lines}
     parts = {"waiting_us": 1.0, "uneven_us": 1.0, "launch_us": 1.0}
@@ -257,7 +257,7 @@ def test_the_load_store_unit_is_named_after_its_work(
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_a_version_without_shared_memory_has_no_need_of_it() -> None:
+def test_a_version_without_shared_memory_has_no_need_of_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     version = parse_header(folder / "v01_warp_per_row.cu")
     (found,) = predict.predict(version, H200, [256], head_dim=32)
@@ -268,7 +268,7 @@ def test_a_version_without_shared_memory_has_no_need_of_it() -> None:
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_a_version_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_version_that_launches_nothing_is_refused(tmp_path):
     text = ladder.versions()["CUSTOM_CUDA_VERSION_1"].path.read_text("utf-8")
     start = text.index("{", text.index("cudaError_t launch(")) + 1
     (tmp_path / "v01_idle.cu").write_text(f"{text[:start]}\n  return cudaSuccess;\n{text[start:]}")

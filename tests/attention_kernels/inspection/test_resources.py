@@ -8,6 +8,7 @@ import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
@@ -19,15 +20,16 @@ LAST = {version.path.parent: version.builds()[-1] for version in VERSIONS}.value
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.op)
 def test_every_version_compiles_without_spills(version):
-    """For sm_75, or the first that they need: none has code of its own for a later one.
+    """Compile for the first architecture that a version supports: its code is the same for all.
 
-    In every dtype that it takes; of the last of a ladder the test below compiles another.
+    Every dtype is compiled, but a ladder's last version in the first one only: the test below
+    compiles it in the last one.
     """
     assert "__CUDA_ARCH__" not in version.path.read_text("utf-8")
     builds = version.builds()
     for one in builds[:1] if builds[-1] in LAST else builds:
         arch = next(a for a in resources.ARCHS if one.compiles_for(a))
-        for kernel in resources._compile(one, arch).values():
+        for kernel in resources.compile_version(one, arch).values():
             # Scalars that live through the inner loops; an array would be hundreds of bytes.
             assert kernel.spill_stores <= 64 >= kernel.spill_loads
 
@@ -36,7 +38,8 @@ def test_every_version_compiles_without_spills(version):
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
 def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    # WMMA's takes nvcc as long as the others together: for the one with least shared memory.
+    # nvcc takes as long for WMMA's as for all the others, so compile it only for the architecture
+    # with the least shared memory.
     architectures = ("120",) if version.op.startswith("wmma") else ("90", "120")
     rows = resources.resource_table([version], architectures)
     assert {(row.arch, row.head_dim) for row in rows} == {
@@ -101,8 +104,8 @@ def test_occupancy(arch, threads, registers, shared, expected):
 
 
 def test_each_number_is_in_its_column():
-    launch = resources._Launch(64, 80, 1024, "_Zone", "kernel<64>")
-    compiled = {"_Zone": resources._Compiled(40, 16, 24, 400)}
+    launch = Launch(64, "kernel<64>", "_Zone", (1, 1, 1), (80, 1, 1), 1024, b"")
+    compiled = {"_Zone": resources.Compiled(40, 16, 24, 400)}
     head, line = resources.format_table(
         [resources._row("v01", "90", "float16", launch, compiled)]
     ).splitlines()
@@ -125,8 +128,8 @@ def test_each_number_is_in_its_column():
 
 
 def test_shared_memory_of_both_kinds_limits_the_blocks():
-    launch = resources._Launch(64, 128, 40 * 1024, "_Zone", "kernel")
-    compiled = {"_Zone": resources._Compiled(32, 0, 0, 40 * 1024)}
+    launch = Launch(64, "kernel", "_Zone", (1, 1, 1), (128, 1, 1), 40 * 1024, b"")
+    compiled = {"_Zone": resources.Compiled(32, 0, 0, 40 * 1024)}
     row = resources._row("v01", "90", "float16", launch, compiled)
     assert (row.blocks, row.limited_by) == (2, "shared memory")
     with pytest.raises(BuildError, match="v01 launches kernel, which ptxas did not compile"):

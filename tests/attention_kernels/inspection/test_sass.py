@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attention_kernels.inspection import sass
+from attention_kernels.inspection import execution, sass
+from attention_kernels.inspection.blocks import Blocks
 
 FOLDER = Path(__file__).parent / "sass"
 PARAMETERS = {"75": 0x160, "90": 0x210}  # where they begin in bank 0
@@ -20,17 +21,17 @@ WARPS, OUT = 2, 1 << 40
 WORD, WIDE = 2**32 - 1, 2**64 - 1
 
 
-class Recording(sass.Blocks):
-    """Blocks whose stores can be looked at."""
+class Stores(Blocks):
+    """Blocks that record what they store in global memory."""
 
-    def run(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.memory: dict[int, int] = {}
-        super().run()
 
-    def touch(self, addresses, one, mask, step) -> None:
-        super().touch(addresses, one, mask, step)
-        values = np.broadcast_to(self.read64(one.operands[-1]), mask.shape)
-        for lane in np.flatnonzero(mask).tolist():
+    def request_global(self, addresses, one) -> None:
+        super().request_global(addresses, one)
+        values = self.read64(one.operands[-1])
+        for lane in np.flatnonzero(self.mask).tolist():
             self.memory[int(addresses[lane])] = int(values[lane]) & WIDE
 
 
@@ -98,8 +99,8 @@ def test_an_operation_computes_what_the_source_says(arch):
     code = sass.parse((FOLDER / f"operations_sm_{arch}.sass").read_text())["kernel"]
     given = struct.pack("<QQI", OUT, KEY, COUNT)
     constants = struct.pack("<III", 32 * WARPS, 1, 1).ljust(PARAMETERS[arch], b"\0") + given
-    done = Recording(code, constants, (32 * WARPS, 1, 1), [(0, 0, 0)], 10_000)
-    done.run()
+    done = Stores(code, constants, (32 * WARPS, 1, 1), [(0, 0, 0)])
+    execution.run(done, 10_000)
     source = (FOLDER / "operations.cu").read_text()
     kept = [line.strip() for line in source.splitlines() if line.startswith("  keep(")]
     assert len(kept) == len(words(0))
@@ -109,26 +110,24 @@ def test_an_operation_computes_what_the_source_says(arch):
 
 
 def test_what_is_spilled_comes_back():
-    """By each thread's own, with the offset; what is indexed otherwise reads as 0."""
+    """Each thread reads its own value; an address that is not relative to R1 reads as 0."""
     code = [
-        sass.Instruction(name, tuple(operands), "", 16 * at, 1, 7, 7, ())
-        for at, (name, *operands) in enumerate(
-            [
-                ("S2R", "R4", "SR_TID.X"),
-                ("MOV", "R5", "0x7"),
-                ("STL.64", "[R1+0x8]", "R4"),
-                ("STL", "[R1]", "R5"),
-                ("MOV", "R4", "RZ"),
-                ("LDL.64", "R6", "[R1+0x8]"),
-                ("LDL", "R8", "[R1+0xc]"),
-                ("LDL", "R9", "[R1]"),
-                ("LDL", "R10", "[R2]"),
-                ("EXIT",),
-            ]
+        sass.Instruction(name, tuple(operands))
+        for name, *operands in (
+            ("S2R", "R4", "SR_TID.X"),
+            ("MOV", "R5", "0x7"),
+            ("STL.64", "[R1+0x8]", "R4"),
+            ("STL", "[R1]", "R5"),
+            ("MOV", "R4", "RZ"),
+            ("LDL.64", "R6", "[R1+0x8]"),
+            ("LDL", "R8", "[R1+0xc]"),
+            ("LDL", "R9", "[R1]"),
+            ("LDL", "R10", "[R2]"),
+            ("EXIT",),
         )
     ]
-    blocks = sass.Blocks(code, b"", (64, 1, 1), [(0, 0, 0)], 100)
-    blocks.run()
+    blocks = Blocks(code, b"", (64, 1, 1), [(0, 0, 0)])
+    execution.run(blocks, 100)
     threads = np.arange(64)
     for row, expected in ((6, threads), (7, 7), (8, 7), (9, 7), (10, 0), (4, 0)):
         assert (blocks.values[row] == expected).all(), row

@@ -14,6 +14,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
 from attention_kernels.judge.cases import Case, DecodeCase
 from attention_kernels.judge.conformance import suite
+from attention_kernels.judge.worker import Runner
 
 SEEDS = range(6)
 HEAD_DIMS = {"some": (32, 64, 128), "any": ()}
@@ -30,7 +31,7 @@ def cases_of(seed, head_dims, *, is_emulated):
         head_dims=HEAD_DIMS[head_dims],
         emulated_on=("cpu",) * is_emulated,
     )
-    found = suite(spec, "cpu", [torch.float32], seed)
+    found = suite(Runner(spec, "cpu"), [torch.float32], seed)
     split = ([case for case in found if isinstance(case, kind)] for kind in (Case, DecodeCase))
     return dict(zip(("attention", "decode"), split, strict=True))
 

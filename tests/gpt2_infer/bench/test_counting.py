@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from attention_kernels.inspection.accesses import Access, Request
+from attention_kernels.inspection.accesses import Access, MemoryRequest
 from attention_kernels.inspection.resources import Resources
 from gpt2_infer.bench import counting
 
@@ -8,7 +8,7 @@ from gpt2_infer.bench import counting
 def access(memory: str, kind: str, **numbers: int) -> Access:
     counts = {"requests": 1, "wavefronts": 1, "conflicts": 0, "ways": 1}
     counts |= {"sectors": 0, "fewest_sectors": 0}
-    request = Request(0, 0, 1, "dynamic", (0,) * 32)
+    request = MemoryRequest(0, 0, 1, "dynamic", (0,) * 32)
     return Access((1,), "x", memory, kind, 4, **{**counts, **numbers}, costliest=request)
 
 

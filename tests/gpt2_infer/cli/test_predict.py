@@ -10,7 +10,7 @@ import pytest
 from attention_kernels.inspection import predict
 from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
-from gpt2_infer.bench.show import tables
+from gpt2_infer.bench.show.predicted import accuracy
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
@@ -88,7 +88,7 @@ def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
     cell = KernelCell(128)
     results = file_of("prediction", [prediction_row("A", cell, "1", samples=[20.0])])
     row = kernel("A", [10.0], cell=cell, version_digest="1")
-    assert "2.00 times" in tables.accuracy(results, [row])
-    assert "1 of them is off by more than 35 %" in tables.accuracy(results, [row])
+    assert "2.00 times" in accuracy(results, [row])
+    assert "1 of them is off by more than 35 %" in accuracy(results, [row])
     other = [kernel("A", [10.0], cell=cell, version_digest="2")]
-    assert tables.accuracy(results, other) == "None of it has been measured yet."
+    assert accuracy(results, other) == "None of it has been measured yet."

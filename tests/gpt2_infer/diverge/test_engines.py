@@ -15,7 +15,7 @@ from gpt2_infer.diverge import engines as module
 from gpt2_infer.diverge.engines import diverge_engines
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.fused import Fused, Shape
+from gpt2_infer.engines.fused import Fused, StepShape
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.engines.common import random_model
@@ -167,7 +167,7 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
             self.model = right
 
     model = random_model(CONFIG)
-    shape = Shape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
+    shape = StepShape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
     monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
     monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
     break_second(

@@ -16,7 +16,7 @@ from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.diverge.report import unregistered
 from gpt2_infer.engines import fused
-from gpt2_infer.engines.fused import Product, Shape, Step
+from gpt2_infer.engines.fused import BlockedMatrix, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.engines.common import SIZES, published, random_model
 
@@ -62,7 +62,7 @@ def state_after(model: GPT2, lengths: list[int]) -> State:
 def step_of(model: GPT2, state: State) -> Step:
     shape = None
     if model.device.type == "cpu":
-        shape = Shape(model.config, model.dtype, len(state.newest), HEAD_BLOCKS, 227 * 1024)
+        shape = StepShape(model.config, model.dtype, len(state.newest), HEAD_BLOCKS, 227 * 1024)
     return Step(
         model, state.cache, state.newest, state.tokens, state.lengths, is_greedy=True, shape=shape
     )
@@ -133,7 +133,7 @@ def test_a_context_of_one_split():
 
 def test_packing_puts_the_columns_of_a_block_together():
     weight = torch.arange(48.0).view(6, 8)
-    packed = Product(6, 8, 4, 1).pack(weight).view(2, 6, 4)
+    packed = BlockedMatrix(6, 8, 4, 1).pack(weight).view(2, 6, 4)
     assert torch.equal(packed[0], weight[:, :4])
     assert torch.equal(packed[1], weight[:, 4:])
 
@@ -191,7 +191,7 @@ def test_what_fits_in_99_kb(size, dtype, most_rows):
     """The shared memory of a block on RTX 40 and 50."""
     width, heads = size
     config = GPT2Config(n_embd=width, n_head=heads)
-    shapes = [Shape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]
+    shapes = [StepShape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]
     assert [shape.fits for shape in shapes] == [shape.batch <= most_rows for shape in shapes]
     assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
 
@@ -210,7 +210,7 @@ def test_what_fits_in_99_kb(size, dtype, most_rows):
     ],
 )
 def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, columns):
-    shape = Shape(GPT2Config(n_embd=width, n_head=width // 64), dtype, 1, 132, 227 * 1024)
+    shape = StepShape(GPT2Config(n_embd=width, n_head=width // 64), dtype, 1, 132, 227 * 1024)
     assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
     assert shape.fits
     assert dataclasses.replace(shape, batch=8).fits
@@ -219,7 +219,7 @@ def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, colu
 
 def test_the_embedding_takes_less_room_in_16_bits():
     config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
-    shape = Shape(config, torch.bfloat16, 1, 132, 227 * 1024)
+    shape = StepShape(config, torch.bfloat16, 1, 132, 227 * 1024)
     assert shape.fits
     assert not dataclasses.replace(shape, dtype=torch.float32).fits
 

@@ -16,7 +16,7 @@ from attention_kernels.backends import pytorch
 from gpt2_infer import GPT2, Sampling, engines, generate, sampling
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
-from gpt2_infer.engines.fused import Shape
+from gpt2_infer.engines.fused import StepShape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.common import RecordedGraph, random_model, request_for
@@ -46,7 +46,7 @@ def captured(monkeypatch):
         return graphs[-1]
 
     def shape_on(model, batch):
-        return Shape(model.config, model.dtype, batch, 6, 227 * 1024)
+        return StepShape(model.config, model.dtype, batch, 6, 227 * 1024)
 
     def visible(k_cache, seqlens):
         positions = k_cache.shape[1]

@@ -1,15 +1,14 @@
 """The report on kernels and results: one HTML file that works from disk, without a network.
 
 It needs the extra `report`: Jinja2, and Pygments for highlighting. The page does not depend on when
-or where it is made, so the same input gives the same bytes. Each line of source and each map is
-stored once; the script puts two versions side by side from their line numbers.
+or where it is made, so the same input gives the same bytes. Its script puts two versions side by
+side, from their line numbers.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import gzip
 import hashlib
 import os
@@ -39,7 +38,8 @@ from gpt2_infer.bench.show.ladders import predecessors
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Comparison, Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
-from gpt2_infer.bench.show.tables import is_of, tables
+from gpt2_infer.bench.show.predicted import timings_of
+from gpt2_infer.bench.show.tables import tables
 
 __all__ = ["make_page"]
 
@@ -70,22 +70,14 @@ def make_page(
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
             found = _prediction(kernel, gpu, shape, results, makes=kernel.name in predict)
             predictions[kernel.name] = found
-    by_version = {kernel.name: kernel for kernel in kernels}
+    by_name = {kernel.name: kernel for kernel in kernels}
     comparisons = [
-        Comparison(by_version[before], by_version[name])
+        Comparison(by_name[before], by_name[name])
         for name, before in predecessors(versions).items()
         if before
     ]
-    for step in comparisons:
-        if kernels.index(step.old) < kernels.index(step.new):
-            step.new.old = step.old
     short = [kernel.version.name for kernel in kernels]
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
-    policy = "; ".join(
-        f"{kind}-src 'sha256-{_digest(text[name])}'"
-        for kind, name in (("style", "css"), ("script", "js"))
-    )
-    drawings = _Names("m")
     environment = Environment(
         loader=PackageLoader(__name__, ""),
         autoescape=True,
@@ -93,9 +85,10 @@ def make_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"code": _code, "right": _is_right, "figure": lambda n: f"{n:,}"}
-    page = environment.get_template("page.html").render(
-        policy=f"default-src 'none'; img-src data:; {policy}; base-uri 'none'; form-action 'none'",
+    environment.filters |= {"code": _code, "right": _is_right, "figure": "{:,}".format}
+    return environment.get_template("page.html").render(
+        policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
+        f"style-src '{_digest(text['css'])}'; script-src '{_digest(text['js'])}'",
         css=Markup(text["css"]),
         js=Markup(text["js"]),
         shape=shape,
@@ -107,17 +100,13 @@ def make_page(
         comparisons=comparisons,
         files=measured,
         counters=source.COUNTERS,
-        map_of=functools.partial(_map, drawings),
-        once=_Names("f"),
+        lane_map=lanes.lane_map,
         runs=source.runs,
         turns=_turns,
         tie=TIE,
         counts=_download(_counts(kernels, shape)),
         json_of=lambda one: _download(msgspec.json.encode(one.file)),
     )
-    once = {"lanes": lanes.lanes()} | {name: drawing for drawing, name in drawings.items()}
-    groups = "".join(f'<g id="{name}">{drawing}</g>' for name, drawing in once.items())
-    return page.replace("<!-- maps -->", groups)
 
 
 @dataclass(frozen=True)
@@ -126,25 +115,14 @@ class Picture:
 
     title: str
     svg: bytes
-    words: Sequence[str] = ()
-    """Further remarks, one sentence each."""
+    remark: str = ""
+    table: Table | None = None
+    """The same in figures."""
 
     @property
-    def drawing(self) -> Markup:
-        """The chart as a self-contained image, apart from the page's ids and styles."""
-        content = base64.b64encode(self.svg).decode()
-        source = f"data:image/svg+xml;base64,{content}"
-        return Markup('<img class="chart" alt="{}" src="{}">').format(self.title, source)
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A drawing in the page's own colours, and its data as a table."""
-
-    title: str
-    drawing: Markup
-    table: Table
-    words: Sequence[str] = ()
+    def url(self) -> str:
+        """The chart as the source of an image, apart from the page's ids and styles."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
 
 
 @dataclass(frozen=True)
@@ -178,32 +156,24 @@ class Measured:
             if count:
                 yield (
                     f"\u2691 {row.contender}, N={row.cell['seqlen']}: {count} of "
-                    f"{len(row.samples)} samples are beneath {floor:.2f} us, which copy and roofs "
-                    "allow."
+                    f"{len(row.samples)} samples are below {floor:.2f} us, the minimum at the "
+                    "copy bandwidth and arithmetic rate of that run."
                 )
 
     @property
-    def provenance(self) -> list[tuple[str, str]]:
+    def provenance(self) -> Iterator[tuple[str, str]]:
         """The provenance of the results, as labels and texts."""
-        found = self.file.provenance
-        facts = {
-            "date": found.date,
-            "command": found.command,
-            "commit": found.commit or "unknown",
-            "source digest": found.source_digest,
-            "machine": found.machine,
-            "driver": found.gpu.driver_version if found.gpu else None,
-            "CUDA": found.gpu.cuda if found.gpu else None,
-            "Python": found.python,
-            "packages": _listed(found.packages),
-            "precision": _listed(found.precision),
-            "limits": _listed({name: f"{value:g}" for name, value in found.limits.items()}),
-        }
-        return [(name, text) for name, text in facts.items() if text]
+        for name, value in msgspec.to_builtins(self.file.provenance).items():
+            if value is not None:
+                yield name.replace("_", " "), _words(value)
 
 
-def _listed(found: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in found.items())
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _prediction(
@@ -234,12 +204,11 @@ def _prediction(
     measured = [
         (file.task, row)
         for file in timed_on(card, files)
-        for row in main_rows(file)
-        if row.samples and is_of(found[-1], row)
+        for row in timings_of(found[-1], main_rows(file))
     ]
     title = f"Predicted for {card.name}, microseconds, {cell}"
-    words = ["Grey is the time that a resource would need if it were always busy."]
-    return Picture(title, charts.prediction_bars(found[-1], measured), words)
+    remark = "Grey is the time that a resource would need if it were always busy."
+    return Picture(title, charts.prediction_bars(found[-1], measured), remark)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:
@@ -247,51 +216,19 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
         name, version = named
         head_dims = version.head_dims
         head_dim = shape.head_dim if shape.head_dim in head_dims else head_dims[0]
+        taken = msgspec.structs.asdict(shape) | {"head_dim": head_dim}
         try:
-            recording = record(
-                version,
-                seqlen=shape.seqlen,
-                head_dim=head_dim,
-                batch=shape.batch,
-                num_heads=shape.num_heads,
-                is_causal=shape.is_causal,
-                timeout_s=timeout_s,
-            )
+            recording = record(version, **taken, timeout_s=timeout_s)
         except UnsupportedError as error:
             return Kernel(name, version, head_dim, None, "; ".join(error.reasons))
         return Kernel(name, version, head_dim, recording)
 
-    # Created first, so that it is shown above the bars of the runs.
-    bar = tqdm(desc="counting accesses", total=len(versions), unit="", disable=None)
-    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = []
-        for kernel in pool.map(run, versions.items()):
-            kernels.append(kernel)
-            bar.update()
-    return kernels
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(run, versions.items())
+        return [*tqdm(found, "counting accesses", len(versions), unit="", disable=None)]
 
 
-class _Names(dict[str, str]):
-    """Names for contents that the page stores once and shows several times."""
-
-    def __init__(self, letter: str) -> None:
-        super().__init__()
-        self._letter = letter
-
-    def __call__(self, content: str) -> tuple[str, bool]:
-        """Return the name of a content and whether it is new."""
-        new = f"{self._letter}{len(self)}"
-        name = self.setdefault(content, new)
-        return name, name == new
-
-
-def _map(drawings: _Names, access: Access) -> Markup:
-    width, drawing = lanes.lane_map(access)
-    name, _ = drawings(drawing)
-    return Markup(f'<svg class="map" width="{width}"><use href="#{name}"/></svg>')
-
-
-def _turns(found: Recording) -> Drawing:
+def _turns(found: Recording) -> Picture:
     """Chart the turns of the busiest block's warps."""
     title = f"Block {found.block}: its warps between barriers"
     rows = []
@@ -304,7 +241,7 @@ def _turns(found: Recording) -> Drawing:
         least, most = min(by_warp.values()), max(by_warp.values())
         rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
-    return Drawing(title, lanes.turns(found.turns, title), Table(title, head, rows))
+    return Picture(title, charts.turns(found.turns), table=Table(title, head, rows))
 
 
 def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:
@@ -337,7 +274,8 @@ def _text(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _code(text: str) -> Markup:

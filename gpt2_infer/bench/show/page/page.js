@@ -1,6 +1,6 @@
 "use strict";
 // The page's state is in its address: #view, or #view:99,112 with the lines of a source that are
-// open. Without this script all views are there, one below the other.
+// open. Without this script all views are shown, one below the other.
 {
   const views = [...document.querySelectorAll(".view")];
   const links = [...document.querySelectorAll("nav a")];
@@ -9,29 +9,10 @@
   const lines = (view) => [...view.querySelectorAll(".source details")];
   const number = (line) => `${line.parentElement.value}`;
 
-  // What is the same in several places is on the page once.
   const code = (source, number) => {
     const row = source.children[number - source.start];
     return row && (row.querySelector("summary code") ?? row).cloneNode(true).childNodes;
   };
-  for (const same of document.querySelectorAll("li.same")) {
-    const source = document.querySelector(`${same.querySelector("a").hash} .source`);
-    const [first, last] = same.textContent.match(/\d+/g).map(Number);
-    for (let n = first; n <= last; n++) {
-      const row = document.createElement("li");
-      row.append(...code(source, n));
-      same.before(row);
-    }
-    same.remove();
-  }
-  for (const source of document.querySelectorAll(".source")) {
-    [...source.children].forEach((row, i) => (row.value = source.start + i));
-  }
-  for (const link of document.querySelectorAll(".same > a")) {
-    const same = document.querySelector(link.hash).cloneNode(true);
-    same.querySelector(":scope > p")?.remove(); // a figure's own way to its line
-    link.replaceWith(...same.childNodes);
-  }
 
   // Two versions side by side: a table of line numbers becomes one of the lines themselves, from
   // the two sources, with some around what differs.
@@ -68,7 +49,7 @@
     };
     const range = (first, last) =>
       Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => first + i);
-    // What "61\u201364", "61" or, for no line, "after 60" say.
+    // Parse "61\u201364", "61" or, for no line, "after 60".
     const parse = (cell) => {
       const [first, last = first] = cell.textContent.match(/\d+/g).map(Number);
       return cell.textContent.includes("after") ? [first + 1, first] : [first, last];

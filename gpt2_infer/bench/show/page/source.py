@@ -25,7 +25,6 @@ COUNTERS = {
     "sectors": "of global memory, 32 bytes each",
 }
 _LEVELS = 8  # number of heat levels
-_SHORTEST = 4  # lines that are worth replacing by a link
 # Elements, because they are shorter than classes.
 _TAGS = {
     Comment.Preproc: "em",
@@ -53,14 +52,6 @@ class Line:
         return {c: sum(getattr(a, c) for a in self.accesses) for c in COUNTERS}
 
 
-@dataclass(frozen=True)
-class Same:
-    """Unchanged lines without accesses, by their numbers in the older version."""
-
-    first: int
-    last: int
-
-
 @dataclass
 class Kernel:
     """A version: its source and its counts, or why it could not be counted."""
@@ -70,8 +61,6 @@ class Kernel:
     head_dim: int
     recording: Recording | None
     refused: str = ""
-    old: Kernel | None = None
-    """Its predecessor, if that comes earlier on the page."""
 
     @property
     def slug(self) -> str:
@@ -99,21 +88,6 @@ class Kernel:
         """The source without the opening comment, which differs in every version."""
         return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
 
-    @property
-    def rows(self) -> Iterator[Line | Same]:
-        """The body, with links in place of lines that the older version also has."""
-        old, new, done = self.old.body if self.old else [], self.body, 0
-        for a, b, size in _matcher(old, new).get_matching_blocks():
-            yield from new[done:b]
-            done = b + size
-            counted = [bool(line.accesses) for line in new[b:done]]
-            for has_figures, group in itertools.groupby(range(size), counted.__getitem__):
-                run = list(group)
-                if has_figures or len(run) < _SHORTEST:
-                    yield from (new[b + i] for i in run)
-                else:
-                    yield Same(old[a + run[0]].number, old[a + run[-1]].number)
-
     @cached_property
     def totals(self) -> dict[tuple[str, str], int]:
         """Sums over all accesses, by kind of access, such as "shared load", and counter."""
@@ -125,14 +99,7 @@ class Kernel:
             for memory in ("shared", "global")
             for kind in ("load", "store", "atomic")
             for counter in COUNTERS
-            if counter in _OF[memory]
         }
-
-
-_OF = {
-    "shared": ("requests", "wavefronts", "conflicts"),
-    "global": ("requests", "sectors"),
-}
 
 
 def _highlight(text: str) -> Iterator[Markup]:

@@ -62,7 +62,7 @@ def test_a_line_is_its_backends_medians_with_their_whiskers(close):
 
 
 def test_bars_are_medians_with_their_whiskers_and_use_the_width(close):
-    (axes,) = charts.generation_bars(generation()).axes
+    (axes,) = charts.median_bars(generation()).axes
     (bars,) = (one for one in axes.containers if isinstance(one, BarContainer))
     widths = [bar.get_width() for bar in bars]
     assert widths == [2.0, 4.0, 1.5, 1.0]
@@ -102,11 +102,7 @@ def test_a_roofline_has_speeds_below_what_the_gpu_does_and_errors_beside_them(cl
     points = [line.get_xydata().tolist() for line in right.get_lines()]
     assert [[4e-7, at]] in points
     assert [[2e-6, at]] in points
-
-
-def test_errors_are_those_of_rows_where_all_are_known(close):
-    results = kernels()
-    for row in results.rows:
+    for row in results.rows:  # the errors of rows, if all are known
         if row.check:
             row.check.row_error, row.check.row_budget = 3e-6, 5e-6
     _, right = charts.roofline(results).axes

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("pygments")
 
-from attention_kernels.inspection.accesses import Access, Request
+from attention_kernels.inspection.accesses import Access, MemoryRequest
 from gpt2_infer.bench.show.page import source
 
 
 def request(size: int, *offsets: int | None) -> Access:
-    at = Request(0, 0, 1, "dynamic", (*offsets, *[None] * (32 - len(offsets))))
+    at = MemoryRequest(0, 0, 1, "dynamic", (*offsets, *[None] * (32 - len(offsets))))
     return Access((1,), "x", "shared", "load", size, 1, 1, 0, 1, 0, 0, at)
 
 

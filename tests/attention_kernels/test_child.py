@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from attention_kernels import ArgumentError
-from attention_kernels.inspection import child
+from attention_kernels import ArgumentError, child
 
 
 @pytest.mark.parametrize(
@@ -18,15 +17,20 @@ from attention_kernels.inspection import child
         ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV (an invalid memory access"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (from outside, most likely"),
         ("os.kill(os.getpid(), 40)", "was killed by signal 40"),
+        ("import time; time.sleep(60)", "did not end in 1 s"),
     ],
 )
-def test_the_end_of_a_process_is_told_in_words(does, words):
+def test_the_end_of_a_process_is_described(does, words):
     command = [sys.executable, "-S", "-c", f"import os, sys; {does}"]
-    done = child.run(command, label="ending", timeout_s=60)
-    assert child.ending(done.returncode).startswith(words)
+    done = child.run(command, timeout_s=1 if "did not" in words else 60)
+    assert done.how.startswith(words)
+
+
+def test_so_is_a_program_that_does_not_exist():
+    assert "No such file" in child.run(["/no/such/program"], timeout_s=60).how
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_time_limit_is_a_number_of_seconds(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
-        child.run(["true"], label="nothing", timeout_s=seconds)
+        child.run(["true"], timeout_s=seconds)

@@ -1,0 +1,118 @@
+"""Run a command with a time limit, and say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from attention_kernels.errors import ArgumentError
+
+PROGRESS_AFTER_S = 5.0
+_MEANINGS = {
+    signal.SIGSEGV: "an invalid memory access",
+    signal.SIGBUS: "an invalid memory access",
+    signal.SIGABRT: "after a failed assertion or an uncaught exception, for example",
+    signal.SIGFPE: "an integer division by zero",
+    signal.SIGILL: "an invalid instruction, or code marked as unreachable",
+    signal.SIGKILL: "from outside, most likely by the system for lack of memory",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    status: int
+    """Exit status; negative after a signal."""
+    how: str
+    """How it ended, as a predicate: "was killed by SIGSEGV (an invalid memory access)"."""
+    out: str = ""
+    err: str = ""
+
+    @property
+    def output(self) -> str:
+        """What it printed to standard output, then what it printed to standard error."""
+        return self.out + self.err
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    label: str = "",
+    env: Mapping[str, str] | None = None,
+    folder: str | None = None,
+) -> Ended:
+    """Run a command in a folder until it ends or has used up its time, in seconds.
+
+    Kills the child and its own children at the time limit and when this process is interrupted.
+    label: shown on a terminal with the elapsed time. Raises ArgumentError for an invalid time
+    limit.
+    """
+    check_time_limit(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Ended(127, f"could not be started: {error}")
+    try:
+        with _elapsed(label) if label else contextlib.nullcontext() as bar:
+            while (left := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=min(1.0, left))
+                    return Ended(process.returncode, ending(process.returncode), out, err)
+                if bar is not None:
+                    bar.update()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return Ended(process.returncode, f"did not end in {timeout_s:g} s")
+
+
+def _elapsed(label: str) -> tqdm[NoReturn]:
+    """Return a line with the elapsed time, shown after PROGRESS_AFTER_S on a terminal only."""
+    return tqdm(
+        desc=label,
+        bar_format="{desc} ... {elapsed}",
+        delay=PROGRESS_AFTER_S,
+        disable=None,
+        leave=False,
+    )
+
+
+def check_time_limit(timeout_s: float) -> None:
+    """Raise ArgumentError for an invalid time limit."""
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ArgumentError(f"the time limit must be a positive number of seconds, not {timeout_s}")
+
+
+def ending(status: int) -> str:
+    """Describe how a process ended, from its exit status (negative after a signal)."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+    meaning = _MEANINGS.get(signal.Signals(-status))
+    return f"was killed by {name}" + (f" ({meaning})" if meaning else "")
