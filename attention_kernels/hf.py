@@ -93,7 +93,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
-    **_: Any,  # what building a mask would need: size, device, dtype
+    **_: Any,  # size, device and dtype: only a mask would need them
 ) -> _NoMask:
     """Return no_mask if the mask is plain causal or full; raise UnsupportedError otherwise.
 

@@ -397,7 +397,7 @@ def _key(name: str) -> str:
 
 
 def _nearest(key: str) -> list[str]:
-    """Return up to three names similar to `key` as a whole, else in one of their words."""
+    """Return up to three names that resemble `key`, or else have a word that does."""
     names = [*_specs]  # a copy, because another thread may register a backend
     whole = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     words = [

@@ -104,7 +104,7 @@ def encode_prompts(
 
 
 def _token_id(token: object) -> int:
-    """Return a token id given as an integer of any library; raises TypeError for a bool."""
+    """Convert a token id from any library's integer type; raises TypeError for a bool."""
     if isinstance(token, bool):
         raise TypeError(f"{token} is no token id")
     return operator.index(token)  # type: ignore[arg-type]

@@ -345,7 +345,7 @@ def train(
         adam.step()
         return loss.detach()
 
-    step_once = captured(one_step) if on_gpu else one_step  # with learning rates of 0 so far
+    step_once = captured(one_step) if on_gpu else one_step  # at learning rates of 0
     history: list[Any] = []
     best, weights = math.inf, model.state_dict()
     bar = tqdm(range(args.steps), desc="train", unit="step", mininterval=5)
@@ -424,7 +424,7 @@ def main() -> None:
     add("--vocab", type=int, default=8192, help="vocabulary size")
     add("--lr-matrices", type=float, default=5e-3, help="peak learning rate of Muon")
     add("--lr-tables", type=float, default=3e-3, help="peak learning rate of AdamW")
-    add("--weight-decay", type=float, default=0.2, help="of the matrices")
+    add("--weight-decay", type=float, default=0.2, help="weight decay of the matrices")
     add("--repetitions", type=float, default=0.3, help="weight of the loss on repeated phrases")
     add("--warmup", type=int, default=200, help="warm-up steps")
     add("--eval-every", type=int, default=500, help="steps between evaluations")

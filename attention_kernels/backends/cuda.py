@@ -47,9 +47,8 @@ def choose(
 
     Where that rung is not the fastest, SHORT_OR_WIDE takes precedence. A rung is skipped if the GPU
     is too old for it or if it refuses the head_dim, for example for lack of shared memory. On a CPU
-    the rung runs emulated, like all of them. If no rung is left, raises UnsupportedError with the
-    reasons of the first; if a rung cannot be built, raises UnavailableBackendError instead of
-    trying the next.
+    every rung runs emulated. If no rung is left, raises UnsupportedError with the reasons of the
+    first; if a rung cannot be built, raises UnavailableBackendError instead of trying the next.
     """
     # Two calls, so that torch.compile sees a constant in each branch when seqlen varies.
     if head_dim == 128 or (seqlen is not None and seqlen <= SHORT_SEQLEN):

@@ -1,4 +1,4 @@
-"""Count what each source line of a kernel asks of memory: wavefronts, conflicts, sectors.
+"""Count the memory traffic of each source line of a kernel: wavefronts, conflicts, sectors.
 
 The version's file runs in the emulator, so no GPU is needed and every run gives the same counts.
 They cover the loads and stores in the source; only a profiler can tell which of them nvcc moves out
@@ -33,7 +33,7 @@ _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=t
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """One memory request: what the lanes of a warp access at once."""
+    """One memory request: the simultaneous accesses of a warp's lanes."""
 
     block: int
     warp: int
@@ -61,7 +61,7 @@ class Access:
     bytes: int
     """Bytes per lane."""
     requests: int
-    """Number of times that a warp executes it."""
+    """Number of times that warps execute it."""
     wavefronts: int
     """Deliveries of shared memory, which a profiler calls wavefronts; 0 for global memory."""
     conflicts: int
@@ -151,7 +151,7 @@ def record(
         program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
         done = child.run([program, *arguments], timeout_s=timeout_s, label=label)
-        sys.stderr.write(done.err)  # what the version prints
+        sys.stderr.write(done.err)  # output of the version's own printf
         if done.status != 0:
             reason = re.sub(
                 r"at (0x\w+)",
@@ -166,7 +166,7 @@ def record(
         places = _places(program, {address for row in counted for address in row[-1].split()})
     found = [*_accesses(version, counted, places)]
     if not found:
-        reason = "nothing to count: it launches no kernel, or exits before"
+        reason = "nothing to count: it launches no kernel, or exits before it does"
         raise UnsupportedError(version.path.name, [reason])
     return Recording(
         sorted(found, key=lambda access: (access.lines, access.memory, access.kind)),
@@ -183,7 +183,7 @@ def _accesses(
     for memory, kind, *counts, block, warp, cost, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
         lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
-        if lines:  # otherwise it is the emulator's own
+        if lines:  # otherwise the emulator's own code made the access
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())
             request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
@@ -197,7 +197,7 @@ def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """Return files and lines of each return address, callers before what is inlined in them."""
+    """Return files and lines of each return address, callers before the code inlined into them."""
     wanted = sorted(addresses)
     # The call instruction lies just before its return address.
     calls = [hex(max(int(address, 16) - 1, 0)) for address in wanted]

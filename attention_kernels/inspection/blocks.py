@@ -77,7 +77,7 @@ class Blocks:
         self.exists: Mask = at < threads
         self.mask = self.exists  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors, by block
-        self.fetched: Counter[int] = Counter()  # sectors new to a block, by terabyte
+        self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         self.spilled: dict[int, Values] = {}  # by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}

@@ -68,7 +68,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
 
 
 def _taken(blocks: Blocks, one: Instruction) -> Mask:
-    """Return the lanes that take a branch."""
+    """Return the lanes that take the branch."""
     taken = blocks.mask
     if "DIV" in one.modifiers:  # taken only by a diverged warp
         return np.zeros_like(taken)
@@ -151,7 +151,7 @@ def _add(blocks: Blocks, one: Instruction) -> None:
     carried, sources, _ = one.split
     total = np.zeros(blocks.lanes, np.int64)
     for x in sources:
-        is_negative = x[0] == "-" and x[1] in "RUc"  # the sum with -0 has a carry
+        is_negative = x[0] == "-" and x[1] in "RUc"  # subtracting 0 produces a carry
         total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
     total += _carry_in(blocks, one)
     blocks.write(one.operands[0], total)

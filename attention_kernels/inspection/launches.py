@@ -39,14 +39,14 @@ class Launch:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return math.prod(self.block)
 
 
 def case_faults(
     version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
 ) -> list[str]:
-    """Return every reason why a version cannot be launched as an attention kernel with a shape."""
+    """Return every reason why a version cannot be launched as an attention kernel of a shape."""
     faults = []
     if version.is_host:
         faults.append("it is host code, not a GPU kernel")

@@ -24,11 +24,11 @@ from attention_kernels.inspection.sass import Instruction
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; those of shuffles and constants
 # are estimates.
 _SHUFFLE = 24
-# By pipe, until the result is ready and until the operands have been read.
+# Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
-_QUEUE = 40  # outstanding wavefronts at which warps must wait to request more
+_QUEUE = 40  # warps wait while this many wavefronts are outstanding
 SCHEDULERS = 4
 SECTOR = 32  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
@@ -70,7 +70,7 @@ def gpus() -> dict[str, GpuModel]:
 
 @dataclass(frozen=True)
 class Work:
-    """What the warps of one block execute."""
+    """The instructions and the memory traffic of one block's warps."""
 
     warps: list[list[tuple[int, int, int, int]]]
     """By warp, for each instruction: index, wavefronts, lines, sectors that go to L2."""
@@ -183,7 +183,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
     at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # out of step: each starts elsewhere
+    if most < sum(work.instructions for work in works):  # each block starts at another point
         parts = (work.parts[4 * number // len(works)] for number, work in enumerate(works))
         at = list(itertools.chain.from_iterable(parts))
     boards = [[0.0] * 6 for _ in streams]

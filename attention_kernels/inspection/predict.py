@@ -41,13 +41,13 @@ from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-_MAX_ISSUED = 3_000_000  # instructions of blocks that run together: seconds
-_MAX_TIMED = 100_000  # instructions timed; the rest are assumed to go at the same pace
-_SAMPLED = 8  # blocks run if the work of the others can be interpolated
-_SPREAD = 128  # blocks run if it cannot
-_MAX_LANES_TIMES_ISSUED = 500_000_000  # of those blocks together: a few seconds
-_MAX_GRID = 2**20  # blocks, each of which is assigned to a multiprocessor
-_MAX_WHOLE = 32  # with at most this many blocks along an axis, block 0 is run as well
+_MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
+_MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
+_SAMPLED = 8  # blocks executed if the work of the others can be interpolated
+_SPREAD = 128  # blocks executed otherwise
+_MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
+_MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
+_MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
 _LOAD_STORE_PARTS = ("shared memory", "L1")
@@ -66,7 +66,7 @@ class Prediction:
     needs_us: dict[str, float]
     """Time that each resource would need if it were always busy on all multiprocessors."""
     waiting_us: float
-    """Time beyond the longest of those: warps wait for results, for barriers, for each other."""
+    """Time beyond the longest need: warps wait for results, for barriers, for each other."""
     uneven_us: float
     """Time in which some multiprocessors idle: the last wave, and blocks of unequal length."""
     launch_us: float
@@ -83,7 +83,7 @@ class Prediction:
         parts = {most: self.needs_us[most], "latency": self.waiting_us}
         parts |= {"uneven blocks": self.uneven_us, "launch": self.launch_us}
         found = max(parts, key=lambda name: parts[name])
-        if found == LOAD_STORE_UNIT:  # or the part of it that causes most of its work
+        if found == LOAD_STORE_UNIT:  # name the part that causes most of its work
             half = self.needs_us[LOAD_STORE_UNIT] / 2
             found = next((x for x in _LOAD_STORE_PARTS if self.needs_us[x] > half), found)
         return found
@@ -220,7 +220,7 @@ def _line(program: _Program, launch: Launch) -> _Line:
             blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
         samples = ran
-    else:  # lengths that lie on no line: as many as a few seconds allow stand for the others
+    else:  # nonlinear: as many blocks as a few seconds allow stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         if max(issued) - min(issued) > 0.001 * max(issued):

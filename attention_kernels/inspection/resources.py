@@ -96,7 +96,7 @@ class Resources:
 
     @property
     def shown_occupancy(self) -> str:
-        """The occupancy in percent, or that a block does not fit."""
+        """The occupancy in percent, or "does not fit"."""
         return f"{self.occupancy:.0%}" if self.blocks else "does not fit"
 
 

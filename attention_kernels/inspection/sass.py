@@ -37,9 +37,9 @@ class Instruction:
     stall: int = 1
     """Cycles until the warp's next instruction."""
     writes: int = 7
-    """Which of the six scoreboards it frees when its result is ready; 7: none."""
+    """Scoreboard, 0 to 5, that it releases when its result is ready; 7 for none."""
     reads: int = 7
-    """Which scoreboard it frees when its operands have been read; 7: none."""
+    """Scoreboard that it releases when its operands have been read; 7 for none."""
     waits: tuple[int, ...] = ()
     """Scoreboards that it waits for."""
     registers: tuple[int, int] = (0, 0)
@@ -98,7 +98,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     kernels: dict[str, list[Instruction]] = {}
     for part in re.split(r"\n\s*Function : ", text)[1:]:
         code: list[Instruction] = []
-        kept: set[tuple[int, str]] = set()  # operands marked .reuse by the instruction before
+        kept: set[tuple[int, str]] = set()  # operands that the previous instruction marked .reuse
         for found in _LINE.finditer(part):
             sources = list(enumerate(re.findall(r"\bR\d+\b(?:\.reuse)?", found["operands"])))
             if not _WRITES_NO_REGISTER.match(found["name"]):

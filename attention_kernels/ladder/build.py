@@ -67,7 +67,7 @@ rule run
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to build one version."""
+    """The plan for building one version."""
 
     version: VersionHeader
     target: Target
@@ -76,7 +76,7 @@ class _Plan:
     stem: str
     """The name of its files in the cache, with a digest of everything that it is built from."""
     binding: str
-    """The same name for binding.cpp, which many versions share."""
+    """The name of binding.cpp's files in the cache, which many versions share."""
 
 
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
@@ -114,7 +114,7 @@ def build_many(
         with _lock(cache / f"{name}.lock", label) as held:
             for left in cache.glob(f"{name}.build-*") if held else ():  # left by a killed process
                 shutil.rmtree(left, ignore_errors=True)
-            if missing := _missing(missing, cache, built):  # another process may have been first
+            if missing := _missing(missing, cache, built):  # another process may have built it
                 _tell(f"building {label} ...")
                 with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
                     built |= _run_ninja(missing, cache, Path(folder))
@@ -154,7 +154,7 @@ _ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
 def cache_entries() -> dict[Path, int]:
     """Return the files and folders in the cache, sorted, with their sizes in bytes.
 
-    The user names the folder, so files without a name of the cache's own form are not its entries.
+    The user chooses the folder, so files that are not named like the cache's own are left out.
     """
 
     def size(entry: Path) -> int:

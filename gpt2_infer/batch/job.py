@@ -40,8 +40,8 @@ Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
 LARGEST_BATCH = 2**16
-BATCHES_AT_ONCE = 16  # or one part, if that is more
-# On a CPU, the rounding of torch's flash kernel, the usual decoder, depends on the threads.
+BATCHES_AT_ONCE = 16  # completed before parts are written; at least one part
+# torch's flash kernel, the usual decoder on a CPU, rounds by its number of threads.
 CPU_DECODE = "NAIVE_PYTORCH"
 
 
@@ -289,7 +289,7 @@ def work(
         torch.cuda.set_device(device)
     model = load(job.settings, device)
     engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
-    # Several parts are completed together, because batches run empty only after the last one.
+    # Several parts are completed together: the batch stays full from one part to the next.
     at_once = max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
     while rows:
         parts = {part: rows.pop(part) for part in [*rows][:at_once]}

@@ -46,11 +46,11 @@ def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
 
 
 def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRow:
-    """Return a row from its fields, or from the reason why it has none."""
+    """Make a row from its fields, or from the reason why they cannot be read."""
     if isinstance(value, str):
         return InputRow(index, default, None, value)
     for name in ("id", "prompt"):
-        if isinstance(value.get(name), bytes):  # Parquet's text, if not marked as text
+        if isinstance(value.get(name), bytes):  # text that Parquet does not mark as such
             try:
                 value = value | {name: value[name].decode("utf-8")}
             except UnicodeDecodeError:
@@ -62,7 +62,7 @@ def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRo
     return InputRow(index, str(row_id), value, error)
 
 
-Line = tuple[int, "dict[str, Any] | str"]  # its number, and its fields or an error
+Line = tuple[int, "dict[str, Any] | str"]  # a row's number, and its fields or the error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -105,7 +105,7 @@ def _read_parquet(path: Path) -> Iterator[Line]:
         for batch in parquet.ParquetFile(path).iter_batches():
             try:
                 rows = batch.to_pylist()
-            except ValueError:  # in one of the rows
+            except ValueError:  # one of the rows has a value that Python cannot hold
                 rows = [_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
             for fields in rows:
                 number += 1

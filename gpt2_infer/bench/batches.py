@@ -28,7 +28,7 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 
 PROMPT_TOKENS = (4, 60)
-BATCHES = 16  # per contender, unless there are fewer prompts
+BATCHES = 16  # batches per contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
 Texts = dict[int, list[int]]
 """Tokens by the index of their prompt."""
@@ -186,7 +186,7 @@ class Jobs(Subject[BatchCell]):
         start_s = _start(self.study, self.prompts, options)
         seconds, written[options] = _job(self.study, options, self.prompts)
         if written[options] != written[self.study.options[0]]:
-            raise RejectedError("its rows differ from those of the first")
+            raise RejectedError("its rows differ from the first contender's")
         return {"time": seconds, "start": start_s}
 
 

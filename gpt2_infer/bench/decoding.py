@@ -43,7 +43,7 @@ class Decoding(Subject[DecodeCell]):
     a peer in 16 bits.
     """
 
-    warm_up = 0  # contenders() has already run each twice
+    warm_up = 0  # contenders() has already run each one twice
 
     def __init__(self, study: DecodeStudy) -> None:
         if not torch.cuda.is_available():
@@ -69,7 +69,7 @@ class Decoding(Subject[DecodeCell]):
         model = self._models.load(cell.model, cell.dtype)
         expected = None
         for name, program, run in self._runs(model, cell):
-            # Keep the second text: during compilation or capture other kernels may run.
+            # Keep the second text: other kernels may run while the first is compiled or captured.
             text = [run() for _ in range(2)][1][0]
             expected = expected or text
             row = Row(contender=name, metric="time", unit="s", extra={"program": program})

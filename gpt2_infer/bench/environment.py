@@ -125,7 +125,7 @@ def _files_of(spec: BackendSpec) -> Iterator[Path]:
     loader = inspect.unwrap(spec.loader)
     try:
         file = Path(inspect.getsourcefile(loader) or "")
-    except TypeError:  # not a function: a partial, or another callable object
+    except TypeError:  # a partial or another callable that is not a function
         return
     if not file.is_file():  # <stdin>, <string>
         return

@@ -94,7 +94,7 @@ def select(
         if None not in of_it:
             left_out.append(f"{family} ({'; '.join(dict.fromkeys(filter(None, of_it)))})")
     if left_out:
-        sentence = f"nothing is measured on {device_type} of {', '.join(left_out)}"
+        sentence = f"not measured on {device_type}: {', '.join(left_out)}"
         if not specs:
             raise RequestError(sentence)
         print(sentence, file=sys.stderr)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from attention_kernels import BackendSpec
 
 STUDIES = Path(__file__).with_name("studies.toml")
-DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
-# On a CPU a comparison takes minutes at its own lengths, and hours at a GPU's.
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # as in the case study
+# A comparison takes minutes at these lengths; on a CPU it would take hours at a GPU's.
 LENGTHS = {
     "cpu": {"max_tokens": [32, 64], "seqlens": [64, 128, 256, 512]},
     "cuda": {
@@ -51,21 +51,21 @@ Cell = TypeVar("Cell", bound=msgspec.Struct)
 
 
 class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """The settings of a study; for each kind, some module has a Subject that prepares it."""
+    """The settings of a study; each kind has a Subject, which prepares and measures it."""
 
     subject: ClassVar[str]
-    """The Subject, as "module.Class"."""
+    """The kind's Subject, as "module.Class"."""
 
 
 class Comparison(Study, kw_only=True):
     """A comparison of backends."""
 
     backends: list[str] = []
-    """Names or version files, *.cu; without these and families, every backend that runs."""
+    """Names or version files, *.cu; without backends and families, every backend that runs."""
     families: list[str] = []
     baseline: str = BASELINE
     device: Literal["cpu", "cuda"] | None = None
-    """None: cuda if there is one."""
+    """None selects cuda if available, else cpu."""
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
     rounds: Rounds = 5
@@ -77,11 +77,11 @@ class KernelStudy(Comparison, kw_only=True, tag="kernel"):
     subject = "kernels.Kernels"
     cells: list[KernelCell] = []
     seqlens: list[AtLeastOne] = []
-    """Empty: LENGTHS for the device."""
+    """Sequence lengths; empty selects LENGTHS for the device."""
     heads: AtLeastOne = 12
     head_dims: list[AtLeastOne] = msgspec.field(default_factory=lambda: [64])
     full: bool = False
-    """Without the causal mask."""
+    """Whether to omit the causal mask."""
 
 
 class GenerationStudy(Comparison, kw_only=True, tag="generation"):
@@ -93,7 +93,7 @@ class GenerationStudy(Comparison, kw_only=True, tag="generation"):
     prompt: str | list[int] = DEFAULT_PROMPT
     modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
     max_tokens: list[AtLeastOne] = []
-    """Total tokens, prompt included. Empty: LENGTHS for the device."""
+    """Total tokens, prompt included; empty selects LENGTHS for the device."""
     timed: Literal["generation", "call"] = "generation"
     """The time from the prompt to the last token, or of the whole call with its warm-up."""
     transformers: bool = False
@@ -108,7 +108,7 @@ class LadderStudy(Study, kw_only=True):
     heads: AtLeastOne = 12
     head_dim: AtLeastOne = 64
     full: bool = False
-    """Without the causal mask."""
+    """Whether to omit the causal mask."""
 
 
 class ProfileStudy(LadderStudy, kw_only=True, tag="profile"):
@@ -157,7 +157,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     """The first engine's text is the reference for the others."""
     mode: Mode = "kv-cache"
     backends: list[str] = []
-    """Attention backends; each makes one contender per engine. Empty: the default."""
+    """Attention backends, each with every engine; empty selects the default backend."""
     peers: bool = False
     """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
     rounds: Rounds = 5
@@ -248,7 +248,7 @@ class Contender:
     recheck: Callable[[], None] | None = None
     """Checks the output again after all samples; may raise RejectedError."""
     beside: list[Row] = field(default_factory=list)
-    """Further rows, with figures that are not sampled."""
+    """Further rows, whose figures are not sampled."""
 
 
 class Subject(Generic[Cell]):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gpt2_infer.sampling import Sampling
 
-DEFAULT_PROMPT = "Hello, I'm a language model,"  # the case study's
+DEFAULT_PROMPT = "Hello, I'm a language model,"  # as in the case study
 DTYPES = ("float32", "float16", "bfloat16")
 MODEL = 'hub id, local folder, or "demo" for the bundled model (default: %(default)s)'
 RANDOM_WEIGHTS = (

@@ -27,14 +27,14 @@ from gpt2_infer.request import Request
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
-DTYPES = ("float32", "float16", "bfloat16")  # as in the kernels' header
+DTYPES = ("float32", "float16", "bfloat16")  # as in the header of v02_early_launches.cu
 MAX_BATCH = 8
 SPLIT = 128  # keys per split of attention
 # Most bytes of weights per block, where its columns can be chosen; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
-HEAD_STATIC_BYTES = 4096  # as in the kernels' Ring
-MAX_STATIC_BYTES = 48 * 1024  # most static shared memory of a kernel
+HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
+MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
@@ -182,7 +182,7 @@ class StepShape:
         chunks = -(-self.config.n_embd // (4 * 32)) if self.dtype == torch.float32 else 4
         two_stages = 2 * chunks * 16 * 256
         head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
-        partials = 8 + self.max_splits  # attention's: of its warps, and of the splits of the keys
+        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
         attention = 4 * (self.config.head_dim + 2) * partials
         return max(*products, head) <= self.shared_bytes and attention <= MAX_STATIC_BYTES
 

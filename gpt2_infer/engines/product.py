@@ -22,13 +22,13 @@ SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
 PARTS = (1, 2, 3, 4, 6, 8)  # parts per tile, if equal for all tiles
 MAX_PARTS = 12
-MAX_NORM = 4096  # most columns of a LayerNorm
+MAX_NORM = 4096  # largest number of columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the product, and of K, that the kernel is compiled for."""
+    """The size of the tiles of the product and of its inner dimension."""
 
     block_m: int
     block_n: int
@@ -42,7 +42,7 @@ class Tile:
         return -(-m // self.block_m) * (n // self.block_n)
 
 
-# As in the kernel's launch().
+# The tiles that launch() in v01_matrix_product.cu knows, in its order.
 TILES = (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4))
 
 

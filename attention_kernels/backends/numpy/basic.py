@@ -29,7 +29,7 @@ def process_kv_tile(
     """Return O (not yet divided), row_max and row_sum after one more tile of keys.
 
     q and o: (batch, num_heads, rows, head_dim); k and v: (batch, num_heads, columns, head_dim);
-    row_max and row_sum: (batch, num_heads, rows, 1); visible: (rows, columns), None for all.
+    row_max and row_sum: (batch, num_heads, rows, 1); visible: (rows, columns), or None if all are.
     """
     scores = softmax_scale * (q @ k.swapaxes(2, 3))
     if visible is not None:
@@ -65,7 +65,7 @@ def attention(
         o_block = np.zeros_like(q[:, :, m])
         row_max = np.full_like(o_block[..., :1], -np.inf)
         row_sum = np.zeros_like(row_max)
-        # No query of this block sees a key from n_end on.
+        # The queries of this block see only keys before n_end.
         n_end = min(m_start + block_m, seqlen) if is_causal else seqlen
         for n_start in range(0, n_end, block_n):
             n = slice(n_start, min(n_start + block_n, n_end))

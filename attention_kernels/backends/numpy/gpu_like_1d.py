@@ -229,7 +229,7 @@ def attention_block(
     block.o.fill(0)
     block.row_max.fill(-np.inf)
     block.row_sum.fill(0)
-    # No query of this block sees a key from n_end on.
+    # The queries of this block see only keys before n_end.
     n_end = min(m_start + block_m, seqlen) if is_causal else seqlen
     for n_start in range(0, n_end, block_n):
         load_tile(g_k, offset, row_stride, n_start, seqlen, block.k, head_dim)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # this module imports torch
     from attention_kernels.inspection.accesses import Turn
 
 STYLE = Path(__file__).with_suffix(".mplstyle")
-# Okabe and Ito's colours, which the colour-blind can tell apart, for backends outside the ladders;
-# the versions of a ladder are shades of viridis, which they can tell apart, too.
+# Backends outside the ladders have Okabe and Ito's colours, the versions of a ladder shades of
+# viridis: both are safe for the colour-blind.
 COLOURS = {
     "NAIVE_PYTORCH": "#000000",
     "PYTORCH_SDPA_MATH": "#999999",

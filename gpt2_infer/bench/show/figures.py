@@ -15,7 +15,7 @@ import msgspec
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row, Shape
 
-WITHIN_SPREAD = "~"  # printed in place of a figure
+WITHIN_SPREAD = "~"  # shown instead of a figure
 TIE = "no difference beyond the spread of the samples"
 # The instructions that limit each dtype, and how many of their products make one of that dtype.
 ROOFS = {

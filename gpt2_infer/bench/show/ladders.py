@@ -77,7 +77,7 @@ def overview(family: str, kernel: File, generation: File) -> str:
 
 
 def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return the version that each is compared with; None for the first.
+    """Return the version that each version is compared with; None for the first.
 
     This is the version before it, or the one that its header names: `From: v12`.
     """
@@ -171,7 +171,7 @@ def _profiled(file: File, name: str, before: str | None) -> list[str]:
 
 
 def _inspected(file: File, name: str, before: str | None) -> list[str]:
-    """Return all figures of a first version, and of another those that changed."""
+    """Return all figures of the first version, and of a later one those that changed."""
     now, then = _counts(file, name), _counts(file, before)
     if not INSPECTED.keys() & now.keys():
         return []

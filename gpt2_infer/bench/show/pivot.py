@@ -63,7 +63,7 @@ class Entry:
         return [row for row in self.block if self.row and row.cell == self.row.cell]
 
     def value(self, metric: str) -> float | None:
-        """Return this line's value of a metric; None if there is none."""
+        """Return this line's value of a metric; None if it was not measured."""
         return next((r.samples[0] for r in self.rows if r.metric == metric and r.samples), None)
 
     @property
@@ -73,7 +73,7 @@ class Entry:
 
 
 Getter: TypeAlias = Callable[[Entry], Value]
-"""Returns what a column shows in a line."""
+"""Returns the value that a column shows in a line."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Column:
     """A column, or, with `over`, one column per value of `over` in the table."""
 
     head: str
-    """A format of {at}, the value of `over` or the layout's length, and {baseline}."""
+    """The heading, with {at} for the value of `over` or the layout's length, and {baseline}."""
     value: Getter
     form: str = "{}"
     """The format of a number."""

@@ -44,10 +44,10 @@ def tables(name: str, file: File) -> list[Table]:
 
 
 LAYOUTS: dict[str, Layout] = {}
-"""By kind of study; kernels in several shapes, and calls timed like transformers', differ."""
+"""Layouts by kind of study; "shapes" and "call" are variants of "kernel" and "generation"."""
 
 
-# ---- What columns show ---------------------------------------------------------------------------
+# ---- Values of columns ---------------------------------------------------------------------------
 
 
 def _first(value: Callable[[Row], Value]) -> Getter:
@@ -133,7 +133,7 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
         naive = [check.naive_error for check in checks if check.naive_error]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
     if len({*map(length, block)}) > 1 and all(map(within_budget, timed)):
-        title += "; at every N what was timed was within its budget"
+        title += "; every timed backend was within its error budget at every N"
     limits = file.provenance.limits
     if tflops := limits.get(f"matmul_{cell.dtype}_tflops"):
         title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
@@ -179,7 +179,8 @@ def _shapes_title(name: str, file: File, block: Sequence[Row]) -> str:
         f"TFLOP/s, and how many times as fast as `{file.study['baseline']}`; {how(file)} ({name}), "
         f"the widest spread of which is {widest_spread(timed)}"
     )
-    return title + "; what was timed was within its budget" * all(map(within_budget, timed))
+    within = "; every timed backend was within its error budget"
+    return title + within * all(map(within_budget, timed))
 
 
 LAYOUTS["shapes"] = Layout(
@@ -204,7 +205,7 @@ def _share(line: Entry) -> Value:
 def _text_was_compared(row: Row) -> str:
     if row.extra.get("text_compared", True) or row.contender == FREE_ATTENTION:
         return ""
-    return "its text was compared with nothing: the baseline wrote none"
+    return "its text was not compared: the baseline has none"
 
 
 def _new_tokens(file: File, row: Row) -> int:
@@ -306,7 +307,7 @@ def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
 
 
 def _text_differs(row: Row) -> str:
-    return "" if row.extra.get("same_text", True) else f"another text in {row.cell['model']}"
+    return "" if row.extra.get("same_text", True) else f"its text differs in {row.cell['model']}"
 
 
 LAYOUTS["decode"] = Layout(
@@ -419,7 +420,7 @@ def _sectors(line: Entry, kind: str) -> Value:
 LAYOUTS["inspection"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}; nvcc {file.study['nvcc']} for sm_{file.study['arch']}, accesses "
-        f"counted in the source ({name}). After a + are bank conflicts"
+        f"counted in the source ({name}). Bank conflicts follow the +"
     ),
     rows=_all_rows,
     keeps=lambda line: line.value("registers") is not None,
@@ -449,7 +450,7 @@ LAYOUTS["perplexity"] = Layout(
     title=lambda name, file, _: (
         f"{file.study['model']}, the first {file.study['tokens']:,} tokens of the held-out books, "
         f"windows of {file.study['window']}; {where(file.provenance)} ({name}). The last two "
-        f"columns: apart from `{BASELINE}` in the same dtype"
+        f"columns compare with `{BASELINE}` in the same dtype"
     ),
     rows=_all_rows,
     columns=[
@@ -474,7 +475,7 @@ LAYOUTS["tests"] = Layout(
         "{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s".format(
             **file.study
         )
-        + f"; {where(file.provenance)} ({name}). The slowest, and those that failed"
+        + f"; {where(file.provenance)} ({name}). The slowest tests, and all that failed"
     ),
     rows=_all_rows,
     columns=[

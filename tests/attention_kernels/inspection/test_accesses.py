@@ -236,7 +236,7 @@ LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
     ("does", "case", "words"),
     [
         ("return cudaSuccess;", {}, "nothing to count: it launches no kernel"),
-        ("std::exit(0);", {}, "nothing to count: .* or exits before"),
+        ("std::exit(0);", {}, "nothing to count: .* or exits before it does"),
         ("std::exit(3);", {}, "its launch ended with exit status 3"),
         ("std::abort();", {}, r"its launch was killed by SIGABRT \(after a failed assertion"),
         ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),

@@ -162,9 +162,9 @@ def test_a_family_that_cannot_be_measured_here_is_named(capsys):
     assert capsys.readouterr().err == ""
     assert select([], "cpu", families=["pytorch", "fp32"]) == pytorch
     err = capsys.readouterr().err
-    assert err.startswith("nothing is measured on cpu of fp32 (its source runs in the CPU ")
+    assert err.startswith("not measured on cpu: fp32 (its source runs in the CPU ")
     assert err.count("\n") == 1
-    with pytest.raises(RequestError, match=r"^nothing is measured on cpu of fp32 \("):
+    with pytest.raises(RequestError, match=r"^not measured on cpu: fp32 \("):
         select([], "cpu", families=["fp32"])
-    with pytest.raises(RequestError, match=r"of numpy \(takes float32, float64, not float16\)"):
+    with pytest.raises(RequestError, match=r"numpy \(takes float32, float64, not float16\)"):
         select([], "cpu", families=["numpy"], dtypes=["float16"])

@@ -111,17 +111,17 @@ def make_page(
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart as in the documents."""
+    """A chart, drawn as in the documents."""
 
     title: str
     svg: bytes
     remark: str = ""
     table: Table | None = None
-    """The same in figures."""
+    """The chart's figures."""
 
     @property
     def url(self) -> str:
-        """The chart as the source of an image, apart from the page's ids and styles."""
+        """The chart as a data URL: as an image it shares no ids or styles with the page."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
 
 

@@ -129,7 +129,7 @@ class Hunk:
     """Lines of an older version and their replacement in a newer one."""
 
     places: tuple[str, str]
-    """"61\u201364", "61", or "after 60" for no line."""
+    """The lines of each: "61\u201364", "61", or "after 60" if there are none."""
     changes: list[str]
     """Differences between the sums of the counters."""
 
@@ -156,7 +156,7 @@ class Comparison:
             if before or after
         ]
         head = ["access", "counter", self.old.version.name, self.new.version.name, "difference"]
-        return Table("What the whole launch asks of memory", head, rows)
+        return Table("Memory traffic of the whole launch", head, rows)
 
     @property
     def hunks(self) -> Iterator[Hunk]:

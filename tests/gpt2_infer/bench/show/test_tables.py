@@ -82,7 +82,7 @@ def test_generation_shows_the_share_of_attention_and_what_was_not_compared():
     assert found["FREE_ATTENTION"]["attention's share"] == ""
     second = [*found["CUSTOM_CUDA_VERSION_2"].values()]
     assert second[1:] == ["ieee-fp32", "0.375", "1.500", "2.0 %", "1.33", "336", "33.3%", "1536"]
-    assert text.count("its text was compared with nothing") == 1
+    assert text.count("its text was not compared: the baseline has none") == 1
 
 
 def test_an_inspection_shows_conflicts_and_waste_and_names_what_was_refused():
