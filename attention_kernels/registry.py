@@ -455,7 +455,7 @@ def _discover() -> None:
     if _discovered:
         return
     with _lock:
-        if _discovered is not False:  # another thread was first, or a loading plug-in calls this
+        if _discovered is not False:  # another thread did it, or a loading plug-in calls this
             return
         _discovered = None
         try:

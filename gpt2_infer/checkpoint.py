@@ -25,7 +25,7 @@ from gpt2_infer.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "openai-community/gpt2"
 DEMO_MODEL = "demo"
-SHOWN = 5  # problems listed in an error message
+SHOWN = 5  # most problems listed in an error message
 _PACKAGE = Path(__file__).parent
 _SMALL_FILES = ["*.json", "merges.txt", "vocab.txt", "*.model"]
 _WEIGHT_FILES = ["model*.safetensors"]

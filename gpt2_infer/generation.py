@@ -134,7 +134,7 @@ def run(
     except torch.OutOfMemoryError:
         if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
             raise
-    torch.cuda.empty_cache()  # not in the handler, where the error holds on to memory
+    torch.cuda.empty_cache()  # after the handler: the error keeps tensors alive there
     return _generate(model, request, watchers, watch=watch, progress=progress)
 
 
@@ -166,7 +166,7 @@ def _generate(
             _see(engine, watchers, step, tokens)
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
-    seconds = marks.seconds()  # the start, the first token, ... the end
+    seconds = marks.seconds()  # at the start, the first token, ..., the end
     generation = Generation(
         prompts=request.rows,
         tokens=[w.tokens for w in watchers],

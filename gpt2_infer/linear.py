@@ -86,7 +86,7 @@ def with_room(weight: Tensor) -> Tensor:
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return both parameters; nn.Module's attribute lookup takes as long as making a view."""
+    """Return both parameters, without nn.Module's lookup, which takes as long as making a view."""
     parameters = cast("dict[str, Tensor]", module._parameters)
     return parameters["weight"], parameters["bias"]
 

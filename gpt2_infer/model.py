@@ -76,7 +76,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention; the model passes the backend.
+    """Multi-head causal self-attention; each call is passed the backend to use.
 
     All methods return the heads' outputs before c_proj, (rows, n_embd).
     """
@@ -472,7 +472,7 @@ def _function_backend(function: AttentionFunction) -> BackendSpec:
         summary="A Python function.",
         loader=lambda: Kernels(function),
         precisions=PLAIN_PRECISIONS,
-        cuda_graphs=False,  # a function may wait for the device
+        cuda_graphs=False,  # the function may wait for the device, which capture forbids
     )
 
 

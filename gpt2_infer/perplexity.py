@@ -18,7 +18,7 @@ from gpt2_infer.tokenizer import END_OF_TEXT
 
 HELD_OUT = Path(__file__).parent / "demo_model" / "held_out.txt.xz"
 BASELINE = "NAIVE_PYTORCH"
-ROWS = 256  # rows of logits widened to float64 at a time
+ROWS = 256  # number of rows of logits converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def compare(
     """Score NAIVE_PYTORCH, then each backend against it; see token_nats()."""
     models = [model.with_attention(name) for name in (BASELINE, *backends)]
     for one in models:
-        one.check_backends()  # before scoring the first
+        one.check_backends()  # check all backends before the first is scored
     scores: list[Score] = []
     baseline: torch.Tensor | None = None
     for one in models:

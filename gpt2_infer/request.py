@@ -83,7 +83,7 @@ def encode_prompts(
     Raises RequestError for invalid prompts, for an empty list, for a text without a tokenizer, and
     for an empty text if the tokenizer has no end-of-text token.
     """
-    if hasattr(prompts, "tolist"):  # a tensor or an array
+    if hasattr(prompts, "tolist"):  # true of tensors and arrays
         prompts = prompts.tolist()
     try:
         if any(isinstance(prompt, bytes | bytearray) for prompt in prompts):

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2_infer.checks import check_integer, check_number
 from gpt2_infer.errors import RequestError
 
-MIN_TEMPERATURE = 1e-6  # below it, logits / temperature overflow
+MIN_TEMPERATURE = 1e-6  # logits / temperature overflows below this
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Sampling:
         """
         if self.is_greedy:
             largest, token = _largest(logits)
-            return token.masked_fill((largest - largest).isnan(), -1)  # NaN - NaN, inf - inf
+            return token.masked_fill((largest - largest).isnan(), -1)  # inf - inf is NaN, too
         # In float64 no token of the vocabulary is lost to the rounding of a running sum.
         cumulative = torch.softmax(self.log_weights(logits).double(), -1).cumsum(-1)
         threshold = uniform.double()[:, None] * cumulative[:, -1:]

@@ -19,8 +19,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pending: list[int] = []  # tokens since the last point where the text was certain
-        self._context: list[int] = []  # the tokens before them, which decide on leading spaces
+        self._pending: list[int] = []  # tokens since the last certain text
+        self._context: list[int] = []  # earlier tokens, which decide on leading spaces
 
     def feed(self, token: int) -> str:
         """Return the text that `token` makes certain: often one word, sometimes nothing."""
@@ -55,7 +55,7 @@ class Watcher:
         if self.tokenizer and (self.stop or on_text):
             self.stream = TextStream(self.tokenizer)
         self.tokens: list[int] = []
-        self.text = ""  # up to a stop string; only if it is streamed
+        self.text = ""  # streamed text, up to a stop string
         self.sent = 0  # characters passed to on_text
         self.finish: FinishReason | None = None
 

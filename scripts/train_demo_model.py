@@ -48,7 +48,7 @@ STRAIGHT = str.maketrans(
         "\N{NO-BREAK SPACE}": " ",
     }
 )
-HOLD_OUT_EVERY = 40  # one whole book in this many
+HOLD_OUT_EVERY = 40  # one book in this many is held out
 CHAPTER = re.compile(r"^(chapter|part|book|letter|canto)\b.{0,40}$", re.IGNORECASE)
 OPENING = r"(?:^|(?<=[\s(])|(?<=--))"
 SPEECH_MARK = re.compile(
@@ -199,7 +199,7 @@ class Batches:
 class Repetitions:
     """Batches of text in which a phrase of 3 to 40 tokens is repeated over and over."""
 
-    COUNTED = 4  # repetitions of the phrase that enter the loss
+    COUNTED = 4  # number of repetitions that enter the loss
 
     def __init__(self, batches: Batches, rows: int) -> None:
         self.stream, self.context, self.rows = batches.stream, batches.context, rows

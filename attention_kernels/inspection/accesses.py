@@ -65,9 +65,9 @@ class Access:
     wavefronts: int
     """Deliveries of shared memory, which a profiler calls wavefronts; 0 for global memory."""
     conflicts: int
-    """Extra wavefronts, needed because lanes want different words of one bank."""
+    """Extra wavefronts, needed because lanes access different words of one bank."""
     ways: int
-    """Most words (for an atomic: most lanes) that one wavefront wants from one bank."""
+    """Degree of the conflict: most words (for an atomic, lanes) that collide in one bank."""
     sectors: int
     """Sectors of global memory, 32 bytes each; 0 for shared memory."""
     fewest_sectors: int

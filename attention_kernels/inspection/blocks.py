@@ -18,7 +18,7 @@ import numpy.typing as npt
 from attention_kernels.inspection.sass import Instruction, SassError, consecutive
 
 WARP = 32
-STORES = ("STG", "ST", "RED", "REDG")  # to global memory
+STORES = ("STG", "ST", "RED", "REDG")  # instructions that write to global memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -60,7 +60,7 @@ class Blocks:
     def __post_init__(self) -> None:
         x, y, z = self.block
         threads = x * y * z
-        self.warps = -(-threads // WARP)  # per block
+        self.warps = -(-threads // WARP)  # warps per block
         self.lanes = len(self.indices) * self.warps * WARP
         self.values = np.zeros((512, self.lanes), np.int64)
         self.predicates = np.zeros((16, self.lanes), np.bool_)
@@ -76,9 +76,9 @@ class Blocks:
         }
         self.exists: Mask = at < threads
         self.mask = self.exists  # the lanes in which the current instruction takes effect
-        self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors, by block
+        self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
-        self.spilled: dict[int, Values] = {}  # by offset from the stack pointer
+        self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
 
@@ -96,13 +96,13 @@ class Blocks:
         return view
 
     def _view(self, operand: str, high: bool) -> Values:
-        """Return a register's row, which changes with it, or a constant in every lane."""
+        """Return a live view of a register, or a constant repeated in every lane."""
         if re.match(r"U?R(\d|Z)", operand):
             row = _row(operand)
             values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
             return values
         if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:0x(\w+)|.*)\]", operand):
-            word = 0  # a constant of the compiler's, or an indexed one
+            word = 0  # the compiler's own constant, or an indexed one
             if found[1] == "0" and found[2] is not None:
                 at = int(found[2], 16) + 4 * high
                 word = int.from_bytes(self.constants[at : at + 4], "little")

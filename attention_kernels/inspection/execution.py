@@ -43,7 +43,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
         here = live & (where == pc)
         others = where[live & ~here]
         stop = int(others.min()) if others.size else len(code)
-        # Run straight on until a branch, or until these threads meet others.
+        # Run without a branch until these threads branch or meet others.
         while pc < stop:
             one, operation = code[pc], operations[pc]
             blocks.mask = here & blocks.predicate(one.guard) if one.guard else here
@@ -70,7 +70,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
 def _taken(blocks: Blocks, one: Instruction) -> Mask:
     """Return the lanes that take the branch."""
     taken = blocks.mask
-    if "DIV" in one.modifiers:  # taken only by a diverged warp
+    if "DIV" in one.modifiers:  # only a diverged warp takes this branch
         return np.zeros_like(taken)
     for operand in one.operands[:-1]:
         if IS_PREDICATE.fullmatch(operand):
@@ -382,7 +382,7 @@ _NO_EFFECT = {
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
     "BPT", "KILL", *_CONTROL,
 }  # fmt: skip
-# Those that write a value to their first operand.
+# Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
     "SEL": _select, "FSEL": _select,
     "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,

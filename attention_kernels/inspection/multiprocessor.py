@@ -27,7 +27,7 @@ _SHUFFLE = 24
 # Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
-_BARRIER, _ARRIVAL = 12, 2  # per barrier, and per warp that arrives at it
+_BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 SCHEDULERS = 4
 SECTOR = 32  # bytes

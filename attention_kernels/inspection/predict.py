@@ -312,7 +312,7 @@ def _together(
 ) -> list[float]:
     """Return each block's cycles per instruction, oldest first, of `count` that run together."""
     short, *longer = _by_length(works)
-    if longer:  # time half of their instructions
+    if longer:  # time half of the blocks' instructions
         work = _longest(longer, 2 * _MAX_TIMED // count)
         most = work.instructions * count // 2
     else:

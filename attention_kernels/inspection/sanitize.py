@@ -28,7 +28,7 @@ from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
 ASAN_FLAGS = "-fsanitize=address -O1"
-_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # addr2line finds more source lines
+_ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # addr2line finds more than its symbolizer
 # seqlen, head_dim, batch, num_heads, is_causal: few and small, because all sanitizers are slow.
 SHAPES = (
     (1, 64, 1, 1, True),
@@ -166,7 +166,7 @@ def _run(spec: BackendSpec, device: str) -> None:
 
 def main(device: str, *whats: str) -> None:
     """Run backends on a device: the process that runs under the sanitizer."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent process
     os.environ.pop("LD_PRELOAD", None)  # otherwise the compiler would run under the sanitizer, too
     specs = [ladder.resolve(what) for what in whats]
     if any(spec.family == "triton" for spec in specs):

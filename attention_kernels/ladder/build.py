@@ -206,7 +206,7 @@ def _tell(line: str) -> None:
 def _lock(file: Path, label: str) -> Iterator[bool]:
     """Hold a lock; yield False if it cannot be taken, because it only saves work."""
     lock = filelock.FileLock(file)
-    with contextlib.suppress(OSError, NotImplementedError):  # a timeout, or no support for locks
+    with contextlib.suppress(OSError, NotImplementedError):  # timed out, or unsupported
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -251,7 +251,7 @@ def _keep(output: Path, cache: Path) -> Path:
     """Append a built file's SHA-256 to it and move it into the cache."""
     with output.open("ab") as file:
         file.write(hashlib.sha256(output.read_bytes()).digest())
-    output.chmod(0o755)  # whatever the umask
+    output.chmod(0o755)  # regardless of the umask
     return output.replace(cache / output.name)
 
 
@@ -345,7 +345,7 @@ def _run_ninja(plans: Sequence[_Plan], cache: Path, folder: Path) -> dict[str, P
             built[op] = BuildError(f"{file}, or what it includes, changed while it was built")
         else:
             built[op] = _keep(library, cache)
-            if binding_object.exists():  # not yet moved for another version
+            if binding_object.exists():  # another version may have moved it
                 _keep(binding_object, cache)
     return built
 

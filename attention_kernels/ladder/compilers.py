@@ -157,7 +157,7 @@ def compile_flags(
     if target == "emulator":
         flags += [flag for flag in version.flags if flag.startswith("-D")]
         if any(re.fullmatch("--?(use_fast_math|ftz=true)", flag) for flag in version.flags):
-            flags.append("-DATTENTION_EMULATOR_FLUSHES")  # subnormal numbers, to 0
+            flags.append("-DATTENTION_EMULATOR_FLUSHES")  # flushes subnormals to 0
         for flag in version.flags:
             if flag.startswith("-Xcompiler="):
                 flags += flag.removeprefix("-Xcompiler=").split(",")

@@ -278,7 +278,7 @@ def load_op(version: VersionHeader, device_type: str, label: str) -> Callable[..
 
 
 _lock = threading.RLock()
-_libraries: dict[tuple[str, str], Path] = {}  # by op and device type
+_libraries: dict[tuple[str, str], Path] = {}  # keys: op, device type
 
 
 def _load_library(library: Path, version: VersionHeader, device_type: str) -> None:

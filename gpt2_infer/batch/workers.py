@@ -64,7 +64,7 @@ def run(
             return plan(files, out, settings, device=devices[0], resume=resume, strict=strict)
 
         if len(devices) > 1:
-            with _processes(devices) as workers:  # they end before the lock is released
+            with _processes(devices) as workers:  # workers end before the lock is released
                 job = prepare()
                 _work_in_processes(job, workers, on_rows)
         else:
@@ -175,7 +175,7 @@ def _end_with_parent() -> None:
 
 
 def find_devices(names: str | None) -> list[torch.device]:
-    """Return the devices that "all", "0,1" (of CUDA), "cpu", "cpu:2" (processes) or None names.
+    """Return the devices of "all", "0,1" (of CUDA), "cpu", "cpu:2" (processes) or None.
 
     None is a single one: CUDA's, LOCAL_RANK's under torchrun, or the CPU without CUDA.
     Raises RequestError for any other name, UnavailableDeviceError for a missing device.
@@ -187,7 +187,7 @@ def find_devices(names: str | None) -> list[torch.device]:
         return [torch.device("cpu")] * int(match[1] or 1)
     if not re.fullmatch(r"all|\d+(,\d+)*", names):
         raise RequestError(f"devices must be all, 0,1 or the like, cpu or cpu:N, not {names!r}")
-    resolve_device("cuda")  # raises without CUDA
+    resolve_device("cuda")  # raises an error without CUDA
     count = torch.cuda.device_count()
     indices = [*range(count)] if names == "all" else [int(index) for index in names.split(",")]
     if absent := [index for index in indices if index >= count]:

@@ -127,7 +127,7 @@ def _files_of(spec: BackendSpec) -> Iterator[Path]:
         file = Path(inspect.getsourcefile(loader) or "")
     except TypeError:  # a partial or another callable that is not a function
         return
-    if not file.is_file():  # <stdin>, <string>
+    if not file.is_file():  # typed at a prompt, not read from a file
         return
     yield file
     package = loader.__module__.partition(".")[0]

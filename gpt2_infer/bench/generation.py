@@ -85,8 +85,8 @@ class Texts(Subject[GenerationCell]):
         """Raise RequestError if the text does not fit the model or the device."""
         if not len(self.prompt) < cell.max_tokens <= model.config.n_positions:
             raise RequestError(
-                f"{cell.max_tokens} tokens in all: the prompt has {len(self.prompt)}, and the "
-                f"model {model.config.n_positions} positions"
+                f"max_tokens {cell.max_tokens} must exceed the prompt's {len(self.prompt)} tokens "
+                f"and fit into the model's {model.config.n_positions} positions"
             )
         itemsize = getattr(torch, cell.dtype).itemsize
         states = cell.batch * cell.max_tokens * model.config.n_embd * itemsize
@@ -138,7 +138,7 @@ def _compare(row: Row, model: GPT2, specs: list[BackendSpec], texts: list[_Text]
     """Record why the second text differs from the first."""
     expected, ours = (text.generation for text in texts)
     if expected and ours:
-        # These very texts: regenerated, or without the batch, they might differ.
+        # Examine these texts: generated again or outside the batch, they might differ.
         found = examine(model, specs, [expected, ours])
         row.extra["diverges"] = found.verdict
         if not found.passed:
@@ -188,7 +188,7 @@ def _transformers(
 
 def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int) -> None:
     """Check a backend at the lengths that the generation uses."""
-    # Lengths in between, too: size-dependent tuning must precede all measurements.
+    # Check intermediate lengths, too: tuning for a size must precede all measurements.
     between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
     config, dtype = model.config, getattr(torch, cell.dtype)
     cases = [

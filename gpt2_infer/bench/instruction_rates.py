@@ -13,9 +13,9 @@ from attention_kernels.ladder.op import load_op
 from gpt2_infer.device_time import device_seconds
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_instruction_rates.cu"
-KINDS = ("ffma", "mma_float16", "mma_tf32")  # in the kernel's order
+KINDS = ("ffma", "mma_float16", "mma_tf32")  # the kernel numbers them in this order
 THREADS = 256
-ITERATIONS = 4096  # about a millisecond
+ITERATIONS = 4096  # takes about a millisecond
 
 
 class RateParams(ctypes.Structure):

@@ -134,7 +134,7 @@ def parse_csv(lines: Iterable[str]) -> dict[str, list[dict[str, float]]]:
         if op and name:
             try:
                 value = float(row["Metric Value"].replace(",", ""))
-            except ValueError:  # "n/a"
+            except ValueError:  # ncu printed "n/a"
                 print(f"{op}: {name} is {row['Metric Value']}", file=sys.stderr)
                 continue
             value = value / 1e3 if name == DURATION else value
@@ -162,5 +162,5 @@ def combined(launches: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-if __name__ == "__main__":  # what ncu runs
+if __name__ == "__main__":  # ncu runs this module
     launch_each(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Shape))

@@ -128,7 +128,7 @@ class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
 
 
 class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
-    """Predicted times of a ladder on a GPU; needs no GPU."""
+    """Predicted times of a ladder on a GPU, which need not be present."""
 
     subject = "prediction.Predictions"
     gpu: str = "h200"
@@ -367,7 +367,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
         on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
     )
     for contender in timed.values():
-        contender.sample = None  # frees its graph's memory before the rechecks
+        contender.sample = None  # release captured graphs before the rechecks
     for name, outcome in outcomes.items():
         _note(timed[name], outcome)
     rows = [row for contender in timed.values() for row in (contender.row, *contender.beside)]
@@ -458,7 +458,7 @@ class Progress:
         try:
             header, *lines = path.read_bytes().splitlines(keepends=True)
             date, earlier = msgspec.json.decode(header, type=tuple[str, dict[str, Any]])
-            lines = [line for line in lines if line.endswith(b"\n")]  # the last may be truncated
+            lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut off
             cells = [msgspec.json.decode(line, type=tuple[str, list[Row]]) for line in lines]
         except (OSError, ValueError) as error:
             raise ResultsError(f"{path} cannot be read, delete it: {error}") from error

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.prepare_streams()
     debug = False
     try:
-        console.show(end="")  # a closed output fails here, before the work
+        console.show(end="")  # fails now, not after the work, if standard output is closed
         command, arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = arguments.debug
         status: int = command.run(arguments)
@@ -97,7 +97,7 @@ def _message(error: Exception) -> str:
     """Return an expected error in words, with a hint at the command or option that helps."""
     from attention_kernels import KernelError, UnknownBackendError
 
-    if isinstance(error, OSError) and error.strerror:  # without the error's number
+    if isinstance(error, OSError) and error.strerror:  # leave out the error number
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = str(error) or type(error).__name__
     if isinstance(error, UnknownBackendError) and not error.nearest:

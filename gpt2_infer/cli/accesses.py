@@ -1,4 +1,4 @@
-"""gpt2-infer accesses."""
+"""The command `gpt2-infer accesses`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt2-infer backends."""
+"""The command `gpt2-infer backends`."""
 
 from __future__ import annotations
 

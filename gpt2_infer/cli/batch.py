@@ -1,4 +1,4 @@
-"""gpt2-infer batch."""
+"""The command `gpt2-infer batch`."""
 
 from __future__ import annotations
 

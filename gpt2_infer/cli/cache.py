@@ -1,4 +1,4 @@
-"""gpt2-infer cache."""
+"""The command `gpt2-infer cache`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt2-infer compare."""
+"""The command `gpt2-infer compare`."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import sys
 
 from gpt2_infer.errors import GPT2InferError
 
-EXIT_FAILED = 1  # verify found a failure, diverge a bug
+EXIT_FAILED = 1  # verify found a failure, or diverge a bug
 EXIT_BAD_INPUT = 2
-EXIT_NO_ROW = 3  # batch could complete no row
+EXIT_NO_ROW = 3  # batch completed no row
 EXIT_BUG = 70  # sysexits.h: an internal software error
 EXIT_INTERRUPTED = 130
 

@@ -1,4 +1,4 @@
-"""gpt2-infer diverge."""
+"""The command `gpt2-infer diverge`."""
 
 from __future__ import annotations
 

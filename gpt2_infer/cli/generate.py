@@ -1,4 +1,4 @@
-"""gpt2-infer, or gpt2-infer generate."""
+"""The command `gpt2-infer`, or `gpt2-infer generate`."""
 
 from __future__ import annotations
 

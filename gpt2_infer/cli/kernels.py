@@ -1,4 +1,4 @@
-"""gpt2-infer kernels."""
+"""The command `gpt2-infer kernels`."""
 
 from __future__ import annotations
 

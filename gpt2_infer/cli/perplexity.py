@@ -1,4 +1,4 @@
-"""gpt2-infer perplexity."""
+"""The command `gpt2-infer perplexity`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt2-infer predict."""
+"""The command `gpt2-infer predict`."""
 
 from __future__ import annotations
 

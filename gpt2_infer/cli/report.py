@@ -1,4 +1,4 @@
-"""gpt2-infer report."""
+"""The command `gpt2-infer report`."""
 
 from __future__ import annotations
 

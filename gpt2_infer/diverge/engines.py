@@ -191,7 +191,7 @@ class _Judge:
         self.prompt_tokens = prompt_tokens
         finer = copy.deepcopy(model).double()
         for block in finer.blocks():
-            block.attn.upcast = False  # to float32
+            block.attn.upcast = False  # no upcast to float32
         steps = len(tokens) - prompt_tokens + 1
         self.truth, naive = _whole(finer, tokens, steps), _whole(model, tokens, steps)
         precision = PLAIN_PRECISIONS[dtype_name(model.dtype)]
@@ -225,7 +225,7 @@ class _Judge:
             )
         failed = [stage for stage in found if not stage.passed]
         if failed:
-            return min(failed, key=lambda stage: stage.step)  # ties: in computation order
+            return min(failed, key=lambda stage: stage.step)  # the first computed of equals
         return max(found, key=lambda stage: stage.nearness)
 
 

@@ -73,7 +73,7 @@ class Engine:
         self.check_finite = request.check_finite
         self.batch = len(request.rows)
         self.longest, self.same_length = max(lengths), len({*lengths}) == 1
-        self.last_length = self.longest + new_tokens - 1  # the longest sequence to run
+        self.last_length = self.longest + new_tokens - 1  # of the longest forward pass
         padded = [row + [0] * (self.longest - len(row)) for row in prompts]
         self.tokens[:, : self.longest] = torch.tensor(padded, device=self.device)
         self.prompt_lengths.copy_(torch.tensor(lengths, device=self.device))
@@ -83,7 +83,7 @@ class Engine:
             self.uniforms[:, :new_tokens] = uniforms
 
     def rest(self) -> None:
-        """Drop the model, which the idle engine would keep alive."""
+        """Forget the model, so that the idle engine does not keep it alive."""
         del self.model
 
     def clear(self) -> None:

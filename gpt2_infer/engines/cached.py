@@ -25,7 +25,7 @@ class Cached(Engine):
         super().__init__(model, request, name)
         self.cache = KVCache.allocate(model, len(self.rows), self.capacity)
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
-        self.prompt_shape: tuple[int, bool] | None = None  # longest and same_length of prompt_graph
+        self.prompt_shape: tuple[int, bool] | None = None  # (longest, same_length) of the graph
         self.step_graph: torch.cuda.CUDAGraph | None = None
 
     def clear(self) -> None:

@@ -23,9 +23,9 @@ from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, Watcher
 
-MIN_PROMPT = 16  # prompts are padded to this times a power of two
+MIN_PROMPT = 16  # prompts are padded to a power-of-two multiple of this
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
-GROUPS = 8  # prompts run in groups of an eighth of the batch
+GROUPS = 8  # a group of prompts is this fraction of the batch
 # Pieces of work that are enqueued before the host reads the previous one. With 1, a row that has
 # ended is decoded once more.
 AHEAD = {"cuda": 1, "cpu": 0}
@@ -215,7 +215,7 @@ class _Slots:
         self.prompts = torch.zeros(self.group, prompt_length, dtype=torch.long, device=device)
         self.prompt_lengths = torch.ones(self.group, dtype=torch.long, device=device)
         self.prompt_uniforms = torch.zeros(self.group, self.uniforms.shape[1], device=device)
-        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # first new token
+        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # first new tokens
         self.first_logprobs = torch.zeros(self.group, device=device)
         self.step_graph: torch.cuda.CUDAGraph | None = None
         self.prompt_graph: torch.cuda.CUDAGraph | None = None
@@ -229,7 +229,7 @@ class _Slots:
     def join(self, rows: dict[int, _Row]) -> _Work:
         """Run at most a group of prompts and fill their slots."""
         prompts = [row.request.rows[0] for row in rows.values()]
-        prompts += [[0]] * (self.group - len(rows))  # unused rows
+        prompts += [[0]] * (self.group - len(rows))  # pad the group with unused rows
         padded = [prompt + [0] * (self.prompt_length - len(prompt)) for prompt in prompts]
         self.upload(padded, self.prompts)
         self.upload([len(prompt) for prompt in prompts], self.prompt_lengths)
@@ -292,8 +292,8 @@ class _Slots:
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token per row, and its log-probability in the model's own distribution."""
-        # torch starts a row's sum at the first multiple of 16 bytes. All rows begin at one, so that
-        # the rounding does not depend on the slot.
+        # torch starts a row's sum at the first multiple of 16 bytes. Every row begins at such a
+        # multiple, so that the rounding does not depend on the slot.
         count, vocab_size = logits.shape
         rows = torch.empty(count, -(-vocab_size // 4) * 4, device=logits.device)
         rows[:, :vocab_size], rows[:, vocab_size:] = logits, -torch.inf

@@ -27,10 +27,10 @@ from gpt2_infer.request import Request
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
-DTYPES = ("float32", "float16", "bfloat16")  # as in the header of v02_early_launches.cu
+DTYPES = ("float32", "float16", "bfloat16")  # those that v02_early_launches.cu takes
 MAX_BATCH = 8
 SPLIT = 128  # keys per split of attention
-# Most bytes of weights per block, where its columns can be chosen; found by trial on an H200.
+# Limits on the bytes of weights per block where the columns are free; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
@@ -54,7 +54,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
-    """Return the bytes of x in shared memory; its rows are padded for tensor cores."""
+    """Return the shared memory of a step's input x; its rows are padded for tensor cores."""
     padding = 0 if dtype == torch.float32 else 32
     return dtype.itemsize * (width + padding) * batch
 
@@ -116,10 +116,10 @@ class BlockedMatrix:
         sums = 4 * self.warps * self.block_columns * batch
         moments = 8 * self.warps * 2 * batch
         norm = x_bytes(self.rows, dtype, batch) + moments if has_norm else 0
-        return self.block_bytes(dtype) + norm + sums + 128  # the barrier, as nvcc aligns it
+        return self.block_bytes(dtype) + norm + sums + 128  # for the barrier and its alignment
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Return weight (rows, columns) in the order of the kernels' Product for its dtype."""
+        """Return weight (rows, columns) in the order in which the kernels read it."""
         blocks = self.columns // self.block_columns
         if weight.dtype == torch.float32:
             return weight.reshape(self.rows, blocks, self.block_columns).transpose(0, 1).reshape(-1)
@@ -150,7 +150,7 @@ class StepShape:
         # The blocks of q, k and v are narrower than those of the hidden units, unless 32 columns
         # per block still give every multiprocessor a block.
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
-        warps = 10 if width % 320 == 0 and width % 256 else 8  # of equal numbers of rows
+        warps = 10 if width % 320 == 0 and width % 256 else 8  # each with as many rows
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": BlockedMatrix(width, width, 8, warps),
@@ -218,12 +218,12 @@ class StepShape:
         return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}")
 
 
-# The tensors that the kernels point to, in this order.
+# The tensors whose addresses begin StructParams, in order.
 POINTERS = "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"
 
 
 class StepParams(ctypes.Structure):
-    """The kernels' StructParams."""
+    """The C struct StructParams of the kernels."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS.split()),

@@ -20,7 +20,7 @@ from attention_kernels.ladder.op import load_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_matrix_product.cu"
 BIAS, GELU, RESIDUAL = range(3)
-PARTS = (1, 2, 3, 4, 6, 8)  # parts per tile, if equal for all tiles
+PARTS = (1, 2, 3, 4, 6, 8)  # parts per tile to try, the same for all tiles
 MAX_PARTS = 12
 MAX_NORM = 4096  # largest number of columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
@@ -46,12 +46,12 @@ class Tile:
 TILES = (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4))
 
 
-# The tensors that the kernel points to, in this order.
+# The tensors whose addresses begin StructParams, in order.
 POINTERS = "x weight bias y residual ln_weight ln_bias workspace"
 
 
 class ProductParams(ctypes.Structure):
-    """The kernel's StructParams."""
+    """The C struct StructParams of the kernel."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
@@ -98,7 +98,7 @@ def cost(plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
     """
     tile = TILES[plan.tile]
     tiles, slabs = tile.count(m, n), k // tile.block_k
-    blocks = -(-plan.blocks // multiprocessors)  # on the busiest multiprocessor
+    blocks = -(-plan.blocks // multiprocessors)  # blocks on the busiest multiprocessor
     waves = -(-blocks // tile.resident)
     warps = tile.warps * min(blocks, tile.resident)
     issued = warps / (warps + 4)  # the more warps, the fewer cycles in which none can issue

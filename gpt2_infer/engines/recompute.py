@@ -13,7 +13,7 @@ from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
 from gpt2_infer.request import EngineName, Request
 
-# Most rows of a pass for which our products were faster than the libraries' on an H200.
+# Up to this many rows our products were faster than the libraries' on an H200.
 MAX_ROWS = 2048
 
 
@@ -41,7 +41,7 @@ class Recompute(Engine):
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
-        """Return the capacity of a row in tokens; with graphs n_positions, so any length fits."""
+        """Return the capacity of a row in tokens: with graphs, n_positions, so any length fits."""
         return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:

@@ -33,7 +33,7 @@ def _op(program: str) -> AttentionFunction:
     run = importlib.import_module(f"attention_kernels.backends.numpy.{program}").attention
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-        arrays = (x.detach().numpy() for x in (q, k, v))  # the same memory
+        arrays = (x.detach().numpy() for x in (q, k, v))  # views, not copies
         with np.errstate(all="ignore"):  # an infinity or a NaN is a result, as in torch
             return torch.from_numpy(run(*arrays, softmax_scale, is_causal))
 

@@ -36,8 +36,8 @@ class Temporaries(NamedTuple):
     """The temporary buffers of process_kv_tile."""
 
     scores: Array  # block_m * block_n; then shifted by row_max_new, then the weights
-    row_max_new: Array  # block_m; at first that of the tile alone
-    row_sum_new: Array  # block_m; at first that of the tile alone
+    row_max_new: Array  # block_m; at first the tile's own statistic
+    row_sum_new: Array  # block_m; at first the tile's own statistic
     alpha: Array  # block_m
     o_scaled: Array  # block_m * head_dim
 

@@ -148,7 +148,7 @@ def flash_attention_forward(  # type: ignore[no-untyped-def]
             p = p.to(v_ptr.dtype.element_ty).to(dot_dtype)
             if dot_dtype == tl.float32:
                 # Sum each tile separately: one sum over 16,384 keys would be rounded 16,384 times.
-                # fma, because the compiler would fold a plain addition into the product.
+                # Add it with fma: the compiler would fold a plain addition into the product.
                 tile_sum = tl.dot(p, v.to(dot_dtype), input_precision="ieee")
                 o = tl.fma(o, row_scale[:, None].broadcast_to(o.shape), tile_sum)
             else:

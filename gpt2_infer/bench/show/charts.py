@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # must precede pyplot; needs no display
+mpl.use("Agg")  # a backend without a display; set before pyplot is imported
 
 import matplotlib.pyplot as plt
 import msgspec
@@ -152,7 +152,7 @@ def decode_positions(file: File) -> Figure | None:
     step = 64
     for row in group:
         moments = [statistics.median(at) for at in zip(*row.extra["marks"], strict=True)]
-        # Only whole intervals, without the first, which includes the prompt.
+        # Leave out the first interval, which includes the prompt, and an incomplete last one.
         whole = int(row.cell["new_tokens"]) // step
         times = [1e6 * (b - a) / step for a, b in itertools.pairwise(moments[:whole])]
         places = [int(row.cell["prompt_tokens"]) + step * (i + 1.5) for i in range(len(times))]

@@ -150,7 +150,7 @@ def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoi
 
 def test_what_cannot_be_compared_is_refused():
     for tokens in (3, 1025):
-        with pytest.raises(RequestError, match=f"{tokens} tokens in all: the prompt has"):
+        with pytest.raises(RequestError, match=f"max_tokens {tokens} must exceed the prompt"):
             compare("demo", ["NAIVE_PYTORCH"], max_tokens=[tokens])
     with pytest.raises(RequestError, match="not in float64"):
         compare("demo", ["NAIVE_PYTORCH"], max_tokens=[10], dtypes=["float64"])

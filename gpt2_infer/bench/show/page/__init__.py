@@ -117,7 +117,7 @@ class Picture:
     svg: bytes
     remark: str = ""
     table: Table | None = None
-    """The chart's figures."""
+    """The figures that the chart shows."""
 
     @property
     def url(self) -> str:

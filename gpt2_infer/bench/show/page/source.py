@@ -25,7 +25,7 @@ COUNTERS = {
     "sectors": "of global memory, 32 bytes each",
 }
 _LEVELS = 8  # number of heat levels
-# Elements, because they are shorter than classes.
+# HTML elements for kinds of token: their names are shorter than those of classes.
 _TAGS = {
     Comment.Preproc: "em",
     Comment: "i",
