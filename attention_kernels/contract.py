@@ -136,7 +136,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether 4-d tensors have valid dtypes, devices, last strides and sizes, fast."""
+    """Check quickly that 4-d tensors have valid dtypes, devices, last strides and sizes."""
     return (
         q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device

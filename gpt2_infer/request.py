@@ -106,7 +106,7 @@ def encode_prompts(
 def _token_id(token: object) -> int:
     """Convert a token id from any library's integer type; raises TypeError for a bool."""
     if isinstance(token, bool):
-        raise TypeError(f"{token} is no token id")
+        raise TypeError(f"{token} is not a token id")
     return operator.index(token)  # type: ignore[arg-type]
 
 

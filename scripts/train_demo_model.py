@@ -345,7 +345,7 @@ def train(
         adam.step()
         return loss.detach()
 
-    step_once = captured(one_step) if on_gpu else one_step  # at learning rates of 0
+    step_once = captured(one_step) if on_gpu else one_step  # learning rates are still 0
     history: list[Any] = []
     best, weights = math.inf, model.state_dict()
     bar = tqdm(range(args.steps), desc="train", unit="step", mininterval=5)

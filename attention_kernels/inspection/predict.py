@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The largest part of the time."""
+        """The name of the largest part of the time."""
         most = max(self.needs_us, key=lambda name: self.needs_us[name])
         parts = {most: self.needs_us[most], "latency": self.waiting_us}
         parts |= {"uneven blocks": self.uneven_us, "launch": self.launch_us}
@@ -245,7 +245,7 @@ def _spread(count: int, length: int) -> list[int]:
 def _finish(
     line: _Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
-    """Return the cycles until the last multiprocessor finishes, and those with equal shares.
+    """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
 
     alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
     each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
@@ -310,7 +310,7 @@ def _alone(
 def _together(
     gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
 ) -> list[float]:
-    """Return each block's cycles per instruction, oldest first, of `count` that run together."""
+    """Return cycles per instruction of `count` blocks on one multiprocessor, the oldest first."""
     short, *longer = _by_length(works)
     if longer:  # time half of the blocks' instructions
         work = _longest(longer, 2 * _MAX_TIMED // count)
@@ -328,7 +328,7 @@ def _by_length(works: Sequence[Work]) -> list[Work]:
 
 
 def _longest(works: Sequence[Work], most: int) -> Work:
-    """Return the longest of at most that many instructions, else the shortest."""
+    """Return the longest work within a limit of instructions; the shortest if none is."""
     return next((work for work in reversed(works) if work.instructions <= most), works[0])
 
 

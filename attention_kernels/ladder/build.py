@@ -112,7 +112,7 @@ def build_many(
         one = missing[0] if len(missing) == 1 else None
         name, label = (one.stem, one.label) if one else (target, f"{len(missing)} kernels")
         with _lock(cache / f"{name}.lock", label) as held:
-            for left in cache.glob(f"{name}.build-*") if held else ():  # left by a killed process
+            for left in cache.glob(f"{name}.build-*") if held else ():  # of killed processes
                 shutil.rmtree(left, ignore_errors=True)
             if missing := _missing(missing, cache, built):  # another process may have built it
                 _tell(f"building {label} ...")

@@ -40,7 +40,7 @@ Format = Literal["jsonl", "parquet"]
 CPU_BATCH = 32
 MAX_BATCH = 512
 LARGEST_BATCH = 2**16
-BATCHES_AT_ONCE = 16  # completed before parts are written; at least one part
+BATCHES_AT_ONCE = 16  # complete about this many batches, then write their parts
 # torch's flash kernel, the usual decoder on a CPU, rounds by its number of threads.
 CPU_DECODE = "NAIVE_PYTORCH"
 

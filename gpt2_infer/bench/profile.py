@@ -26,7 +26,7 @@ from gpt2_infer.errors import RequestError
 METRICS = {
     "shared_load_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "shared_store_bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-    # Counted per instruction. The unit's own counters, without "sass", also count contention
+    # These counters are per instruction. The unit's own, without "sass", also count contention
     # between requests of different warps as bank conflicts.
     "shared_load_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
     "shared_matrix_wavefronts": "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldsm.sum",

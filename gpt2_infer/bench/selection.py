@@ -31,7 +31,7 @@ from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, Re
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
-EMULATED_SEQLEN = 64  # the maximum length at which an emulated kernel is checked
+EMULATED_SEQLEN = 64  # maximum length at which an emulated kernel is checked
 EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
 
 

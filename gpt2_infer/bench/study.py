@@ -164,7 +164,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
 
 
 class BatchStudy(Study, kw_only=True, tag="batch"):
-    """Continuous batching by batch size, and transformers."""
+    """Continuous batching at several batch sizes, and transformers as a peer."""
 
     subject = "batches.Batches"
     model: str = "gpt2"

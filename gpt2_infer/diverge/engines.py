@@ -46,7 +46,7 @@ class Stage(Verdict):
     step: int
     position: int
     layer: int | None
-    """None for logits."""
+    """Index of the layer; None for logits."""
     name: str
 
     def __str__(self) -> str:

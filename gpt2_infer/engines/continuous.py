@@ -25,7 +25,7 @@ from gpt2_infer.stream import FinishReason, Watcher
 
 MIN_PROMPT = 16  # prompts are padded to a power-of-two multiple of this
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
-GROUPS = 8  # a group of prompts is this fraction of the batch
+GROUPS = 8  # groups of prompts that fill a batch
 # Pieces of work that are enqueued before the host reads the previous one. With 1, a row that has
 # ended is decoded once more.
 AHEAD = {"cuda": 1, "cpu": 0}

@@ -307,7 +307,7 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"stop": b"x"}, "stop strings must be non-empty texts"),
         ({"stop": 3}, "stop must be a Sequence, not 3"),
         ({"prompts": [b"ab"]}, "a text or a list of token ids: bytes are neither"),
-        ({"prompts": [[True]]}, "a text or a list of token ids: True is no token id"),
+        ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
         ({"max_new_tokens": True}, "max-new-tokens must be an integer of 1 or more, not True"),
         ({"ignore_eos": "no"}, "ignore_eos must be a bool, not 'no'"),
     ],

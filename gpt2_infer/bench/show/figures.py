@@ -17,7 +17,7 @@ from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row, Shape
 
 WITHIN_SPREAD = "~"  # shown instead of a figure
 TIE = "no difference beyond the spread of the samples"
-# The instructions that limit each dtype, and how many of their products one product takes.
+# The instructions that limit each dtype, and how many of their products make one of the dtype's.
 ROOFS = {
     "float32": (
         ("FFMA", "ffma_tflops", 1),

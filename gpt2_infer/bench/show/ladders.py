@@ -77,7 +77,7 @@ def overview(family: str, kernel: File, generation: File) -> str:
 
 
 def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return the version that each version is compared with; None for the first.
+    """Return each version's predecessor, with which it is compared; None for the first.
 
     This is the version before it, or the one that its header names: `From: v12`.
     """

@@ -24,7 +24,7 @@ COUNTERS = {
     "conflicts": "wavefronts lost to bank conflicts",
     "sectors": "of global memory, 32 bytes each",
 }
-_LEVELS = 8  # number of heat levels
+_LEVELS = 8  # number of colours for hot lines
 # HTML elements for kinds of token: their names are shorter than those of classes.
 _TAGS = {
     Comment.Preproc: "em",
