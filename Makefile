@@ -28,7 +28,7 @@ docs: $(VENV)/installed
 	$(BIN)/cog -r -P README.md docs/*.md
 	$(BIN)/python scripts/plot_results.py
 
-# The newest results of the float32 ladder; its accesses are counted anew.
+# The newest results of the float32 ladder; its accesses are counted again.
 newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
 report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \

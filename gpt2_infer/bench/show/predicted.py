@@ -33,7 +33,7 @@ def accuracy(file: File, timed: Sequence[Row]) -> str:
     name, seqlen = worst = max(errors, key=lambda key: errors[key])
     far = sum(error > 0.35 for error in errors.values())
     return (
-        f"Of {len(ratios)} cells that were measured, the median error is "
+        f"The median error of the {len(ratios)} cells that were measured is "
         f"{statistics.median(errors.values()):.1%}; {far or 'none'} of them "
         f"{'is' if far < 2 else 'are'} off by more than 35 %. The worst is `{name}` at N={seqlen}: "
         f"{ratios[worst]:.2f} times the measured time."
