@@ -26,11 +26,11 @@ def test_the_end_of_a_process_is_described(does, words):
     assert done.how.startswith(words)
 
 
-def test_so_is_a_program_that_does_not_exist():
+def test_a_missing_program_is_described():
     assert "No such file" in child.run(["/no/such/program"], timeout_s=60).how
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_time_limit_is_a_number_of_seconds(seconds):
+def test_invalid_time_limits_are_refused(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
         child.run(["true"], timeout_s=seconds)

@@ -121,7 +121,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
         ("MULTIPROCESSORS", "none"),
     ],
 )
-def test_a_wrong_setting_is_reported_as_one(spec, variable, value, monkeypatch):
+def test_a_wrong_setting_is_reported_as_such(spec, variable, value, monkeypatch):
     """Do not blame the head_dim."""
     monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)
     with pytest.raises(RuntimeError) as caught:
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, p
         assert all(pool.map(runs_right, specs))
 
 
-def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
+def test_a_process_that_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "1")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -190,7 +190,7 @@ def test_who_ignores_interrupts_still_does(spec, python_handler, monkeypatch):
         (NOT_SHARED, "store_to_block() at {}: the address is not in shared memory"),
     ],
 )
-def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
+def test_a_fault_is_reported_with_block_thread_and_line(spec, fault, what, threads):
     with pytest.raises(RuntimeError) as caught:
         launch(spec, fault)
     message = str(caught.value).replace("'float4'", "'struct float4'")
@@ -199,7 +199,7 @@ def test_a_fault_is_told_with_block_thread_and_line(spec, fault, what, threads):
     assert runs_right(spec)
 
 
-def test_what_a_thread_prints_is_shown_with_its_place(spec, capfd):
+def test_printf_output_is_shown_with_block_thread_and_line(spec, capfd):
     launch(spec, PRINTS)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 4 * PRINTS
@@ -246,7 +246,7 @@ def test_a_version_whose_second_kernel_might_end_first_fails(tmp_path):
         spec.attention(x, x, x, is_causal=False)
 
 
-def test_a_write_past_an_array_through_a_function_is_told(spec):
+def test_a_write_past_an_array_through_a_function_is_reported(spec):
     with pytest.raises(RuntimeError, match="access out of bounds of an array at v04_faults"):
         launch(spec, PAST_A_FUNCTION)
 
@@ -299,7 +299,7 @@ def test_the_sanitizer_names_the_line(fault, what, tmp_path, monkeypatch):
         ("#include <cooperative_groups.h>", "has no cooperative groups"),
     ],
 )
-def test_what_the_emulator_has_not_is_told_by_the_compiler(statement, told, tmp_path):
+def test_unsupported_features_are_compile_errors(statement, told, tmp_path):
     file = tmp_path / "v05_limits.cu"
     if statement.startswith("#"):
         source = SOURCE.replace("#include <cassert>", statement)
@@ -349,7 +349,7 @@ def test_a_wrong_block_is_reported(probe, fault, words, markers, order, monkeypa
     ("fault", "missing"),
     [(8, [(1, 58)]), (9, [(1, 58)]), (10, [(block, i) for block in (0, 1) for i in range(16)])],
 )
-def test_what_nobody_wrote_or_sent_is_nan(probe, fault, missing):
+def test_values_that_nobody_wrote_or_sent_are_nan(probe, fault, missing):
     """Shared memory that a block has not written, and lanes that take no part in a shuffle."""
     d = torch.zeros(2, 64)
     assert probe("run_reverse", fault, 256, d) == ""

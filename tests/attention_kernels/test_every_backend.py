@@ -298,7 +298,7 @@ def test_neither_the_order_of_threads_nor_unwritten_memory_matters(
 
 
 @each(lambda spec: spec.head_dims or len(spec.dtypes) < len(DTYPES), dtypes=1)
-def test_all_that_it_does_not_take_is_refused_at_once(spec, dtype, device):
+def test_everything_unsupported_is_refused_at_once(spec, dtype, device):
     if reason := spec.unavailable_reason(device):
         pytest.skip(reason)
     wrong = next(dtype for dtype in DTYPES if dtype_name(dtype) not in spec.dtypes)

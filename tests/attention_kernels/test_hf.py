@@ -424,7 +424,7 @@ PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
         (lambda m: m.half()(prompt()), "dtype float16 (it takes float32)"),
     ],
 )
-def test_what_it_cannot_do_is_refused(make, call, reason):
+def test_unsupported_calls_are_refused(make, call, reason):
     assert_refused(lambda: call(make(LADDER)), reason)
 
 

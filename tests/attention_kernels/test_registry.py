@@ -139,7 +139,7 @@ def test_a_loader_that_fails_is_an_unavailable_backend(clean_registry):
         assert words in str(caught.value)
 
 
-def test_a_probe_that_fails_is_a_reason(clean_registry):
+def test_a_failed_probe_makes_the_backend_unavailable(clean_registry):
     register(name="TEST_PROBE", probe=raise_assertion, **FIELDS)(Kernels)
     reason = get_backend("TEST_PROBE").unavailable_reason("cpu")
     assert reason.startswith("its probe raised AssertionError: no (test_registry.py:")
@@ -242,7 +242,7 @@ def test_needs_contiguous_makes_inputs_contiguous(clean_registry):
         seen.clear()
 
 
-def test_a_device_type_that_it_does_not_run_on_is_a_reason():
+def test_an_unsupported_device_type_is_refused():
     spec = BackendSpec(name="TEST_CPU", loader=Kernels, device_types=("cpu",), **FIELDS)
     assert spec.unavailable_reason("cpu") is None
     assert "runs on cpu only" in spec.unavailable_reason("cuda")
@@ -256,7 +256,7 @@ def test_a_device_type_that_it_does_not_run_on_is_a_reason():
         ((12, 0), None),
     ],
 )
-def test_a_device_that_is_too_old_is_a_reason(capability, reason, monkeypatch):
+def test_a_device_that_is_too_old_is_refused(capability, reason, monkeypatch):
     capabilities = {None: (9, 0), 1: capability}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
@@ -330,7 +330,7 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
     assert discover() == {}
 
 
-def test_ctrl_c_while_a_plugin_loads_is_ctrl_c(tmp_path, discover):
+def test_ctrl_c_while_a_plugin_loads_raises_keyboard_interrupt(tmp_path, discover):
     install_plugin(tmp_path, "interrupted", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         discover()

@@ -112,7 +112,7 @@ def multiply(kind, a, b, c, device):
 
 
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
-def test_products_are_right_and_are_cut_off(kind):
+def test_products_are_right_and_truncated(kind):
     """Sums and products are rounded towards zero: adding small products to 1 changes nothing."""
     a, b, c = (x.double() for x in operands(kind, "normal", 20))
     if kind != TF32:
@@ -203,7 +203,7 @@ def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_fragment_tells_the_rows_of_its_elements(probe, arch, monkeypatch):
+def test_a_fragment_can_reveal_the_rows_of_its_elements(probe, arch, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     rows = torch.arange(16.0)[:, None].expand(16, 16).contiguous()
     scales, c, d = torch.randn(16), torch.randn(16, 16), torch.zeros(16, 16)
@@ -246,7 +246,7 @@ def test_wrong_use_is_reported(probe, fault, threads, words, markers, order, mon
         assert probe_line(marker) in message
 
 
-def test_what_is_not_ordered_or_not_loaded_is_not_there(probe):
+def test_data_not_yet_ordered_or_loaded_is_not_visible(probe):
     a = torch.ones(512).half()
     for fault, missing in ((0, 0), (9, 1), (11, 256)):
         d = torch.full((256,), torch.nan)

@@ -169,7 +169,7 @@ def test_the_commands_of_the_readme_parse():
 
 
 @pytest.mark.slow
-def test_renamed_as_in_the_readme_it_shares_no_name(site, tmp_path):
+def test_a_renamed_copy_shares_no_name_with_the_original(site, tmp_path):
     *rename, pip = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
     assert pip.startswith("pip install ")
     environment = {**os.environ, "HOME": str(tmp_path)}

@@ -202,7 +202,7 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
         load("someone/tiny")
 
 
-def test_a_tokenizer_of_ones_own_is_used(demo):
+def test_a_custom_tokenizer_is_used(demo):
     own = Tokenizer.load(open_checkpoint("demo").folder)
     assert GPT2.from_pretrained("demo", device="cpu", tokenizer=own).tokenizer is own
 

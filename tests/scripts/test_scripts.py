@@ -84,7 +84,7 @@ def test_every_table_in_the_documents_has_a_study_behind_it():
         ('"He said \'Go.\'" "Did he?"', '"He said \'Go.\'" "Did he?"'),
     ],
 )
-def test_the_demo_model_reads_one_kind_of_quotation_mark(book, expected):
+def test_the_corpus_gets_one_kind_of_quotation_mark(book, expected):
     from scripts.train_demo_model import clean
 
     story = "It rained. " * 40

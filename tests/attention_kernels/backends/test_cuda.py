@@ -81,7 +81,7 @@ def test_tiles_that_no_row_sees_are_not_visited(name, device):
 
 
 @pytest.mark.parametrize("multiprocessors", ["1", "40"])
-def test_however_the_work_is_cut_it_is_right(multiprocessors, monkeypatch):
+def test_any_division_of_the_work_is_right(multiprocessors, monkeypatch):
     """One multiprocessor is full of large blocks; on forty, blocks share the keys of a row."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", multiprocessors)
     spec = usable(FP32[-1], "cpu")
@@ -164,7 +164,7 @@ def test_the_op_takes_an_empty_batch():
 
 
 @pytest.mark.parametrize("name", [FP32[0], "CUSTOM_CUDA_VERSION_24"])
-def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
+def test_too_much_shared_memory_is_refused(name, monkeypatch):
     spec = usable(name, "cpu")
     q, k, v = Case(5, 128).inputs("cpu")
     assert spec.unsupported_reasons(q, k, v) == []
@@ -186,7 +186,7 @@ def test_too_much_shared_memory_is_a_reason(name, monkeypatch):
         ((1, 1, 2**20, 32), "num_heads * head_dim may be at most 33554431, not 33554432"),
     ],
 )
-def test_a_size_beyond_the_grid_is_a_reason(shape, reason):
+def test_a_size_beyond_the_grid_is_refused(shape, reason):
     name = "CUSTOM_CUDA_VERSION_12"  # strided: a copy of such a q would not fit in memory
     spec = usable(name, "cpu")
     q = torch.zeros(1, 1, 1, 32).expand(shape)
@@ -197,7 +197,7 @@ def test_a_size_beyond_the_grid_is_a_reason(shape, reason):
         op_of(name, "cpu")(q, q, q, 1.0, True)
 
 
-def test_misaligned_inputs_are_a_reason():
+def test_misaligned_inputs_are_refused():
     spec = usable(FP32[-1], "cpu")
     k = torch.zeros(257)[1:].view(1, 4, 2, 32)
     with pytest.raises(UnsupportedError) as caught:
@@ -221,14 +221,14 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
 
 
-def test_without_compilers_the_reason_is_told_and_asking_compiles_nothing(no_compiler, monkeypatch):
+def test_without_compilers_the_reason_is_given_and_nothing_is_compiled(no_compiler, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     for name in ladder.versions():
         assert "needs a C++ compiler" in get_backend(name).unavailable_reason("cpu")
         assert get_backend(name).unavailable_reason("cuda") is not None
 
 
-def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
+def test_a_failed_build_makes_the_backend_unavailable(tmp_path, monkeypatch):
     opening = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
     (tmp_path / "v01_typo.cu").write_text(opening + "a typo\n")
     spec = spec_of(header.parse_header(tmp_path / "v01_typo.cu", "typo_"))
@@ -237,7 +237,7 @@ def test_a_failed_build_is_the_reason_from_then_on(tmp_path, monkeypatch):
     assert "v01_typo.cu:11:1: error: " in spec.unavailable_reason("cpu")
 
 
-def test_an_architecture_that_nvcc_has_not_is_left_out(monkeypatch):
+def test_an_architecture_unknown_to_nvcc_is_left_out(monkeypatch):
     capabilities = [(9, 0), (6, 1), (9, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
@@ -246,7 +246,7 @@ def test_an_architecture_that_nvcc_has_not_is_left_out(monkeypatch):
         assert ladder.architectures() == expected
 
 
-def test_what_is_named_and_runs_there_is_built(monkeypatch):
+def test_the_named_versions_that_run_on_a_device_are_built(monkeypatch):
     monkeypatch.setattr(op, "architectures", lambda: "90")
     built = []
     monkeypatch.setattr(

@@ -85,7 +85,7 @@ def test_a_batch_larger_than_a_grid(name):
 @on_every_device
 @for_every_dtype
 @for_every_version
-def test_neither_other_rows_nor_what_lies_past_its_own_changes_a_bit(name, dtype, device):
+def test_a_row_depends_only_on_its_own_valid_keys(name, dtype, device):
     spec = usable(name, device)
     q, k, v, seqlens = ragged(64, dtype).inputs(device)
     together = spec.decode(q, k, v, seqlens)

@@ -30,7 +30,7 @@ PRECISIONS = {"float16": "fp16", "float32": "ieee-fp32", "float64": "fp64"}
 HALF = [name for name, dtype in LADDER.items() if dtype == "float16"]
 
 
-def test_the_ladder_is_the_document_s():
+def test_the_ladder_has_the_documents_names():
     specs = [spec for spec in list_backends() if spec.family == "fa1"]
     assert {spec.name: spec.dtypes for spec in specs} == {n: (d,) for n, d in LADDER.items()}
     for spec in specs:
@@ -47,7 +47,7 @@ def test_the_ladder_is_the_document_s():
 # the 256 heads.
 @on_every_device
 @for_each([*HALF, "FLASH_ATTENTION_1_FP64"])
-def test_the_error_is_below_the_document_s(name, device):
+def test_the_error_is_below_the_documents(name, device):
     spec = usable(name, device)
     batch, num_heads = (32, 8) if device == "cuda" else (1, 1)
     q, k, v = Case(1024, 32, batch=batch, num_heads=num_heads, dtype=dtype_of(spec)).inputs(device)

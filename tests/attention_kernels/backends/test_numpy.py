@@ -57,7 +57,7 @@ def test_any_tile(program, blocks):
         assert judge(torch.from_numpy(o), *case.inputs("cpu"), is_causal=is_causal).passed
 
 
-def test_the_five_agree():
+def test_the_five_programs_agree():
     case = Case(77, 64, batch=2, dtype=torch.float64)
     for is_causal in (True, False):
         o = [module_of(p).attention(*arrays(case), 0.125, is_causal) for p in PROGRAMS]
@@ -70,7 +70,7 @@ def test_the_five_agree():
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 @for_every_backend
-def test_torch_copies_nothing(name):
+def test_no_tensor_is_copied(name):
     spec = get_backend(name)
     q, k, v = Case(20, 32).inputs("cpu")
     if spec.needs_contiguous:
@@ -103,7 +103,7 @@ def test_tiles_that_no_row_sees_are_skipped(program, is_causal, tiles, monkeypat
 
 
 @pytest.mark.parametrize(("program", "passes"), list(zip(GPU_LIKE, (13, 13, 13, 6), strict=True)))
-def test_passes_over_a_tile(program, passes):
+def test_the_number_of_passes_over_a_tile(program, passes):
     (function,) = ast.parse(inspect.getsource(module_of(program).process_kv_tile)).body
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     assert len(calls) == passes
@@ -164,9 +164,7 @@ def hidden(sizes: list[int], peak: int) -> float:
 @pytest.mark.parametrize(
     ("program", "temporaries"), list(zip(GPU_LIKE, (NINE, NINE, FIVE, TWO), strict=True))
 )
-def test_the_buffers_are_the_ones_claimed_and_there_are_no_others(
-    program, temporaries, monkeypatch
-):
+def test_the_claimed_buffers_are_the_only_ones(program, temporaries, monkeypatch):
     assert (len(NINE), len(FIVE), len(TWO)) == (9, 5, 2)
     module = module_of(program)
     assert module.Temporaries._fields == tuple(temporaries)

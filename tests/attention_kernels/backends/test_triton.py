@@ -87,7 +87,7 @@ def test_only_tiles_that_a_row_sees_are_visited_and_full_ones_unmasked(
     assert calls["create_masked_load"] == 2 * (full + masked) + 4
 
 
-def test_two_threads():
+def test_two_threads_may_call_the_kernel_at_once():
     spec = usable(NAMES[0], "cpu")
     inputs = [Case(60, 32, seed=seed).inputs("cpu") for seed in range(2)]
     expected = [spec.attention(*qkv) for qkv in inputs]
@@ -192,13 +192,13 @@ def test_it_compiles(arch, dtype, q_sign, compiled):
 # Refusals
 
 
-def test_without_triton_the_reason_is_told(monkeypatch):
+def test_without_triton_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for name in NAMES:
         assert get_backend(name).unavailable_reason("cpu") == "needs the Python package triton"
 
 
-def test_an_interpreter_that_would_be_timed_is_a_reason(monkeypatch):
+def test_triton_is_refused_if_it_would_be_interpreted(monkeypatch):
     probe = get_backend(NAMES[0]).probe
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert probe("cuda") is None
@@ -213,7 +213,7 @@ def test_tuning_is_not_captured(module, monkeypatch):
         module._half.do_bench(None, (0.5,))
 
 
-def test_buckets(module):
+def test_sizes_are_rounded_up_to_buckets(module):
     sizes = [1, 64, 65, 128, 129, 1000]
     assert [module._bucket(size, 64) for size in sizes] == [64, 64, 128, 128, 256, 1024]
     assert [module._bucket(size, 1) for size in (1, 2, 3, 12)] == [1, 2, 4, 16]
@@ -243,7 +243,7 @@ def test_every_tile_is_right(name, dtype, head_dim, is_causal, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_length_of_a_tuned_bucket_is_captured_without_a_call_before(module):
+def test_any_length_of_a_tuned_bucket_can_be_captured(module):
     spec = usable(NAMES[0], "cuda")
     spec.attention(*Case(192, 64, dtype=torch.float16).inputs("cuda"))
     tuned = len(module._half.cache)

@@ -87,7 +87,7 @@ def test_shared_memory_conflicts_as_hardware_does(patterns, comment):
     assert (found.requests, found.wavefronts, found.conflicts, found.ways) == SHARED[comment]
 
 
-def test_an_access_is_named_by_the_kernels_own_line_and_the_way_there(patterns):
+def test_an_access_is_reported_with_its_call_chain(patterns):
     lines = PATTERNS.splitlines()
     (called,) = patterns["called"]
     assert [lines[n - 1].split()[0] for n in called.lines] == ["x", "return"]
@@ -126,13 +126,13 @@ def test_atomics_are_counted(patterns):
         assert f"{found.memory} atomic" in format_table([found])
 
 
-def test_what_a_kernel_prints_is_shown_and_not_counted(recorded):
+def test_printf_output_is_shown_and_not_counted(recorded):
     line = next(n for n, line in enumerate(PATTERNS.splitlines(), 1) if "x is %g" in line)
     place = f"block (0, 0, 0) thread (33, 0, 0) v01_patterns.cu:{line}: "
     assert sorted(recorded[1].splitlines()) == ["1\t2", f"{place}x is 1.5"]
 
 
-def test_one_request_tells_where_each_lane_went(patterns):
+def test_a_request_records_the_address_of_each_lane(patterns):
     def offsets(comment, cost):
         (found,) = patterns[comment]
         at = found.costliest
@@ -242,7 +242,7 @@ LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
         ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),
     ],
 )
-def test_a_launch_that_tells_nothing_is_no_empty_table(does, case, words, tmp_path):
+def test_a_launch_without_results_is_an_error(does, case, words, tmp_path):
     file = tmp_path / "v01_patterns.cu"
     source = PATTERNS.replace("#include", "#include <cstdlib>\n#include", 1)
     file.write_text(source.replace(LAUNCH, LAUNCH + does))

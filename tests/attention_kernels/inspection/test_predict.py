@@ -109,7 +109,7 @@ def arithmetic(count, warps):
     return [one], multiprocessor.Work(streams, [], Counter(issue=count * warps))
 
 
-def test_arithmetic_takes_as_long_as_its_lanes_need():
+def test_arithmetic_takes_the_cycles_that_its_lanes_need():
     code, work = arithmetic(1000, 8)
     cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0)
     assert issued == [8000]
@@ -228,7 +228,7 @@ def test_a_shape_that_no_launch_takes_is_refused(case, words):
         predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_1"], H200, **case)
 
 
-def test_a_grid_too_large_to_hand_out_is_refused():
+def test_a_grid_with_too_many_blocks_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
@@ -257,7 +257,7 @@ def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bo
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_a_version_without_shared_memory_has_no_need_of_it():
+def test_a_version_without_shared_memory_needs_no_time_for_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     version = parse_header(folder / "v01_warp_per_row.cu")
     (found,) = predict.predict(version, H200, [256], head_dim=32)

@@ -103,7 +103,7 @@ def test_occupancy(arch, threads, registers, shared, expected):
     assert resources.resident_blocks(arch, threads, registers, shared) == expected
 
 
-def test_each_number_is_in_its_column():
+def test_every_number_is_in_the_right_column():
     launch = Launch(64, "kernel<64>", "_Zone", (1, 1, 1), (80, 1, 1), 1024, b"")
     compiled = {"_Zone": resources.Compiled(40, 16, 24, 400)}
     head, line = resources.format_table(

@@ -64,7 +64,7 @@ def test_the_output_of_compute_sanitizer_is_understood(tool, status, out, fault,
 
 
 @pytest.mark.slow
-def test_the_sanitizer_passes_what_is_right_and_finds_what_is_not():
+def test_the_sanitizer_passes_correct_kernels_and_finds_faults():
     """Only the last kernel has a bad access: a run ends at its first fault.
 
     The first one uses all kinds of memory; the second decodes, and its fault is of another kind.
@@ -104,7 +104,7 @@ USUALLY_MOST = 7
         pytest.param("racecheck", "v01_dropped_barrier.cu", marks=on_gpu),
     ],
 )
-def test_what_is_planted_is_found(tool, control):
+def test_planted_faults_are_found(tool, control):
     (fault,) = compute_sanitizer(tool, [str(NEGATIVE / control)])
     assert fault.startswith(f"{tool}: ")
 
@@ -128,5 +128,5 @@ def shares() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("tool", "names"), [*shares()])
-def test_sanitizer_is_silent(tool, names):
+def test_compute_sanitizer_finds_no_fault(tool, names):
     assert compute_sanitizer(tool, names) == []

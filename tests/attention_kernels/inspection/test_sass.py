@@ -109,7 +109,7 @@ def test_an_operation_computes_what_the_source_says(arch):
             assert done.memory[OUT + 8 * (64 * at + t)] == expected, (operation, t)
 
 
-def test_what_is_spilled_comes_back():
+def test_spilled_registers_are_restored():
     """Each thread reads its own value; an address that is not relative to R1 reads as 0."""
     code = [
         sass.Instruction(name, tuple(operands))

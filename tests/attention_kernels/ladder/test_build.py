@@ -261,7 +261,9 @@ def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch
     assert "waiting for another process" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_created_is_one_warning(first, calls, tmp_path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_created_gives_one_warning(
+    first, calls, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "file" / "cache"))
     library = build.build(first, "emulator")

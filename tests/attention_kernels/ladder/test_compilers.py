@@ -83,7 +83,7 @@ def test_without_ninja_the_error_says_what_to_do(bare):
         compilers.find_ninja()
 
 
-def test_an_unbalanced_quote_is_one_sentence(first, monkeypatch):
+def test_an_unbalanced_quote_is_reported_in_one_sentence(first, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_FLAGS", "-DTHIS='")
     with pytest.raises(BuildError, match=r"^ATTENTION_KERNELS_FLAGS: No closing quotation$"):
         build.build(first, "emulator")

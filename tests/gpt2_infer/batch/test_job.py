@@ -278,7 +278,7 @@ def test_threads_change_no_bit(tmp_path):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_other_weights_are_another_job(settings, tmp_path):
+def test_other_weights_are_refused(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 4)
     batch.run([file], tmp_path / "out", settings, devices=CPU)
     rewrite(Path(settings.model), lambda tensors: {k: 2 * v for k, v in tensors.items()})
@@ -295,7 +295,7 @@ def test_other_weights_are_another_job(settings, tmp_path):
         ("missing.txt", None, "missing.txt cannot be read: No such file"),
     ],
 )
-def test_inputs_that_are_refused(settings, tmp_path, name, text, message):
+def test_invalid_inputs_are_refused(settings, tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RequestError, match=message):

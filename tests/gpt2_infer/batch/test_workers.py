@@ -150,7 +150,7 @@ def test_workers_and_driver_die_and_the_job_is_completed(job, tmp_path):
     assert contents(out) == expected
 
 
-def test_ranks_share_a_job_and_a_refusal(job, tmp_path, monkeypatch):
+def test_ranks_share_a_job_and_its_refusal(job, tmp_path, monkeypatch):
     run, expected = job
     out = tmp_path / "out"
 

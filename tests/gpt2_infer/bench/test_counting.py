@@ -33,7 +33,7 @@ def test_totals_are_sums_except_for_ways():
     }
 
 
-def test_of_several_kernels_the_worst_figure_counts():
+def test_the_worst_figure_of_several_kernels_counts():
     def row(registers: int, warps: int, spills: int) -> Resources:
         numbers = {"threads": 32, "head_dim": 64, "blocks": 1, "max_warps": 64}
         names = {

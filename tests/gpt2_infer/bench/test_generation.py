@@ -32,7 +32,7 @@ def compare(model, names, *, out=None, **settings):
     return run(study, "generation", out)
 
 
-def test_a_sample_is_the_cells_and_without_its_warm_up(tiny, monkeypatch):
+def test_a_sample_has_the_cells_settings_and_excludes_warm_up(tiny, monkeypatch):
     seen = set()
 
     def told(model, prompts, **options):

@@ -61,7 +61,7 @@ def test_a_refusal_is_not_a_failure(monkeypatch):
     assert "shared memory" in found.reason
 
 
-def test_a_kernel_that_answers_from_memory_is_caught(clean_registry):
+def test_a_kernel_that_returns_a_cached_answer_is_caught(clean_registry):
     known = {}
 
     def by_shape(q, k, v, softmax_scale, is_causal):

@@ -45,7 +45,7 @@ def test_the_csv_of_several_launches_becomes_one_row_per_version(capsys):
     }
 
 
-def test_no_two_metrics_are_one_counter():
+def test_every_metric_is_a_different_counter():
     assert len({*METRICS.values()}) == len(METRICS)
 
 

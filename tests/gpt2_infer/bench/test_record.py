@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[3] / "results"
 
 
 @pytest.mark.parametrize("make", [kernels, generation, inspection, profile])
-def test_what_is_written_is_what_is_read(make, tmp_path):
+def test_a_written_file_reads_back_the_same(make, tmp_path):
     make().write(tmp_path / "r.json")
     assert read(tmp_path / "r.json") == make()
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]

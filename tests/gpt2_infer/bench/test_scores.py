@@ -11,7 +11,7 @@ from gpt2_infer.perplexity import HELD_OUT, compare, read_text
 from tests.gpt2_infer.bench.common import add
 
 
-def test_every_backend_is_scored_beside_the_baseline(demo, tmp_path, clean_registry):
+def test_every_backend_is_compared_with_the_baseline(demo, tmp_path, clean_registry):
     add("NOT_FINITE", lambda q, k, v, **_: torch.full_like(q, torch.nan))
     names = ["PYTORCH_SDPA_MATH", "NOT_FINITE"]
     study = PerplexityStudy(backends=names, device="cpu", max_tokens=40, window=16)

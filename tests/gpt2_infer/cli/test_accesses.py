@@ -10,7 +10,7 @@ from gpt2_infer.cli import main
 
 
 @pytest.mark.slow
-def test_accesses_shows_what_each_source_line_asks_of_memory(capsys, monkeypatch):
+def test_accesses_shows_the_accesses_of_each_source_line(capsys, monkeypatch):
     once = functools.cache(accesses.count_accesses)
     monkeypatch.setattr(accesses, "count_accesses", once)
     command = ["accesses", "CUSTOM_CUDA_VERSION_1", "--seqlen", "33", "--head-dim", "32", "--full"]

@@ -62,7 +62,7 @@ def test_the_same_command_resumes_after_ctrl_c(tmp_path, capsys, monkeypatch):
     assert not partial.exists()
 
 
-def test_every_study_names_what_there_is():
+def test_every_study_names_existing_families_and_backends():
     from attention_kernels import list_backends
 
     families = {spec.family for spec in list_backends()}

@@ -53,7 +53,7 @@ def test_a_text_of_few_tokens_has_a_report(capsys, tokens):
     assert f"new tokens  {tokens}, ended by length" in err
 
 
-def test_the_report_tells_the_distance_to_the_bandwidth(capsys, demo):
+def test_the_report_compares_the_speed_with_the_bandwidth(capsys, demo):
     _, out, _ = run(capsys, *DEMO, "--json", "--kv-cache")
     report = json.loads(out)["report"]
     weights = sum(p.nbytes for p in demo.parameters()) - demo.wpe.weight.nbytes
@@ -68,7 +68,7 @@ def test_the_report_tells_the_distance_to_the_bandwidth(capsys, demo):
 
 
 @pytest.mark.gpu
-def test_a_gpu_s_bandwidth_is_measured(capsys):
+def test_the_gpus_bandwidth_is_measured(capsys):
     arguments = ["--model", "demo", "--device", "cuda", "--kv-cache", "--json"]
     _, out, _ = run(capsys, *arguments, "--max-new-tokens", "8")
     report = json.loads(out)["report"]
@@ -94,7 +94,7 @@ def test_random_weights_are_labelled(capsys):
     assert "demo (random weights: the text means nothing)" in err
 
 
-def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
+def test_ctrl_c_prints_the_text_so_far_and_ends_with_130(capsys, monkeypatch):
     calls = []
     original = Sampling.choose
 
@@ -111,7 +111,7 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(capsys, monkeypatch):
     assert "new tokens  4, ended by interrupted" in err
 
 
-def test_generate_may_be_named(capsys):
+def test_the_generate_command_may_be_named(capsys):
     _, named, _ = run(capsys, "generate", *DEMO, "--prompt", "The")
     assert (0, named) == run(capsys, *DEMO, "--prompt", "The")[:2]
 

@@ -11,7 +11,7 @@ from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import kernels
 
 
-def test_a_page_of_results_alone_and_what_is_refused(tmp_path, capsys):
+def test_a_page_may_show_results_alone_and_bad_input_is_refused(tmp_path, capsys):
     results, page = tmp_path / "r.json", tmp_path / "page.html"
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)

@@ -68,7 +68,7 @@ def compare(model, a, b, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_texts_are_compared_all_the_same(device):
+def test_equal_texts_are_examined_too(device):
     result = compare(GPT2.from_pretrained("demo", device=device), PLAIN, "PYTORCH_SDPA_MATH")
     assert (result.verdict, result.passed, result.step) == ("equal", True, None)
     assert (result.prompt_tokens, result.new_tokens) == (7, TOKENS)

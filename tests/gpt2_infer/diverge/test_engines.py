@@ -159,7 +159,9 @@ def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):
         ),
     ],
 )
-def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, break_second):
+def test_the_cache_and_logits_of_a_fused_step_are_compared(
+    path, layer, name, monkeypatch, break_second
+):
     class EmulatedFused(Fused):
         def prepare_decode(self):
             right, self.model = self.model, self.other
@@ -185,7 +187,7 @@ def test_what_a_fused_step_leaves_is_compared(path, layer, name, monkeypatch, br
 @pytest.mark.parametrize(
     ("engine", "mode"), [("graph", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")]
 )
-def test_engines_on_a_gpu_part_by_rounding_alone(engine, mode, dtype):
+def test_engines_on_a_gpu_differ_by_rounding_alone(engine, mode, dtype):
     model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
     result = diverge_engines(model, "eager", engine, PROMPT, max_new_tokens=100, mode=mode)
     assert result.passed, str(result)

@@ -71,7 +71,7 @@ def test_bars_are_medians_with_their_whiskers_and_use_the_width(close):
     assert axes.get_xlim()[1] < 1.2 * max(widths)
 
 
-def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
+def test_a_picture_shows_one_shape_and_a_single_length_has_no_line(close):
     results = kernels()
     for seqlen in (1024, 256):
         results.rows.append(kernel("OTHER", [1.0, 2.0], cell=KernelCell(seqlen, batch=8)))
@@ -80,14 +80,14 @@ def test_only_one_shape_is_in_a_picture_and_one_length_has_no_line(close):
     assert {*charts.render(results)} == {"bars", "roofline"}
 
 
-def test_shapes_have_a_bar_each_of_each_backend_that_was_timed(close):
+def test_each_timed_backend_has_a_bar_per_shape(close):
     (axes,) = charts.kernel_shapes(shapes()).axes
     bars = {one.get_label(): [bar.get_width() for bar in one] for one in axes.containers}
     assert bars["FAST (3xfp16)"] == [pytest.approx(KernelCell(128).flops / 50 / 1e6)]
     assert len(bars["NAIVE_PYTORCH (3xtf32)"]) == 2
 
 
-def test_a_roofline_has_speeds_below_what_the_gpu_does_and_errors_beside_them(close):
+def test_a_roofline_shows_speeds_limits_and_errors(close):
     results = kernels()
     results.provenance.limits |= {"ffma_tflops": 64.0, "mma_tf32_tflops": 305.0}
     left, right = charts.roofline(results).axes

@@ -61,7 +61,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_second_page_is_the_same_to_the_byte(file):
+def test_a_second_page_is_identical(file):
     assert make(file.parent) == file.read_text("utf-8")
 
 
@@ -96,7 +96,7 @@ def test_the_figures_are_those_of_the_json(file):
             assert any(f">{samples[len(samples) // 2]:.1f}" in row for row in rows)
 
 
-def test_a_sample_that_is_faster_than_copy_and_roofs_allow_is_flagged():
+def test_a_sample_faster_than_the_gpu_allows_is_flagged():
     assert [*Measured(Path("results.json"), kernels()).warnings] == []
     # 2 * 12 * 1024 ** 2 * 64 operations at 50 TFLOP/s take 32.2 us.
     fast = [kernel("A", [32.0, 33.0, 34.0]), kernel("B", [33.0, 33.0, 34.0])]
@@ -104,7 +104,7 @@ def test_a_sample_that_is_faster_than_copy_and_roofs_allow_is_flagged():
     assert "A, N=1024: 1 of 3 samples are below 32.21 us" in flag
 
 
-def test_what_a_source_says_stays_text(file):
+def test_the_source_is_escaped(file):
     page = file.read_text("utf-8")
     assert page.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;") >= 4
     assert "<img src" not in page
@@ -180,7 +180,7 @@ def test_without_javascript_every_view_is_there_and_every_line_of_a_source(open_
         assert numbers == [*range(text.count("\n") + 2 - len(lines), text.count("\n") + 2)]
 
 
-def test_two_versions_show_how_the_conflicts_go(open_page, file):
+def test_two_versions_show_that_the_conflicts_disappear(open_page, file):
     text = file.read_text("utf-8")
     conflicts = sum(a["conflicts"] for a in accesses(text, "CUSTOM_CUDA_VERSION_1"))
     assert conflicts > 0
@@ -199,7 +199,7 @@ def test_two_versions_show_how_the_conflicts_go(open_page, file):
 @pytest.mark.parametrize(
     ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
 )
-def test_nobody_is_shut_out(open_page, scheme, options):
+def test_the_page_is_accessible(open_page, scheme, options):
     """All views at once, as they are without the script, with some of the maps open."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(color_scheme=scheme)
