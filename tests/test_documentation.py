@@ -1,4 +1,4 @@
-"""What the documents say is tried out."""
+"""The commands, the code, the links and the figures of the documents are right."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
     assert run_case(get_backend("MY_BACKEND"), Case(33, 32), "cpu").passed
 
 
-# Runs the commands on its standard input one after the other, each as its own program would.
+# Runs the commands that it reads from standard input, one after the other, in one process.
 PROGRAM = """
 import json, runpy, sys
 for program, *words in json.load(sys.stdin):
@@ -55,7 +55,7 @@ for program, *words in json.load(sys.stdin):
 
 @pytest.mark.slow
 def test_how_to_add_a_version_works_as_written(tmp_path):
-    """In a copy of the repository, without the commands that need a GPU or minutes."""
+    """Runs in a copy of the repository, without the commands that need a GPU or minutes."""
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -148,6 +148,13 @@ def anchors(document: Path) -> set[str]:
     text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_tests_that_the_documents_name_exist():
+    code = "".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("*.py"))
+    text = "".join((ROOT / document).read_text("utf-8") for document in DOCUMENTS)
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in code, name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

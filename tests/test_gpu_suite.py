@@ -67,7 +67,7 @@ def test_counts_durations_and_failures_are_written(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_skips_every_test_is_not_written(tmp_path):
-    """As on a machine without a GPU."""
+    """Every test is skipped on a machine without a GPU."""
     (tmp_path / "test_some.py").write_text(TESTS)
     done = suite(tmp_path, "-k", "skipped")
     assert "1 skipped" in done.stdout

@@ -23,7 +23,7 @@ MODULES = {
 
 
 def layer(module: str) -> int | None:
-    """The layer of a module of ours, counted from below."""
+    """Return the layer of one of our modules, counted from below."""
     found = [i for i, name in enumerate(LAYERS) if f"{module}.".startswith(f"{name}.")]
     return max(found, default=None)
 
@@ -60,7 +60,7 @@ def test_imports_point_down(module):
 
 
 def test_no_file_imports_what_imports_it():
-    """Directly or around a corner, in functions and for types, too; a package is a file."""
+    """Circles through several files, in functions and for types count; a package is one file."""
     graph = {module: {*imports(module, lazy=True, typing=True)} for module in MODULES}
     assert {name for imported in graph.values() for name in imported} <= graph.keys()
     TopologicalSorter(graph).prepare()

@@ -79,7 +79,7 @@ def _find(variables: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def missing_compiler(target: Target) -> str | None:
-    """Return why nothing can be built for a target: its compiler is missing; else None.
+    """Return why nothing can be built for a target, such as a missing compiler; else None.
 
     Called by every generate(), so it must be fast.
     """

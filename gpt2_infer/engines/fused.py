@@ -150,7 +150,7 @@ class StepShape:
         # The blocks of q, k and v are narrower than those of the hidden units, unless 32 columns
         # per block still give every multiprocessor a block.
         qkv_bytes = FC_BYTES if 3 * width >= 32 * self.head_blocks else QKV_BYTES
-        warps = 10 if width % 320 == 0 and width % 256 else 8  # each with as many rows
+        warps = 10 if width % 320 == 0 and width % 256 else 8  # the rows divide evenly
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": BlockedMatrix(width, width, 8, warps),

@@ -71,7 +71,7 @@ def interrupt_handler() -> bytes:
     """Return the process's SIGINT handler, as the operating system stores it."""
     action = ctypes.create_string_buffer(256)
     assert ctypes.CDLL(None).sigaction(signal.SIGINT, None, action) == 0
-    return action.raw[:16]  # the handler, and as many of the blocked signals as Linux has
+    return action.raw[:16]  # the handler and Linux's 64 blocked signals
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
     ],
 )
 def test_a_wrong_setting_is_reported_as_such(spec, variable, value, monkeypatch):
-    """Do not blame the head_dim."""
+    """The message must not blame the head_dim."""
     monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)
     with pytest.raises(RuntimeError) as caught:
         launch(spec, RIGHT)

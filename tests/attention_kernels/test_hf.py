@@ -126,7 +126,7 @@ def errors(eager, name, **inputs):
 
 @torch.no_grad()
 def greedy(model, ids, new_tokens=6, **options):
-    """The new tokens of each row, by default with a tokenizer's attention_mask of ones."""
+    """Return the new tokens of each row, by default with a tokenizer's attention_mask of ones."""
     options = {"attention_mask": torch.ones_like(ids), **options}
     out = model.generate(
         ids,
@@ -296,7 +296,7 @@ def test_a_backend_registered_later_needs_a_second_call(clean_registry):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Every call of a backend, as (backend, method, q, k, v)."""
+    """Return a list that collects each call of a backend: (backend, method, q, k, v)."""
     seen = []
 
     def watch(method, call):

@@ -34,7 +34,7 @@ class ProbeParams(ctypes.Structure):
 
 
 def run(kind, a, b, sums, device):
-    """Return what a warp makes of each product's fragments."""
+    """Return the results of a warp's instruction for each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
     params = ProbeParams(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
     op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")

@@ -13,7 +13,7 @@ from gpt2_infer.cli import DTYPES
 from gpt2_infer.diverge.backends import diverge
 from tests.conftest import usable
 
-HEAD_DIM = 64  # of the models here
+HEAD_DIM = 64  # head_dim of the models in these tests
 SPECS = [
     spec
     for spec in list_backends()

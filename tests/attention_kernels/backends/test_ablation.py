@@ -1,4 +1,4 @@
-"""The ablation: neighbours differ by one step, and what happens without a maximum.
+"""The ablation: each version is one step from the last, and the maximum is needed.
 
 That each step is right is in test_every_backend.py.
 """
@@ -59,7 +59,7 @@ def test_unrolling_padding_and_barriers_change_nothing_else():
 def test_every_loop_of_a_kernel_is_unrolled_from_step_3_on():
     for version in STEPS:
         kernels = "\n".join(code(version)).split("int64_t scratch_floats")[0]
-        loops = len(re.findall(r"\bfor \((?!int n_start)", kernels))  # of constant length
+        loops = len(re.findall(r"\bfor \((?!int n_start)", kernels))  # those of constant length
         assert loops > 5
         assert kernels.count("#pragma unroll\n") == (loops if version.number >= 3 else 0)
 
@@ -98,11 +98,11 @@ def test_steps_give_the_same_bits(device, is_causal):
         assert all(torch.equal(o, expected) for o in others)
 
 
-# The barriers that are left
+# The remaining barriers
 
 
 @pytest.mark.slow
-def test_each_barrier_that_is_left_is_needed(tmp_path, monkeypatch):
+def test_each_remaining_barrier_is_needed(tmp_path, monkeypatch):
     """Without one of them, the output of step 7 depends on the order of threads."""
     usable("ABLATION_STEP_7", "cpu")
     barriers = 0
@@ -142,9 +142,9 @@ inline bool kept(const char* barrier) {{
 
 # Do we need the maximum?
 
-LARGEST = math.log(torch.finfo(torch.float32).max)  # 88.72: of FLT_MAX
-SMALLEST = math.log(torch.finfo(torch.float32).tiny)  # -87.34: of the smallest normal number
-ZERO = -150 * math.log(2)  # -103.97: of half the smallest subnormal number: 0 below
+LARGEST = math.log(torch.finfo(torch.float32).max)  # 88.72
+SMALLEST = math.log(torch.finfo(torch.float32).tiny)  # -87.34: exp() is subnormal below this
+ZERO = -150 * math.log(2)  # -103.97: exp() is 0 below this
 
 
 @pytest.fixture(scope="module")

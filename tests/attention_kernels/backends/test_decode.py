@@ -30,7 +30,7 @@ def ragged(head_dim: int, dtype: torch.dtype, **fields) -> DecodeCase:
     return DecodeCase(head_dim, dtype, lengths=EDGES, max_seqlen=max(EDGES), **fields)
 
 
-# A copy of the first row of v, times the length. The host makes it, in place of a kernel.
+# launch() copies the first row of v, times the length, on the host: there is no kernel.
 COPY = """\
 // v01 - a copy
 //

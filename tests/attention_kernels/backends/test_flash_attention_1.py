@@ -59,7 +59,7 @@ def test_the_error_is_below_the_documents(name, device):
 @on_every_device
 @for_each(HALF)
 def test_half_precision_is_more_exact_than_plain_pytorch(name, device):
-    """S and the running sums are float, so the error is close to that of rounding the result."""
+    """S and the running sums are float, so the error is little more than one rounding."""
     spec = usable(name, device)
     for scale in (0.02, 1.0, 8.0):
         q, k, v = Case(200, 64, scale, dtype=torch.float16).inputs(device)

@@ -1,4 +1,4 @@
-"""Predictions: machine code is read correctly, and each part of the model reacts as it must."""
+"""Predictions: machine code is read correctly, and each part of the model works."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_machine_code_is_run_as_the_hardware_would():
 
 
 def test_a_call_that_leaves_a_loop_is_followed():
-    """As nvcc compiles some loops for sm_80."""
+    """nvcc compiles some loops this way for sm_80."""
     head, end = CODE.split("        /*0090*/")
     loop = head.replace("@!P1 BRA 0x50", "@P1 CALL.REL.NOINC 0xa0")
     back = "        /*0090*/" + end.replace("EXIT ;", "BRA 0x50 ;")
@@ -147,7 +147,7 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
 
 
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
-    """As with 32 queries per block and 64 keys per tile."""
+    """Pairs of blocks are alike with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
     samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
     line = predict._Line(32, samples, [])
@@ -187,7 +187,7 @@ def test_every_number_of_a_gpu_has_its_source():
 @needs_cuda_programs
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers_and_the_parts_add_up():
-    """In nvcc's code, which keeps some of what the source loads in registers."""
+    """Counts are of nvcc's code, which keeps some of the source's loads in registers."""
     list_backends()
     file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]

@@ -66,7 +66,7 @@ def inputs(t: int) -> tuple[int, ...]:
 
 
 def words(t: int) -> list[int]:
-    """What operations.cu keeps, in its order, as 64 bits."""
+    """Return the results that operations.cu stores, in its order, as 64-bit words."""
     t, a, b, wide, other, x, y, by = inputs(t)
     lanes = [inputs(t - t % 32 + i) for i in range(32)]
     values = [

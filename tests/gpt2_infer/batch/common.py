@@ -13,7 +13,7 @@ CPU = [torch.device("cpu")]
 
 
 def make_settings(folder: Path) -> batch.Settings:
-    """4 parts for 40 rows."""
+    """Return settings that give 4 parts for 40 rows."""
     return batch.Settings(
         model=str(folder),
         max_new_tokens=5,

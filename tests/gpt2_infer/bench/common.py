@@ -1,4 +1,4 @@
-"""Made-up results, and kernels that are wrong in their own ways."""
+"""Made-up results, and kernels with various faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def off_by_one(q, k, v, softmax_scale, is_causal):
 
 
 def tie(save_checkpoint, one: str, other: str, prompt: list[int], batch: int = 1) -> GPT2:
-    """A model in which tokens 7 and 11 lead by a distance that the backends' rounding turns."""
+    """Return a model in which the backends' rounding decides between tokens 7 and 11."""
     folder, _ = save_checkpoint(tie_word_embeddings=False)
     states = []
     for name in (one, other):
@@ -63,7 +63,7 @@ def tie(save_checkpoint, one: str, other: str, prompt: list[int], batch: int = 1
 
 
 def by_name(file: File) -> dict[str, Row]:
-    """The rows of the metric that a study is about, by contender."""
+    """Return the rows of a study's main metric, by contender."""
     return {row.contender: row for row in main_rows(file)}
 
 
@@ -114,7 +114,7 @@ def kernel(name: str, samples: list[float], seqlen: int = 1024, **fields) -> Row
 
 
 def kernels(rows: list[Row] | None = None, **changes) -> File:
-    """Two lengths of plain PyTorch, of another precision class, and of three versions."""
+    """Return plain PyTorch, another precision class and three versions at two lengths."""
     if rows is not None:
         return file_of("kernel", rows, **changes)
     rows = []
@@ -147,7 +147,7 @@ def beside(row: Row, metric: str, unit: str, value: float) -> Row:
 
 
 def shapes() -> File:
-    """Two shapes at lengths of their own; a backend takes one of them."""
+    """Return two shapes with different lengths; one backend takes only one of them."""
     narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
     refused = {"status": "refused", "reason": "not in 32", "check": None}
     return kernels(
@@ -190,7 +190,7 @@ SHAPE = Shape(batch=3, num_heads=2, seqlen=64, head_dim=32, is_causal=False)
 
 
 def counts(number: int, metrics: dict[str, float], **fields) -> list[Row]:
-    """The rows of a version: the first one says more of it."""
+    """Return the rows of a version; `fields` make a first row without a count."""
     base = {"contender": f"CUSTOM_CUDA_VERSION_{number}", "cell": msgspec.to_builtins(SHAPE)}
     rows = [Row(**base, metric=m, unit="count", samples=[n]) for m, n in metrics.items()]
     if fields:

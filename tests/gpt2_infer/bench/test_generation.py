@@ -164,7 +164,7 @@ def test_what_cannot_be_compared_is_refused():
 
 @pytest.mark.slow
 def test_a_decode_kernel_that_is_wrong_is_caught(clean_registry):
-    """By its own check or, where that does not reach, by the text that it writes with a cache."""
+    """Its own check catches it or, at longer lengths, the text that it writes with a cache."""
 
     def wrong(q, k_cache, v_cache, seqlens, softmax_scale):
         return v_cache[:, :1].contiguous()
@@ -185,7 +185,7 @@ def test_a_decode_kernel_that_is_wrong_is_caught(clean_registry):
 
 
 def test_an_interrupted_text_is_not_a_sample(tiny, monkeypatch, tmp_path):
-    """generate() ends with what there is so far; a benchmark must not take that for a time."""
+    """generate() returns the text so far; a benchmark must not count that as a sample."""
     calls = []
 
     def cut_short(*arguments, **options):

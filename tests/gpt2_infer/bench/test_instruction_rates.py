@@ -1,4 +1,4 @@
-"""The probe counts what it repeats, emulated as on a GPU."""
+"""The probe counts its operations correctly, in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from attention_kernels.ladder import compilers
 from gpt2_infer.bench.instruction_rates import KINDS, THREADS, Rate, instruction_tflops
 
-FRAGMENT = {"mma_float16": 16 * 8 * 16, "mma_tf32": 16 * 8 * 8}  # multiplication-additions
+FRAGMENT = {"mma_float16": 16 * 8 * 16, "mma_tf32": 16 * 8 * 8}  # multiply-adds
 
 
 @pytest.mark.parametrize("kind", KINDS)

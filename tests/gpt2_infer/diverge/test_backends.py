@@ -1,4 +1,4 @@
-"""diverge() finds the step, layer and head of a fault, and calls rounding what it is."""
+"""diverge() finds the step, layer and head of a fault, and recognizes rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "
 
 @pytest.fixture
 def add(clean_registry):
-    """add(name, kernel, precision): register a backend for the length of a test."""
+    """add(name, kernel, precision): register a backend for the duration of a test."""
 
     def add(name, kernel, precision="ieee-fp32"):
         return common.add(name, kernel, precisions={"float32": precision}).name
@@ -173,7 +173,7 @@ def test_both_may_be_wrong(demo, add):
 
 
 def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
-    """Neither a tie, where both read what one of them wrote, nor the other's bug."""
+    """The result must be neither a tie, as if both had read the new input, nor the other's bug."""
 
     def zeroes_v(q, k, v, softmax_scale, is_causal):
         v.zero_()

@@ -200,7 +200,7 @@ def test_two_versions_show_that_the_conflicts_disappear(open_page, file):
     ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
 )
 def test_the_page_is_accessible(open_page, scheme, options):
-    """All views at once, as they are without the script, with some of the maps open."""
+    """Check all views at once, as they are without the script, with some of the maps open."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(color_scheme=scheme)
     page.evaluate(
