@@ -19,7 +19,7 @@ ITERATIONS = 4096  # takes about a millisecond
 
 
 class RateParams(ctypes.Structure):
-    """The kernel's StructParams."""
+    """The C struct StructParams of the kernel."""
 
     _fields_ = (
         ("counts", ctypes.c_void_p),

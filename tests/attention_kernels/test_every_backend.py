@@ -187,8 +187,8 @@ def suite(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[Case | Dec
     if device == "cuda":
         found += cases(tuple(head_dims))
     elif spec.version is None:
-        # Six cases of a shape follow each other, so every 5th or 11th is another shape and another
-        # of the six. Each backend and dtype begins elsewhere.
+        # Each shape has six cases in a row, so every 5th or 11th case is of a different shape and
+        # kind. Each backend and dtype begins at a different case.
         is_fast = spec.family == "pytorch"
         step, longest = (5, Case(1024, 32, 8.0)) if is_fast else (11, Case(350, 32, 8.0))
         share = [*cases(tuple(head_dims), lengths=LENGTHS[:-2])]

@@ -74,7 +74,7 @@ def test_any_other_text_is_refused_with_the_nearest_names(text):
 
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_one_wrong_letter_names_the_right_backend(name, data):
-    # Not in a version's number, where several names are equally near.
+    # Leave a version's number alone: several names would be equally similar.
     at = data.draw(st.integers(0, len(name.rstrip("0123456789")) - 1))
     with pytest.raises(UnknownBackendError) as caught:
         get_backend(name[:at] + "%" + name[at + 1 :])

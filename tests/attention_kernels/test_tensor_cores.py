@@ -196,7 +196,7 @@ def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
         assert message == ""
         lines = d[:, : n if c_rows else m]
         out = lines if c_rows else lines.T
-        # Half: one rounding of a float sum. Float: 16 products, exact, and as many sums.
+        # Half rounds a float sum once; float has 16 exact products and 16 rounded sums.
         torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=4e-6)
         assert not d[:, lines.shape[1] :].any()
 

@@ -103,11 +103,11 @@ def test_the_target_halves_the_probability_of_a_repetition():
     assert torch.equal(y.gather(1, earlier)[counts], y[counts])
     assert counts.any(1).all()
     for row, first in enumerate(counts.int().argmax(1)):
-        assert (y[row, :first] - x[row, :first] == 1).all()  # until then it is the text
+        assert (y[row, :first] - x[row, :first] == 1).all()  # the text precedes the phrase
 
     logits = torch.zeros(1, 2, 4)
-    logits[0, 0, 3] = 20.0  # of 4 tokens: a probability of 1
-    logits[0, 1, 3] = math.log(3)  # 1/2
+    logits[0, 0, 3] = 20.0  # a probability of 1
+    logits[0, 1, 3] = math.log(3)  # a probability of 1/2
     logits.requires_grad_()
     y, counts = torch.tensor([[3, 3]]), torch.tensor([[False, True]])
     repetition_loss(logits, y, torch.tensor([[0, 0]]), counts).backward()

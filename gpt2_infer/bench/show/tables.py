@@ -128,7 +128,7 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
         f"error against float64 are at N={chosen}"
     )
     checks = [row.check for row in block if row.check and length(row) == chosen]
-    # Only if plain PyTorch has no row; not for float64, where it is float32's error, scaled.
+    # Quote plain PyTorch's error if it has no row; in float64 that is float32's error, scaled.
     if BASELINE not in {row.contender for row in timed} and cell.dtype != "float64":
         naive = [check.naive_error for check in checks if check.naive_error]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""

@@ -106,9 +106,7 @@ def test_a_nan_within_a_row_is_not_lost(name, device):
         q, *kv, seqlens = ragged(32, torch.float32).inputs(device)
         kv[which][0, 130, 0, 7] = torch.nan
         o = spec.decode(q, *kv, seqlens)
-        columns = (
-            slice(None) if which == 0 else 7
-        )  # a key affects all columns, a value only its own
+        columns = slice(None) if which == 0 else 7  # a key affects all columns, a value only one
         assert o[0, 0, 0, columns].isnan().all()
         assert o[1:].isfinite().all()
         assert o[0, 0, 1].isfinite().all()

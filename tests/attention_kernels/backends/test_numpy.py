@@ -107,11 +107,11 @@ def test_the_number_of_passes_over_a_tile(program, passes):
     (function,) = ast.parse(inspect.getsource(module_of(program).process_kv_tile)).body
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     assert len(calls) == passes
-    assert len(function.body) == 1 + passes  # the docstring
+    assert len(function.body) == 1 + passes  # passes and the docstring
 
 
-# All sizes differ, and are such that one vector of block_m numbers shows in the peak, while the
-# numbers in one thread's registers do not.
+# All sizes differ. One vector of block_m numbers is large enough to show in the peak, and the
+# numbers in one thread's registers are not.
 ROWS, COLUMNS, HEAD_DIM = 4096, 8, 12
 MATRIX, VECTOR, OUTPUT = ROWS * COLUMNS, ROWS, ROWS * HEAD_DIM
 KEPT = [OUTPUT, COLUMNS * HEAD_DIM, COLUMNS * HEAD_DIM, OUTPUT, VECTOR, VECTOR]

@@ -112,7 +112,7 @@ def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(tmp_p
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     spec = usable(NAMES[-1], "cpu")
     recorder = launches.build_recorder(spec.version, tmp_path)
-    for arch, keys in (  # of 64, 99 and 227 KB of shared memory
+    for arch, keys in (  # with 64, 99 and 227 KB of shared memory
         ("75", {32: 128, 64: 64, 128: 32}),
         ("86", {32: 128, 64: 128, 128: 32}),
         ("90", {32: 256, 64: 256, 128: 128}),
@@ -130,7 +130,7 @@ def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(tmp_p
 
 @pytest.mark.slow
 def test_two_orders_of_threads_give_the_last_version_the_same_bits(monkeypatch):
-    """With more keys than in the suite: blocks are full, and every stage is used again."""
+    """There are more keys than in the suite: blocks are full, and every stage is reused."""
     spec = usable(NAMES[-1], "cpu")
     q, k, v = Case(300, 64, dtype=torch.float16).inputs("cpu")
     expected = spec.attention(q, k, v)

@@ -52,7 +52,7 @@ def patterns(recording):
     return by_comment
 
 
-# Of two warps: requests, wavefronts, bank conflicts, and the most words wanted of one bank.
+# Counts of two warps: requests, wavefronts, bank conflicts, ways of the worst conflict.
 SHARED = {
     "fill": (128, 128, 0, 1),
     "in order": (2, 2, 0, 1),
@@ -151,7 +151,7 @@ def test_the_warps_of_a_block_take_turns_between_barriers(recording):
     assert [turn.barriers for turn in recording.turns] == [0, 0, 1, 1]
     assert sorted(turn.warp for turn in recording.turns) == [0, 0, 1, 1]
     first, second, *after = recording.turns
-    assert first.accesses == second.accesses == 32 * 65  # fill and static
+    assert first.accesses == second.accesses == 32 * 65  # both arrays are filled
     assert {turn.warp for turn in after} == {first.warp, second.warp} == {0, 1}
 
 
@@ -189,7 +189,7 @@ def test_the_readme_shows_what_is_counted():
 
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers():
-    """For versions whose loads or stores nvcc leaves as they are; measured on an H200."""
+    """Counts equal the profiler's on an H200 if nvcc leaves the loads or stores as they are."""
     file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
     profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}
@@ -282,10 +282,10 @@ def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
     command = [sys.executable, "-c", program, str(file)]
 
     def recorders():
-        """The processes of programs in the temporary folder: this one's child started them."""
+        """Return the running programs of the temporary folder, which the child started."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended or is another user's
                 found.append(os.readlink(process / "exe"))
         return [name for name in found if str(temporary) in name]
 

@@ -77,10 +77,10 @@ def test_machine_code_is_run_as_the_hardware_would():
     times = Counter(dict.fromkeys(range(len(done.code)), 0))
     for issue in done.issued:
         times[issue.index] += int(issue.warps.sum())
-    # Both warps until the second ends; then three iterations of the first.
+    # Both warps run until the second ends; then the first runs three iterations.
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
     loads = [issue.wavefronts for issue in done.issued if issue.wavefronts is not None]
-    assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a bank each, 32 words
+    assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a 32-way conflict
 
 
 def test_a_call_that_leaves_a_loop_is_followed():

@@ -1,4 +1,4 @@
-"""Registers, spills and occupancy: as ptxas reports them, and worked out from them."""
+"""Registers and spills as ptxas reports them, and the occupancy that follows."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_ptxas_is_read():
         ("80", 128, 16, 81 * 1024, (2, "shared memory")),
         ("80", 128, 16, 82 * 1024, (1, "shared memory")),
         ("89", 32, 32, 0, (24, "blocks")),
-        ("90", 128, 33, 0, (12, "registers")),  # as many as with 40
-        ("90", 32, 96, 0, (20, "registers")),  # 5 warps in each of four parts
+        ("90", 128, 33, 0, (12, "registers")),  # rounded up to 40 registers
+        ("90", 32, 96, 0, (20, "registers")),  # 5 warps fit in each of four parts
         ("120", 256, 32, 0, (6, "warps")),
         ("120", 128, 16, 100 * 1024, (0, "shared memory")),
     ],

@@ -110,7 +110,7 @@ def test_a_poisoned_row_is_one_error_row(
 
     class Slots(continuous._Slots):
         def __init__(self, *arguments):
-            assert not alive  # only one cache at a time
+            assert not alive  # only one cache may exist at a time
             alive.add(self)
             super().__init__(*arguments)
 
@@ -151,7 +151,7 @@ def test_a_stopped_job_resumes_byte_for_byte(settings, tmp_path, monkeypatch):
 
     def failing(path, data):
         calls.append(path)
-        if len(calls) == 5:  # after _job.json, a part, its entry and a part
+        if len(calls) == 5:  # written: _job.json, a part, its entry and another part
             raise batch.BatchError("no room")
         original(path, data)
 

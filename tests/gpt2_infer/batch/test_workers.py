@@ -83,7 +83,7 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(job, tmp_path, m
             if number == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(os, "replace", dying_replace)  # in the forked process only
+        monkeypatch.setattr(os, "replace", dying_replace)  # patches the forked process only
         run(out)
 
     # Parts and their manifest entries are renamed in turn; a resumed job begins with a part.

@@ -73,7 +73,7 @@ def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
             calls = results.beside(row, "call").samples
             assert all(a >= b for a, b in zip(calls, row.samples, strict=True))
         is_cached = naive.cell["mode"] == "kv-cache"
-        untimed = "refused" if is_cached else "failed"  # it has no decode kernel
+        untimed = "refused" if is_cached else "failed"  # refused: it has no decode kernel
         assert (found["TEST_WRONG"].status, found["TEST_WRONG"].samples) in (
             (untimed, []),
             ("failed", []),
@@ -191,7 +191,7 @@ def test_an_interrupted_text_is_not_a_sample(tiny, monkeypatch, tmp_path):
     def cut_short(*arguments, **options):
         calls.append(1)
         done = generate(*arguments, **options)
-        if len(calls) == 6:  # in the rounds that are timed
+        if len(calls) == 6:  # this call is in a timed round
             done.finish_reasons = ["interrupted"]
         return done
 

@@ -139,7 +139,7 @@ def test_inputs_too_large_for_memory_fail_their_cell(monkeypatch):
 def test_only_backends_that_run_here_are_selected():
     names = [spec.name for spec in select([], "cpu")]
     assert "NAIVE_PYTORCH" in names
-    assert not any(name.startswith("CUSTOM_CUDA") for name in names)  # emulated
+    assert not any(name.startswith("CUSTOM_CUDA") for name in names)  # it would run emulated
     assert [s.name for s in select(["naive-pytorch", "NAIVE_PYTORCH"], "cpu")] == ["NAIVE_PYTORCH"]
     of_torch = select([], "cpu", families=["pytorch"])
     assert {spec.family for spec in of_torch} == {"pytorch"}

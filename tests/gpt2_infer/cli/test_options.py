@@ -10,7 +10,7 @@ import pytest
 from gpt2_infer.cli import COMMANDS, main, parse
 from gpt2_infer.cli.options import Parser
 
-CHECKED_LATER = ("--temperature", "--top-p")  # by Sampling
+CHECKED_LATER = ("--temperature", "--top-p")  # Sampling checks these
 ZERO_IS_TAKEN = ("--top-k", "--seed")
 
 

@@ -23,7 +23,7 @@ from tests.gpt2_infer.cli.program import run
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
 PLAIN = "NAIVE_PYTORCH"
-LAYERS, TOKENS = 6, 16  # the demo model's layers; new tokens, so that seqlen becomes 32
+LAYERS, TOKENS = 6, 16  # layers of the demo model; enough new tokens for seqlen 32
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "--prompt", PROMPT]
 
 
@@ -193,7 +193,7 @@ def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
 
 def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(demo, add):
     def at_first(o, call):
-        if call < 3 * LAYERS:  # the warm-up and two steps
+        if call < 3 * LAYERS:  # during the warm-up and two steps
             o.neg_()
 
     result = compare(demo, add("WARMING", changed(at_first)), PLAIN, max_new_tokens=4)
@@ -204,7 +204,7 @@ def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(de
     assert "rounding does not explain its token" in result.a.faults[0]
     assert "state between calls" in result.a.faults[1]
     again = compare(demo, "WARMING", "WARMING", max_new_tokens=2)
-    assert again.verdict == "equal"  # what it writes by now
+    assert again.verdict == "equal"  # the kernel is now the same in both runs
 
 
 def test_logits_that_are_not_finite_are_a_fault_of_their_own(demo):
@@ -235,7 +235,7 @@ def test_each_of_two_logits_may_be_its_whole_budget_off(demo, monkeypatch):
 
 def test_two_logits_that_rounding_puts_in_either_order_are_a_tie(add, save_checkpoint):
     def two_ulps(o, _):
-        o *= 1 + 2**-22  # within any budget, of which 4 ulps are a part
+        o *= 1 + 2**-22  # within every budget: each includes 4 ulps
 
     add("OTHER_ROUNDING", changed(two_ulps))
     prompt = list(range(100, 116))
@@ -254,7 +254,7 @@ def test_the_step_is_run_again_at_the_length_of_the_generation(add, save_checkpo
     seqlens = []
     spy = add("SPY", changed(lambda o, _: seqlens.append(o.shape[1])))
     result = diverge(model, spy, PLAIN, [5] * 40, max_new_tokens=20)
-    assert (result.position, result.seqlen) == (59, 60)  # rounded up to 64, were there room
+    assert (result.position, result.seqlen) == (59, 60)  # 64 would exceed n_positions
     last = seqlens.index(60)
     assert set(seqlens[:last]) == {48}
     assert set(seqlens[last:]) == {60}
@@ -267,7 +267,7 @@ def test_the_row_that_diverges_first_is_examined(demo):
     one, other = (generate(demo, prompts, max_new_tokens=6, ignore_eos=True) for _ in range(2))
     assert one.tokens[0] != one.tokens[1]
     other.tokens = [[*row] for row in one.tokens]
-    other.tokens[0][5] = other.tokens[1][3] = 7  # no token that these write
+    other.tokens[0][5] = other.tokens[1][3] = 7  # neither text has this token
     found = examine(demo, [plain, plain], [one, other])
     assert (found.step, found.a.token, found.b.token) == (3, one.tokens[1][3], 7)
     assert found.a.shortfall == 0 < found.b.shortfall
@@ -350,7 +350,7 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     file.write_text((ROOT / copied).read_text().replace(right, wrong))
     spec = ladder.resolve(str(file))
     ids = demo.tokenizer.encode(DEFAULT_PROMPT)
-    # The last step alone, and a text that ends within the first tile.
+    # Only the last step differs; a text that ends within the first tile does not.
     long = generate(demo, [ids], max_new_tokens=new_tokens - 1, ignore_eos=True).tokens[0]
     result = diverge(demo, spec, PLAIN, [*ids, *long], max_new_tokens=1)
     assert result.verdict == "bug in A"

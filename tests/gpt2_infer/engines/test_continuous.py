@@ -100,7 +100,7 @@ def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
     assert completion.logprob == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.gpu  # for the CPU, batch/test_job.py has this test
+@pytest.mark.gpu  # batch/test_job.py tests the CPU
 def test_a_row_that_is_not_finite_does_not_affect_others():
     model = make_model("cuda")
     model.lm_head = torch.nn.Linear(256, 8192, bias=False, device="cuda").requires_grad_(False)

@@ -94,7 +94,9 @@ def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -
     ],
 )
 def test_a_step_is_what_the_modules_compute(dtype, tolerance):
-    check_steps(random_model(CONFIG, dtype), [127], 2, tolerance)  # across the end of a split
+    check_steps(
+        random_model(CONFIG, dtype), [127], 2, tolerance
+    )  # 127 tokens: crosses the end of a split
 
 
 @pytest.mark.slow
@@ -180,15 +182,15 @@ def test_logits_that_are_not_finite_give_no_token():
     ("size", "dtype", "most_rows"),
     [
         ((768, 12), torch.float32, 4),
-        ((1024, 16), torch.float32, 0),  # FC2: 8 columns of 4096 rows are 128 KB
+        ((1024, 16), torch.float32, 0),  # FC2 takes 128 KB
         ((768, 12), torch.bfloat16, 8),
         ((1024, 16), torch.bfloat16, 8),
         ((1280, 20), torch.float16, 8),
-        ((1600, 25), torch.bfloat16, 0),  # FC2: 100 KB
+        ((1600, 25), torch.bfloat16, 0),  # FC2 takes 100 KB
     ],
 )
 def test_what_fits_in_99_kb(size, dtype, most_rows):
-    """The shared memory of a block on RTX 40 and 50."""
+    """A block has 99 KB of shared memory on RTX 40 and 50."""
     width, heads = size
     config = GPT2Config(n_embd=width, n_head=heads)
     shapes = [StepShape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]

@@ -66,7 +66,7 @@ def test_a_product_is_right_in_every_mode(tile, parts):
 
 def test_blocks_share_tiles_that_are_cut_anywhere():
     tile = next(i for i, tile in enumerate(TILES) if (tile.block_m, tile.block_n) == (32, 64))
-    for blocks in (5, 7):  # for 6 tiles of 4 slabs each
+    for blocks in (5, 7):  # the product has 6 tiles of 4 slabs
         check(Plan(tile, blocks), 70, 128, 256)
 
 
@@ -78,7 +78,7 @@ def test_a_row_does_not_depend_on_rows_after_it():
     weight, bias, x = random(128, 64), random(64), random(40, 128)
     tile = next(i for i, tile in enumerate(TILES) if (tile.block_m, tile.block_n) == (32, 64))
     one, two = (Product(weight, bias, plan=Plan(tile, blocks)) for blocks in (2, 4))
-    assert torch.equal(one(x[:3]), two(x)[:3])  # the same number of parts per tile
+    assert torch.equal(one(x[:3]), two(x)[:3])  # both have as many parts per tile
 
 
 def test_every_plan_of_gpt2_is_one_that_the_kernel_takes():

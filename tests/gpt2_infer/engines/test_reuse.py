@@ -88,7 +88,7 @@ def test_a_second_call_prepares_nothing_and_writes_the_same(engine, mode, drawn,
     first, text = both(PROMPTS)
     assert first > 0
     assert both(PROMPTS) == (0, text)
-    assert both(OTHERS)[0] == 0  # equally long
+    assert both(OTHERS)[0] == 0  # prompts of equal length
     new, _ = both(SHORTER)
     assert new == (0 if mode == "recompute" else 1)  # a prompt of another length
     both(PROMPTS, 1)

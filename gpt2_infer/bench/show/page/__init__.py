@@ -53,7 +53,7 @@ def make_page(
     predict: Collection[str] = (),
     timeout_s: float = 600.0,
 ) -> str:
-    """Return the HTML page on versions, by name, and results files.
+    """Return the HTML page on versions, given by name, and on results files.
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
     for, a name in gpus(); None for no predictions. predict: the versions to predict if the

@@ -127,7 +127,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, file):
-    """open(hash): the page; it may ask for nothing but its file, and may complain of nothing."""
+    """open(hash): load the page; it must request only its file and log no error."""
     asked, said = [], []
 
     def open_page(fragment: str = "", **options):
