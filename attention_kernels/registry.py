@@ -455,7 +455,7 @@ def _discover() -> None:
     if _discovered:
         return
     with _lock:
-        if _discovered is not False:  # another thread did it, or a loading plug-in calls this
+        if _discovered is not False:  # already done, or called by a plug-in that is loading
             return
         _discovered = None
         try:

@@ -29,7 +29,7 @@ from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
 
 EXPECTED = (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError)
-Workers = dict[Any, SpawnProcess]  # processes by our end of the pipe to each
+Workers = dict[Any, SpawnProcess]  # keys: our ends of the pipes
 
 
 def run(

@@ -31,7 +31,7 @@ def make_engine(model: GPT2, request: Request) -> Engine:
     """
     kind, name = _choose(model, request)
     if kind is Cached:
-        model.check_decode()  # before the prefill, which may take long
+        model.check_decode()  # fail now, not after a long prefill
     return kind(model, request, name)
 
 
