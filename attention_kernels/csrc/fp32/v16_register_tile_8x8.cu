@@ -54,8 +54,8 @@ inline __device__ void store_columns(float* row, unsigned d, const float* x) {
   store4(row, d, make_float4(x[0], x[1], x[2], x[3]));
 }
 
-// Column d of row n of Q and K is stored at d ^ swizzle(n). The 4 adjacent rows that a thread reads
-// share a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
+// Column d of row n of Q and K is stored at d ^ swizzle(n). The 4 adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
 
 // The same for P, whose rows span all 32 banks.
