@@ -12,7 +12,7 @@
 // __syncwarp() orders memory accesses, these functions do not). A store is visible when the call
 // returns, and not before. Elements that were never set are NaN.
 //
-// Products of halfs are exact in float. They are summed in float in ascending order; hardware uses
+// Products of halves are exact in float. They are summed in float in ascending order; hardware uses
 // another order.
 
 #pragma once

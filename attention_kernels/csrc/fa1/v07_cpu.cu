@@ -9,7 +9,7 @@
 // Takes:  float32, on the CPU
 // Error:  2x: a sum over the keys is one chain of additions; the budget assumes blockwise sums.
 // Flags:  -Xcompiler=-fopenmp
-// Expect: nearly as many times faster as there are threads, and the same bits with any number.
+// Expect: a speed-up of nearly the number of threads, and the same bits with any number.
 
 #include <omp.h>
 
