@@ -24,7 +24,7 @@
 
 namespace attention {
 
-// Distances between neighbours, in elements. The stride of head_dim is 1: binding.cpp checks it.
+// Strides in elements. The stride of head_dim is 1: binding.cpp checks it.
 struct Strides {
   int64_t batch;
   int64_t seqlen;
@@ -53,8 +53,8 @@ struct Params {
 
 // Attention of one new token per row over a cache. q and o are (batch, 1, num_heads, head_dim);
 // k_cache and v_cache are (batch, max_seqlen, num_heads, head_dim). A captured graph replays the
-// launch with other seqlens, so grid and scratch may depend on max_seqlen but not on seqlens. One
-// launch gets at most 65,535 rows, the limit of a grid on y or z: a larger batch takes several.
+// launch with different seqlens, so grid and scratch may depend on max_seqlen but not on seqlens. A
+// launch has at most 65,535 rows, the limit of grid.y and grid.z: a larger batch takes several.
 struct DecodeParams {
   const void* q;
   const void* k_cache;
@@ -84,7 +84,7 @@ using VersionParams = StructParams;
 using VersionParams = Params;
 #endif
 
-// What binding.cpp knows about a version; filled in by common.cuh.
+// What binding.cpp needs to know about a version; filled in by common.cuh.
 struct Version {
   const char* op;
   const char* dtype;

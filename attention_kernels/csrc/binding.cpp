@@ -69,7 +69,7 @@ int32_t version_dtype() {
   return aoti_torch_dtype_float32();
 }
 
-// is_cache: the tensor may have another seqlen than q.
+// is_cache: the tensor's seqlen may differ from q's.
 void check_input(const char* name, const Tensor& tensor, const Tensor& q, bool is_cache = false) {
   const auto check = [&](bool holds, const std::string& complaint) {
     if (!holds) fail(std::string(name) + " must " + complaint);
@@ -102,7 +102,7 @@ struct Named {
   const Tensor& tensor;
 };
 
-// Refuses inputs that no version can take. seqlen is the longest.
+// Refuses inputs that no version can take. seqlen is that of the longest tensor.
 void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> others) {
   std::vector<std::string> reasons;
   const auto limit = [&](const char* what, int64_t size, int64_t most) {

@@ -56,9 +56,9 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   return cudaGetLastError();
 }
 
-// The same for a kernel that may start before the previous one in the stream has ended, and so
-// calls ptx::wait_for_previous(). Below compute capability 9.0 it starts like any other. Every
-// `cluster` consecutive blocks form a cluster.
+// The same for a kernel that may start before the previous one in the stream has ended and
+// therefore calls ptx::wait_for_previous(). Below compute capability 9.0 it starts like any other.
+// Each group of `cluster` consecutive blocks forms a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                          size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
@@ -87,7 +87,7 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
   return error;
 }
 
-// A twin of the emulator's complete(), which defers launches.
+// Counterpart of the emulator's complete(), which defers launches.
 template <typename Launches>
 cudaError_t complete(Launches launches) {
   return launches();
@@ -95,7 +95,7 @@ cudaError_t complete(Launches launches) {
 
 #endif  // ATTENTION_EMULATOR
 
-// The version file defines these two.
+// The version file defines these two functions.
 namespace ATTENTION_VERSION {
 int64_t scratch_floats(const VersionParams& params);
 cudaError_t launch(const VersionParams& params, cudaStream_t stream);

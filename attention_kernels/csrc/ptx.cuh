@@ -1,5 +1,5 @@
-// One small function per PTX instruction that the kernels use. The CPU emulator has a twin of each
-// in emulator/ptx.h, which does what the instruction promises and no more.
+// One small function per PTX instruction that the kernels use. The CPU emulator has its own version
+// of each in emulator/ptx.h, which does what the instruction promises and no more.
 
 #pragma once
 
@@ -31,14 +31,14 @@ inline __device__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Arrives, and makes the phase also wait for that many bytes of copies.
+// Arrives, and makes the phase also wait for `bytes` bytes of copies.
 inline __device__ void barrier_expect(Barrier* barrier, unsigned bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
 }
-// Returns whether the phase of that parity is complete, possibly after waiting for a short time.
+// Returns whether the phase with this parity is complete; may wait briefly first.
 inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile(
@@ -82,7 +82,7 @@ __device__ void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b
   }
 }
 
-// The same in TF32: A is 16 x 8, B 8 x 8. a[0], a[2] and b[0], b[1] are at k = l % 4 and 4 further
+// The same in TF32: A is 16 x 8, B 8 x 8. a[0] and b[0] are at k = l % 4, a[2] and b[1] 4 further
 // on. They are floats whose low 13 bits are ignored.
 inline __device__ void mma_tf32(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

@@ -1,21 +1,21 @@
-// v01 - the algorithm in global memory, a kernel for each of its stages
+// v01 - the algorithm in global memory, one kernel per stage
 //
 // Change: the first step: FlashAttention-1 (Dao et al., 2022, algorithm 1) with every intermediate
-//         result in global memory. For one batch entry after another, where each head is an entry:
-//         q, k and v are copied to buffers of the entry's own; for each tile of keys five kernels
-//         run, S = Q K^T, the tile's row maxima, P = exp(S - maximum), its row sums, and the update
-//         of O; O is copied back. A barrier ends each stage.
-// Why:    what a first translation of the algorithm to CUDA looks like. Each step from here on
-//         removes one of its costs. It is bare of shared memory, which is the next step; the
+//         result in global memory. Batch entries, one per head, are processed one after another: q,
+//         k and v are copied to the entry's own buffers; for each tile of keys five kernels run: S
+//         = Q K^T, the tile's row maxima, P = exp(S - maximum), its row sums, and the update of O;
+//         then O is copied back. A barrier ends each stage.
+// Why:    this is what a first translation of the algorithm to CUDA looks like. Each later step
+//         removes one of its costs. It does not use shared memory, which is the next step; the
 //         launches, the copies and the barriers stay until steps 5 to 8.
-// Cost:   every product reads both factors from global memory. For each batch entry
-//         5 ceil(seqlen / kBlockN) + 5 launches, one after another.
+// Cost:   every product reads both factors from global memory. Each batch entry takes 5 ceil(seqlen
+//         / kBlockN) + 5 launches, one after another.
 // Tile:   kBlockM x kBlockN = 32 x 32 (the paper's Br x Bc), block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: latency of global memory and of launches; ceil(seqlen / kBlockM) blocks at most at a
-//         time, whatever the batch.
+// Expect: the latency of global memory and of launches sets the time; at most ceil(seqlen /
+//         kBlockM) blocks run at a time, whatever the batch.
 
 #include "common.cuh"
 
@@ -25,14 +25,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -109,12 +109,12 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// A kernel for each stage. A block has a tile of rows, the first block that from m_first on.
+// One kernel per stage. A block has a tile of rows; the first block's starts at m_first.
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads) init_kernel(float* o, float* row_max, float* row_sum) {
   const int row = blockIdx.x * kBlockM + threadIdx.y;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) init_kernel(float* o, float* row_max
   }
 }
 
-// From a tensor to an entry's buffer. Rows from seqlen on, which fill the last tile, become zero.
+// Copies a tensor to an entry's buffer. Rows from seqlen on fill the last tile and become zero.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     copy_in_kernel(const float* tensor, int row_stride, int seqlen, float* buffer) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One entry's buffers: q, k, v and o; s and p; six statistics. Entries use the same ones in turn.
+// Buffers for one entry: q, k, v and o; s and p; six statistics. Entries reuse them in turn.
 int64_t scratch_floats(const Params& params) {
   const int rows = ceil_div(params.seqlen, kBlockM) * kBlockM;
   return int64_t{rows} * (4 * params.head_dim + 2 * kBlockN + 6);

@@ -2,16 +2,16 @@
 //
 // Change: a row of a tile of Q, K, V or O is kHeadDim + 1 floats long in shared memory: the
 //         document's [32][64] becomes [32][65].
-// Why:    in Q K^T the lanes of a warp read one column of K. With rows of 32 or 64 floats that is
-//         one bank for all 32 lanes; one float of padding moves row n to bank n.
-// Cost:   128 bytes a tile, also for Q, V and O, whose rows a warp reads one at a time: K alone
+// Why:    in Q K^T the lanes of a warp read one column of K. With rows of 32 or 64 floats all 32
+//         lanes hit one bank; one float of padding moves row n to bank n.
+// Cost:   128 bytes per tile, even for Q, V and O, whose rows a warp reads one at a time: only K
 //         had conflicts.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: conflicts of shared-memory loads fall to none. A padded row is not aligned to 16 bytes:
-//         what nvcc read by four floats, 8-way, it reads one by one now, in a quarter of the time.
+// Expect: shared-memory loads no longer conflict. A padded row is not aligned to 16 bytes: what
+//         nvcc read as four floats, 8-way, it now reads one by one, in a quarter of the time.
 
 #include "common.cuh"
 
@@ -21,14 +21,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -110,12 +110,12 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory.
+// Copies between global and shared memory.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, float* s_tile) {
@@ -137,13 +137,13 @@ inline __device__ void store_tile(const float* s_tile, float* g_tile) {
   }
 }
 
-// A tile of S or P, either way.
+// Copies a tile of S or P in either direction.
 inline __device__ void copy_scores(const float* from, float* to) {
   const int element = threadIdx.y * kBlockN + threadIdx.x;
   to[element] = from[element];
 }
 
-// A kernel for each stage. A block has a tile of rows, the first block that from m_first on.
+// One kernel per stage. A block has a tile of rows; the first block's starts at m_first.
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads) init_kernel(float* o, float* row_max, float* row_sum) {
   const int row = blockIdx.x * kBlockM + threadIdx.y;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) init_kernel(float* o, float* row_max
   }
 }
 
-// From a tensor to an entry's buffer. Rows from seqlen on, which fill the last tile, become zero.
+// Copies a tensor to an entry's buffer. Rows from seqlen on fill the last tile and become zero.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     copy_in_kernel(const float* tensor, int row_stride, int seqlen, float* buffer) {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One entry's buffers: q, k, v and o; s and p; four statistics. Entries use the same ones in turn.
+// Buffers for one entry: q, k, v and o; s and p; four statistics. Entries reuse them in turn.
 int64_t scratch_floats(const Params& params) {
   const int rows = ceil_div(params.seqlen, kBlockM) * kBlockM;
   return int64_t{rows} * (4 * params.head_dim + 2 * kBlockN + 4);

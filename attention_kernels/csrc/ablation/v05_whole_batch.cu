@@ -1,21 +1,21 @@
 // v05 - one buffer for the whole batch
 //
-// Change: the kernels read q, k and v, and write o, where the caller has them, for the whole batch.
-//         No entry has buffers and copies of its own any more.
-// Why:    the original called cudaMalloc and cudaMemcpy for each batch entry, then once for all.
-//         Here a version may do neither: its memory is the caller's tensors and one block of
-//         scratch, and a benchmark that timed cudaMalloc would not measure a kernel. What the
-//         contract leaves of the step are the copies between an entry's buffers and the batch's
-//         memory, on the device.
-// Cost:   a row's neighbour is num_heads * head_dim floats away. The tensors have no rows that fill
-//         the last tile, so that every load and store asks for the end.
+// Change: the kernels read q, k and v and write o in the caller's tensors, for the whole batch.
+//         Batch entries no longer have their own buffers and copies.
+// Why:    the original first called cudaMalloc and cudaMemcpy for each batch entry, then once for
+//         all. Here a version may do neither: its memory is the caller's tensors and one block of
+//         scratch, and a benchmark that timed cudaMalloc would not measure a kernel. All that the
+//         contract leaves of this step are the device-side copies between an entry's buffers and
+//         the batch's memory.
+// Cost:   consecutive rows are num_heads * head_dim floats apart. The tensors have no rows to fill
+//         the last tile, so every load and store checks for the end.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: four launches fewer for each entry, of 5 ceil(seqlen / kBlockN) + 5:
-//         nothing, or a percent lost to longer strides. The document's large gain was the
-//         allocations'.
+// Expect: four launches fewer per entry, of 5 ceil(seqlen / kBlockN) + 5: no gain, or a
+//         percent lost to longer strides. The document's large gain came from the
+//         allocations.
 
 #include "common.cuh"
 
@@ -25,14 +25,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -114,12 +114,12 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory. A tile's rows from valid_rows on are past the end: zero.
+// Copies between global and shared memory. Rows from valid_rows on are past the end: zero.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, int row_stride, int valid_rows,
@@ -143,13 +143,13 @@ inline __device__ void store_tile(const float* s_tile, int row_stride, int valid
   }
 }
 
-// A tile of S or P, either way.
+// Copies a tile of S or P in either direction.
 inline __device__ void copy_scores(const float* from, float* to) {
   const int element = threadIdx.y * kBlockN + threadIdx.x;
   to[element] = from[element];
 }
 
-// A kernel for each stage. A block has a tile of rows, the first block that from m_first on.
+// One kernel per stage. A block has a tile of rows; the first block's starts at m_first.
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     init_kernel(float* o, int row_stride, int seqlen, float* row_max, float* row_sum) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// s and p; four statistics. Entries use the same ones in turn.
+// Buffers for s and p and four statistics. Entries reuse them in turn.
 int64_t scratch_floats(const Params& params) {
   const int rows = ceil_div(params.seqlen, kBlockM) * kBlockM;
   return int64_t{rows} * (2 * kBlockN + 4);

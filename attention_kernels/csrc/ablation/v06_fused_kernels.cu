@@ -1,19 +1,19 @@
 // v06 - one kernel for all stages
 //
-// Change: a kernel with a loop over the tiles of keys, in place of five kernels for each tile. The
-//         loads, the stages and the barriers follow each other as before.
-// Why:    a launch costs microseconds, and each one ends with all of its blocks waiting for the
-//         last. S, P, O and the statistics stay in shared memory from stage to stage and from tile
-//         to tile, and Q is loaded once.
-// Cost:   the shared memory of all stages at once, 42 KB for head_dim 64, and their
-//         registers: where a multiprocessor has threads for two blocks, more than 32 registers a
-//         thread leave one. That is the document's occupancy of 0.4999 and, for head_dim 64, ours.
+// Change: one kernel loops over the tiles of keys, instead of five kernels per tile. The order of
+//         loads, stages and barriers stays the same.
+// Why:    a launch costs microseconds, and at its end all blocks wait for the last. S, P, O and the
+//         statistics stay in shared memory from stage to stage and from tile to tile, and Q is
+//         loaded once.
+// Cost:   the shared memory of all stages at once, 42 KB for head_dim 64, and their registers:
+//         where a multiprocessor has threads for two blocks, more than 32 registers per thread
+//         leave only one. That is the document's occupancy of 0.4999 and, for head_dim 64, ours.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: one launch for each entry instead of 5 ceil(seqlen / kBlockN) + 1; no scratch. Under a
-//         causal mask a block now takes as long as its rows have keys.
+// Expect: one launch per entry instead of 5 ceil(seqlen / kBlockN) + 1; no scratch. Under a causal
+//         mask a block's time now depends on how many keys its rows see.
 
 #include "common.cuh"
 
@@ -23,14 +23,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -112,7 +112,7 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 inline __device__ void init(float* o, float* row_max, float* row_sum) {
   const int m = threadIdx.y;
@@ -127,12 +127,12 @@ inline __device__ void init(float* o, float* row_max, float* row_sum) {
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory. A tile's rows from valid_rows on are past the end: zero.
+// Copies between global and shared memory. Rows from valid_rows on are past the end: zero.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, int row_stride, int valid_rows,
@@ -156,7 +156,7 @@ inline __device__ void store_tile(const float* s_tile, int row_stride, int valid
   }
 }
 
-// A block has the tile of rows blockIdx.x of one batch entry.
+// Block blockIdx.x has that tile of rows of one batch entry.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int row_stride,
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
   init<kHeadDim>(sO, sRowMax, sRowSum);
   __syncthreads();
 
-  // No row of this block sees a key from n_end on.
+  // No row of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kHeadDim>(k + int64_t{n_start} * row_stride, row_stride, seqlen - n_start, sK);

@@ -1,11 +1,11 @@
-// v07 - only the barriers that order something
+// v07 - only the barriers that are needed
 //
-// Change: of the ten barriers of a tile two are left: after its K and V are loaded, and after they
-//         have been used. Between the stages a warp waits for its own lanes, where at all.
-// Why:    a row of Q, S, P and O and its statistics belong to one warp from load to store. K and V
-//         alone are read by other warps than wrote them. At a barrier all 32 warps wait for the
-//         slowest; without it one warp's loads hide behind another's arithmetic.
-// Cost:   none; but what a stage may rely on is no longer to be seen at the stage itself.
+// Change: of the ten barriers per tile two remain: after K and V are loaded, and after they have
+//         been used. Between the stages a warp waits only for its own lanes, if at all.
+// Why:    a row of Q, S, P and O and its statistics belong to one warp throughout. Only K and V are
+//         read by warps that did not write them. At a barrier all 32 warps wait for the slowest;
+//         without it one warp's loads hide behind another's arithmetic.
+// Cost:   none; but a stage no longer shows what it may rely on.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
@@ -20,14 +20,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -109,7 +109,7 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 inline __device__ void init(float* o, float* row_max, float* row_sum) {
   const int m = threadIdx.y;
@@ -124,12 +124,12 @@ inline __device__ void init(float* o, float* row_max, float* row_sum) {
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory. A tile's rows from valid_rows on are past the end: zero.
+// Copies between global and shared memory. Rows from valid_rows on are past the end: zero.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, int row_stride, int valid_rows,
@@ -153,7 +153,7 @@ inline __device__ void store_tile(const float* s_tile, int row_stride, int valid
   }
 }
 
-// A block has the tile of rows blockIdx.x of one batch entry.
+// Block blockIdx.x has that tile of rows of one batch entry.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int row_stride,
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
   load_tile<kHeadDim>(q + int64_t{m_start} * row_stride, row_stride, seqlen - m_start, sQ);
   init<kHeadDim>(sO, sRowMax, sRowSum);
 
-  // No row of this block sees a key from n_end on.
+  // No row of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kHeadDim>(k + int64_t{n_start} * row_stride, row_stride, seqlen - n_start, sK);

@@ -1,15 +1,15 @@
 // v08 - all batch entries in one launch
 //
-// Change: the grid has a dimension for the batch entries: one launch instead of one for each.
-// Why:    ceil(seqlen / kBlockM) blocks do not fill a GPU whose multiprocessors outnumber them, and
+// Change: the grid has a dimension for the batch entries: one launch instead of one per entry.
+// Why:    ceil(seqlen / kBlockM) blocks do not fill a GPU that has more multiprocessors, and
 //         launches on one stream wait for each other.
 // Cost:   none.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
-// Expect: much where one entry's blocks leave multiprocessors idle, up to as many times as there
-//         are entries; little where they do not, and the document's tenth is such a case.
+// Expect: a large gain where one entry's blocks leave multiprocessors idle, up to a factor of the
+//         number of entries; a small one elsewhere, such as the document's tenth.
 
 #include "common.cuh"
 
@@ -19,14 +19,14 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_max and row_sum are over the keys of
-// earlier tiles (m and l in the paper), tile_max and tile_sum over this tile's, new_max and new_sum
-// over both. They are in memory, and lane 0 computes them.
+// column of S and P, and every kBlockN-th of O. For each row, row_max and row_sum cover the keys of
+// earlier tiles (m and l in the paper), tile_max and tile_sum those of this tile, new_max and
+// new_sum both. They are in memory; lane 0 computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
 // top-left aligned.
@@ -108,7 +108,7 @@ inline __device__ void update_o(const float* p, const float* v, const float* til
   }
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 inline __device__ void init(float* o, float* row_max, float* row_sum) {
   const int m = threadIdx.y;
@@ -123,12 +123,12 @@ inline __device__ void init(float* o, float* row_max, float* row_sum) {
   }
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory. A tile's rows from valid_rows on are past the end: zero.
+// Copies between global and shared memory. Rows from valid_rows on are past the end: zero.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, int row_stride, int valid_rows,
@@ -152,8 +152,8 @@ inline __device__ void store_tile(const float* s_tile, int row_stride, int valid
   }
 }
 
-// A block has the tile of rows blockIdx.y of the batch entry blockIdx.x: the document has them the
-// other way round, but grid.y ends at 65,535.
+// A block has tile of rows blockIdx.y of batch entry blockIdx.x. The document has them the other
+// way round, but grid.y is limited to 65,535.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int num_heads,
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
   load_tile<kHeadDim>(q + int64_t{m_start} * row_stride, row_stride, seqlen - m_start, sQ);
   init<kHeadDim>(sO, sRowMax, sRowSum);
 
-  // No row of this block sees a key from n_end on.
+  // No row of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kHeadDim>(k + int64_t{n_start} * row_stride, row_stride, seqlen - n_start, sK);

@@ -1,21 +1,21 @@
-// v01 - decoding with the keys of a head split over blocks
+// v01 - decode with each head's keys split over blocks
 //
-// Change: the first of its ladder. A block attends to kSplit keys of one row and head: it asks for
-//         its keys and values at once, 16 bytes per load, before it needs the first. What it finds,
-//         O before the division, the maximum and the sum, goes to scratch, and a second kernel
-//         joins the splits of each row and head.
-// Why:    one query per row and head is far fewer blocks than a GPU has multiprocessors, and what
-//         takes time is the way of the cache from memory. More blocks ask for more of it at once.
+// Change: the first version. A block attends to kSplit keys of one row and head: it requests all
+//         their rows of K and V, 16 bytes per load, before it needs the first. It stores O before
+//         the division, the maximum and the sum in scratch, and a second kernel joins the splits of
+//         each row and head.
+// Why:    one block per row and head can leave most multiprocessors idle, and reading the cache
+//         from memory takes most of the time. More blocks request more of it at once.
 // Cost:   a second launch, and scratch: kHeadDim + 2 floats per split.
 // Tile:   kSplit = 128 keys, block (256)
 // Layout: strided
 // Role:   decode
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
-// Expect: its time hardly grows until the splits of all rows and heads fill the GPU; up to then it
-//         is the latency of two kernels.
+// Expect: constant time, the latency of two kernels, until the splits of all rows and heads fill
+//         the GPU.
 //
-// A split is the same keys in the same order whatever the batch and max_seqlen, and splits are
+// A split has the same keys in the same order whatever the batch and max_seqlen, and splits are
 // joined in order: neither changes a bit of a row.
 
 #include <cfloat>
@@ -24,14 +24,14 @@
 
 namespace attention::ATTENTION_VERSION {
 
-constexpr int kSplit = 128;  // keys of a block
+constexpr int kSplit = 128;  // keys per block
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
-constexpr int kAtOnce = 8;                       // splits that a thread of the join asks for
+constexpr int kAtOnce = 8;                       // splits that a join thread loads at once
 constexpr unsigned kWarp = 0xffffffff;
 
-// A split in scratch, (batch, num_heads, splits): O before the division, row_max and row_sum.
+// The result of a split: O before the division, row_max, row_sum. (batch, num_heads, splits)
 template <int kHeadDim>
 struct Partial {
   float o[kHeadDim];
@@ -40,7 +40,7 @@ struct Partial {
 };
 
 // Grid: splits, heads, rows. Consecutive lanes have the chunks of a key, so a warp reads several
-// keys at once; a thread has kSteps chunks of keys, and as many of values, in registers.
+// keys at once; a thread has kSteps chunks of keys and kSteps of values in registers.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const Element* __restrict__ q, const Element* __restrict__ k_cache,
@@ -48,18 +48,18 @@ __global__ void __launch_bounds__(kThreads)
                  const int* __restrict__ seqlens, Strides q_strides, Strides k_strides,
                  Strides v_strides, float softmax_scale) {
   constexpr int kKeyLanes = kHeadDim / kPerChunk;  // lanes that share a key
-  constexpr int kKeys = kThreads / kKeyLanes;      // keys that the block reads at once
+  constexpr int kKeys = kThreads / kKeyLanes;      // keys that the block reads at a time
   constexpr int kSteps = kSplit / kKeys;
   const int split = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
-  const int keys = seqlens[batch] - split * kSplit;  // from this split's first to the row's last
+  const int keys = seqlens[batch] - split * kSplit;  // from this split's first key to the row's end
   if (keys <= 0) return;
 
   const int lane_id = threadIdx.x % 32;
   const int warp_id = threadIdx.x / 32;
   const int column = lane_id % kKeyLanes * kPerChunk;
-  const int first = threadIdx.x / kKeyLanes;  // the thread's keys are first + step * kKeys
+  const int first = threadIdx.x / kKeyLanes;  // this thread's keys are first + step * kKeys
   const int64_t n_start = static_cast<int64_t>(split) * kSplit;
   const Element* const gQ = q + batch * q_strides.batch + head * q_strides.head;
   const Element* const gK = k_cache + batch * k_strides.batch + head * k_strides.head;
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads)
   float rQ[kPerChunk];
   unpack<Element>(*reinterpret_cast<const uint4*>(gQ + column), rQ);
 
-  // S = softmax_scale * Q K^T, and its maximum in the warp. Before the first key the maximum is
-  // finite, so that a warp without a key has no inf - inf.
+  // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
+  // that a warp without keys does not compute inf - inf.
   float s[kSteps];
   float row_max = -FLT_MAX;
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kPerChunk; ++i) rO[i] += __shfl_xor_sync(kWarp, rO[i], width);
   }
 
-  // The warps', joined
+  // Joins the warps' results.
   __shared__ Partial<kHeadDim> sPart[kWarps];
   if (lane_id < kKeyLanes) {
 #pragma unroll
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Grid: heads, rows. A thread has a column of O.
+// Joins the splits. Grid: heads, rows. A thread has one column of O.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim)
     join_kernel(const Partial<kHeadDim>* __restrict__ partials, Element* __restrict__ o,

@@ -1,22 +1,22 @@
-// v02 - decoding with the keys of a head split over the warps of one block
+// v02 - decode with each head's keys split over the warps of one block
 //
-// Change: a block has a whole row and head. A group of lanes takes every kKeys-th key, with a maximum
-//         and a sum of its own; groups are joined by shuffles, warps in shared memory. Keys of the
-//         next tile are asked for when those of this one have become scores, values likewise.
-// Why:    the second launch of v01 waits for the first, and reads back what that has written. With as
-//         few keys as GPT-2 has, that is much of the time.
-// Cost:   no more multiprocessors are busy than rows and heads exist: one of them must read a whole
-//         head's cache, so time grows with the length sooner than in v01.
+// Change: a block has a whole row and head. A group of lanes takes every kKeys-th key, with its own
+//         maximum and sum; groups are joined by shuffles, warps in shared memory. The next tile's
+//         keys are requested as soon as this one's have become scores, its values likewise.
+// Why:    the second launch of v01 waits for the first and reads its results back. With GPT-2's
+//         short sequences, that is much of the time.
+// Cost:   it uses only as many multiprocessors as there are rows times heads, and each reads a
+//         whole head's cache, so time starts to grow with the length sooner than in v01.
 // Tile:   kBlockN = kSteps * 512 / (lanes of a key) keys, block (512)
 // Layout: strided
 // Role:   decode
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
-// Expect: one launch and no scratch: less time than v01 for short rows and for large batches, more
+// Expect: one launch and no scratch: faster than v01 for short rows and for large batches, slower
 //         for long rows of a small batch.
 //
-// Which lanes have a key, and the order in which they are joined, depends on the key's place alone:
-// neither the batch nor max_seqlen changes a bit of a row.
+// Which lanes have a key, and the order in which they are joined, depend only on the key's
+// position: neither the batch nor max_seqlen changes a single bit of a row.
 
 #include <cfloat>
 
@@ -24,13 +24,13 @@
 
 namespace attention::ATTENTION_VERSION {
 
-constexpr int kSteps = 8;  // keys of a tile for each group of lanes
+constexpr int kSteps = 8;  // keys per tile and group of lanes
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
 constexpr unsigned kWarp = 0xffffffff;
 
-// What a warp has found: O before the division, row_max and row_sum.
+// The result of a warp: O before the division, row_max, row_sum.
 template <int kHeadDim>
 struct Partial {
   float o[kHeadDim];
@@ -38,7 +38,7 @@ struct Partial {
   float row_sum;
 };
 
-// 16 bytes of the keys n, n + kKeys, ...; zeros beyond the row.
+// Loads 16 bytes of each of the keys n, n + kKeys, ...; zeros past the end of the row.
 template <int kKeys>
 __device__ void load(uint4 (&chunks)[kSteps], const Element* from, int64_t stride, int n,
                      int seqlen) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
                   const int* __restrict__ seqlens, Strides q_strides, Strides k_strides,
                   Strides v_strides, Strides o_strides, float softmax_scale) {
   constexpr int kKeyLanes = kHeadDim / kPerChunk;  // lanes that share a key
-  constexpr int kKeys = kThreads / kKeyLanes;      // keys that the block reads at once
+  constexpr int kKeys = kThreads / kKeyLanes;      // keys that the block reads at a time
   constexpr int kBlockN = kKeys * kSteps;
   const int head = blockIdx.x;
   const int batch = blockIdx.y;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   float rQ[kPerChunk];
   unpack<Element>(*reinterpret_cast<const uint4*>(gQ + column), rQ);
 
-  // Before the first key the maximum is finite, so that a group without a key has no inf - inf.
+  // The initial maximum is finite, so that a group without keys does not compute inf - inf.
   float row_max = -FLT_MAX;
   float row_sum = 0.0f;
   float rO[kPerChunk] = {};
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
     load<kKeys>(rV, gV, v_strides.seqlen, n_start + kBlockN + first, seqlen);
   }
 
-  // The groups of the warp, joined
+  // Joins the warp's groups.
   float warp_max = row_max;
 #pragma unroll
   for (int width = kKeyLanes; width < 32; width *= 2)
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kPerChunk; ++i) rO[i] += __shfl_xor_sync(kWarp, rO[i], width);
   }
 
-  // The warps', joined
+  // Joins the warps' results.
   __shared__ Partial<kHeadDim> sPart[kWarps];
   if (lane_id < kKeyLanes) {
 #pragma unroll

@@ -83,8 +83,8 @@ bool Block::next_warp() {
   return true;
 }
 
-// Returns the next fiber that can run, or null. A warp with no fiber to run stays so until the next
-// barrier, because no other warp can wake it. Only fibers that yielded can be in warps already
+// Returns the next fiber that can run, or null. A warp without one is passed for good until the
+// next barrier, because no other warp can wake it. Only fibers that yielded can be in warps already
 // passed.
 Fiber* Block::next_ready() {
   while (warp->ready == 0) {
@@ -196,7 +196,7 @@ void Block::record_divergence(const Site& here, const Site& there, const Fiber& 
                                      ", thread " + thread.c_str() + " in " + there.text());
 }
 
-// Called when no fiber can run although some have not returned: those wait for lanes of their warp.
+// Called when no fiber can run although some have not returned: they wait for lanes of their warp.
 void Block::record_stuck() {
   const auto state_of = [&](const Warp& w, unsigned bit) {
     const std::string name = "thread " + text(w.fibers[bit]->thread_idx);

@@ -38,7 +38,7 @@ constexpr unsigned kMaxCluster = 8;
 
 // Blocks that share a barrier and can write to each other's shared memory.
 struct Cluster {
-  uint64_t arrived = 0;          // threads, since the launch began
+  uint64_t arrived = 0;          // threads that have arrived since the launch began
   Block* blocks[kMaxCluster]{};  // those that are running
   bool failed = false;           // whether one of the blocks failed
 };
@@ -55,12 +55,12 @@ struct Launch {
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
   unsigned tick_limit = 0;  // per block; 0: no limit
-  unsigned interrupts = 0;  // counted before the launch began
+  unsigned interrupts = 0;  // interrupts counted before the launch began
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
   bool flushes = false;                // whether subnormal floats become 0
   bool is_early = false;               // it may start before the previous launch has ended
-  PreviousLaunch* previous = nullptr;  // which may not have run yet
+  PreviousLaunch* previous = nullptr;  // the launch before it, which may not have run yet
   bool* waited = nullptr;              // set once a thread has waited for it
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;

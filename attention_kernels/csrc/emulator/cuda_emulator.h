@@ -187,7 +187,7 @@ inline void __threadfence_block() { __threadfence(); }
 
 // ---- Memory -------------------------------------------------------------------------------------
 
-// Loads and stores that differ only in what they cache and where.
+// Loads and stores that differ only in their caching.
 #define ATTENTION_EMULATOR_ACCESS(load, store)          \
   template <typename T>                                 \
   T load(const T* address) {                            \

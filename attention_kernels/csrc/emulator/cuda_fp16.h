@@ -18,7 +18,7 @@ struct HalfFormat {
   using Native = __fp16;  // aarch64 before g++ 13
 #endif
   static uint16_t encode(float value) { return bit_cast<uint16_t>(static_cast<Native>(value)); }
-  // Makes no call, so that it vectorises, and no subnormal float, which may count as 0.
+  // Makes no calls, so that it vectorizes, and no subnormal floats, which may be flushed to 0.
   static float decode(uint16_t bits) {
     const uint32_t moved = uint32_t{bits & 0x7fffu} << 13;  // to their place in a float
     const float subnormal = bit_cast<float>(moved + (113u << 23)) - 0x1p-14f;
@@ -80,7 +80,7 @@ struct alignas(4) Float16x2 {
 
 }  // namespace attention::emulator
 
-// Structs, so that the mangled names of kernels are nvcc's.
+// Structs, so that kernels get the same mangled names as from nvcc.
 #define ATTENTION_EMULATOR_SCALAR(name, Format)                  \
   struct name : attention::emulator::Float16<Format> {           \
     using Float16::Float16;                                      \
@@ -97,7 +97,7 @@ using half2 = __half2;
 using nv_bfloat16 = __nv_bfloat16;
 using nv_bfloat162 = __nv_bfloat162;
 
-// The conversions, whose names differ by type.
+// Conversions, whose names differ by type.
 #define ATTENTION_EMULATOR_CONVERSIONS(type, type2, name, name2)          \
   inline type __float2##name(float x) { return x; }                       \
   inline type __float2##name##_rn(float x) { return x; }                  \
@@ -121,7 +121,7 @@ inline __half2 make_half2(__half x, __half y) { return {x, y}; }
 inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 
-// The functions, whose names do not.
+// Functions whose names do not differ by type.
 #define ATTENTION_EMULATOR_BINARY(name, expression)                                                \
   template <typename Format>                                                                       \
   auto __h##name(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b) { \

@@ -49,7 +49,7 @@ constexpr uintptr_t kEntryOffset = 16;
 
 struct Block;
 
-// While this exists, subnormal floats on this OS thread are treated and returned as 0, or are kept.
+// While this exists, subnormal floats on this OS thread are flushed to 0, or kept.
 class Subnormals {
  public:
   explicit Subnormals(bool flushed) : before(get()) {

@@ -12,7 +12,7 @@
 // __syncwarp() orders memory accesses, these functions do not). A store is visible when the call
 // returns, and not before. Elements that were never set are NaN.
 //
-// Products of halfs are exact in float. They are summed in float in ascending order; hardware uses
+// Products of halves are exact in float. They are summed in float in ascending order; hardware uses
 // another order.
 
 #pragma once
@@ -46,7 +46,7 @@ ATTENTION_EMULATOR_INLINE Position position(unsigned lane, unsigned i, bool ampe
   }
 }
 
-// A lane's arguments to an operation of its warp. All lanes must agree on all but `fragments`.
+// A lane's arguments to a warp-level operation. All lanes must agree on all but `fragments`.
 struct MatrixCall {
   const void* memory;
   unsigned leading_dimension;
@@ -137,7 +137,7 @@ class fragment {
     for (T& element : x) element = T(std::numeric_limits<float>::quiet_NaN());
   }
 
-  // Not in CUDA.
+  // These are not in CUDA.
   static constexpr unsigned kRows = kIsB ? k : m;
   static constexpr unsigned kColumns = kIsA ? k : n;
   static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates

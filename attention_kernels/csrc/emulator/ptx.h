@@ -28,7 +28,7 @@ ATTENTION_EMULATOR_INLINE void yield() {
   if (to != &self) switch_context(self, *to);
 }
 
-// A barrier's bookkeeping is not an access of the kernel's to shared memory.
+// A barrier's bookkeeping does not count as the kernel's access to shared memory.
 #define ATTENTION_EMULATOR_UNSEEN __attribute__((no_sanitize("thread"))) inline
 
 ATTENTION_EMULATOR_UNSEEN void complete_if_due(Barrier* barrier) {

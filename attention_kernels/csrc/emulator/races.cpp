@@ -33,7 +33,7 @@ void Races::begin_block() {
 }
 
 void Races::synchronize(unsigned first_thread, uint32_t lanes) {
-  // Other warps' histories can only be news if barriers of ptx.h pass them on.
+  // Lanes differ in what they know of other warps only after acquiring a barrier of ptx.h.
   const unsigned first = released.empty() ? first_thread : 0;
   const unsigned end = released.empty() ? first_thread + kWarpSize : block.threads;
   uint32_t all[kMaxThreads] = {};

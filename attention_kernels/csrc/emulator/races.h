@@ -27,7 +27,7 @@ class Races {
  public:
   explicit Races(Block& of);
 
-  // begin_interval(): all threads of the block pass a barrier. begin_block(): the block begins.
+  // Call begin_interval() when all threads pass a barrier, begin_block() when the block begins.
   void begin_interval() { ordered = time++; }
   void begin_block();
 

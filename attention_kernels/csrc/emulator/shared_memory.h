@@ -32,7 +32,7 @@ constexpr size_t kRedzone = 1024;
 constexpr size_t kGuardBytes = 1024 * 1024;
 constexpr size_t kSharedBytes = 256 * 1024;
 
-constexpr size_t kSharedAlignment = 128;  // of dynamic shared memory
+constexpr size_t kSharedAlignment = 128;  // alignment of dynamic shared memory
 
 // The initial content of shared memory: a NaN as float, double, __half and bfloat16.
 // ATTENTION_EMULATOR_POISON replaces it by a finite word: if results differ between two such words,

@@ -1,18 +1,18 @@
 // v01 - FlashAttention-1 in half precision, 16 x 16 tiles, 64 threads
 //
-// Change: the first rung. A block owns kBlockM queries (the paper's Br) and walks over the keys in
-//         tiles of kBlockN (Bc). All of a tile is in shared memory, and each step of the algorithm
-//         is a loop of the 64 threads over a matrix, element by element.
-// Why:    S, seqlen x seqlen, is never written to global memory; half-precision tiles are half the
+// Change: the first version. A block owns kBlockM queries (the paper's Br) and walks over the keys
+//         in tiles of kBlockN (Bc). The whole tile is in shared memory, and in each step of the
+//         algorithm the 64 threads loop over a matrix, element by element.
+// Why:    S, seqlen x seqlen, is never written to global memory; half-precision tiles halve the
 //         traffic; and batch x heads x tiles blocks fill a GPU that one head would leave idle.
-// Cost:   an element of S or O reads a whole row and a whole column from shared memory, and the
-//         rows of K begin in one bank or two; 16 threads update the statistics while 48 wait.
+// Cost:   each element of S or O reads a whole row and a whole column from shared memory, and the
+//         rows of K start in only one or two banks; 16 threads update the statistics while 48 wait.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 64
 // Layout: strided
 // Takes:  float16
 // Flags:  (none)
-// Expect: shared-memory loads are the limit by far. S, P and the running O are float, as the
-//         statistics are, so that their rounding does not add up over the tiles.
+// Expect: shared-memory loads are the bottleneck by far. S, P, the running O and the statistics are
+//         float, so that rounding errors do not add up over the tiles.
 
 #include <cuda_fp16.h>
 
@@ -20,14 +20,14 @@
 
 namespace attention::ATTENTION_VERSION {
 
-using Element = __half;     // of q, k, v and o
-using Accumulator = float;  // of S, P, the running O and the statistics
+using Element = __half;     // type of q, k, v and o
+using Accumulator = float;  // type of S, P, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
 constexpr int kThreads = 64;
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -42,7 +42,7 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
                                  n_end - n_start);
     __syncthreads();
 
-    // S = softmax_scale * Q K^T, where a query sees the key
+    // S = softmax_scale * Q K^T, or -infinity where the query does not see the key
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
       const int m = (i + thread) / kBlockN;
       const int n = (i + thread) % kBlockN;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // The maximum of each row so far, and alpha
+    // The running maximum of each row, and alpha
     if (thread < kBlockM) {
       const int m = thread;
       Accumulator new_max = row_max[m];
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    // O = alpha * O + P V. A masked P is 0, but V may be anything there: 0 * NaN is not 0.
     for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
       const int m = (i + thread) / kHeadDim;
       const int d = (i + thread) % kHeadDim;

@@ -1,20 +1,20 @@
-// v02 - 32 x 32 tiles, of which a thread has a register tile: negative in the document
+// v02 - 32 x 32 tiles with register tiles: negative in the document
 //
 // From:   v01
 // Change: the tile is 32 x 32. In both products a thread computes kThreadM rows of
 //         kThreadN columns (of O, kHeadDim / kThreadsX) at once, in registers.
-// Why:    a value that is read from shared memory serves four multiplication-additions, and K and
-//         V are read from global memory half as often.
-// Cost:   more than twice the shared memory for a block of the same two warps. A row of S is now 32
+// Why:    a value read from shared memory serves four multiply-adds, and K and V are read from
+//         global memory half as often.
+// Cost:   more than twice the shared memory, for a block of still two warps. A row of S is now 32
 //         floats: the rows that a warp reads at once, of P or for the statistics, share a bank.
 // Tile:   kBlockM x kBlockN = 32 x 32, block 64
 // Layout: strided
 // Takes:  float16
 // Flags:  (none)
-// Expect: the document finds it slower, for its shared memory and occupancy. Here, too, about half
-//         as many warps fit a multiprocessor, and the loops over a row, which only one warp of a
-//         block runs, are twice as long and meet twice the bank conflicts. But v01 is bound by
-//         reading shared memory, and this takes about half as many cycles of it: faster.
+// Expect: the document finds it slower, because of its shared memory and occupancy. Here, too,
+//         about half as many warps fit on a multiprocessor, and the loops over a row, which only
+//         one warp per block runs, are twice as long with twice the bank conflicts. But v01 is
+//         bound by shared-memory reads, and this takes half as many cycles for them: faster.
 
 #include <cuda_fp16.h>
 
@@ -22,8 +22,8 @@
 
 namespace attention::ATTENTION_VERSION {
 
-using Element = __half;     // of q, k, v and o
-using Accumulator = float;  // of S, P, the running O and the statistics
+using Element = __half;     // type of q, k, v and o
+using Accumulator = float;  // type of S, P, the running O and the statistics
 
 constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
@@ -33,7 +33,7 @@ constexpr int kThreadsX = 8;
 constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -48,7 +48,7 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockM <= kThreads, "a row has a thread");
   static_assert(kBlockM == kThreadM * kThreadsY, "a thread has kThreadM rows");
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
-  constexpr int kColumns = kHeadDim / kThreadsX;  // of O, per thread
+  constexpr int kColumns = kHeadDim / kThreadsX;  // columns of O per thread
   const int thread = threadIdx.x;
-  // A thread's rows are thread_m + kThreadsY * i, its columns thread_n + kThreadsX * j.
+  // A thread has rows thread_m + kThreadsY * i and columns thread_n + kThreadsX * j.
   const int thread_m = thread / kThreadsX;
   const int thread_n = thread % kThreadsX;
   load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, seqlen - m_start);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
                                  n_end - n_start);
     __syncthreads();
 
-    // S = softmax_scale * Q K^T, where a query sees the key
+    // S = softmax_scale * Q K^T, or -infinity where the query does not see the key
     Accumulator rS[kThreadM][kThreadN] = {};
 #pragma unroll 4
     for (int d = 0; d < kHeadDim; ++d) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // The maximum of each row so far, and alpha
+    // The running maximum of each row, and alpha
     if (thread < kBlockM) {
       const int m = thread;
       Accumulator new_max = row_max[m];
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    // O = alpha * O + P V. A masked P is 0, but V may be anything there: 0 * NaN is not 0.
     int visible[kThreadM];
     Accumulator rO[kThreadM][kColumns];
     for (int i = 0; i < kThreadM; ++i) {

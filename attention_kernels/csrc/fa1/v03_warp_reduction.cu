@@ -1,17 +1,17 @@
-// v03 - the statistics of the rows by warp shuffles: a negative experiment
+// v03 - row statistics by warp shuffles: a negative experiment
 //
 // From:   v01
-// Change: a warp takes its rows one after the other: each lane holds an element, and
-//         the row's maximum and sum are reduced by shuffles. A lane then updates each row.
+// Change: a warp processes its rows one after another: each lane holds an element, and shuffles
+//         reduce the row's maximum and sum. One lane then updates each row.
 // Why:    in v01 one thread walks over a row while 48 of the 64 wait.
 // Cost:   five dependent shuffles for a maximum and five for a sum, for each of a warp's 8 rows.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 64
 // Layout: strided
 // Takes:  float16
 // Flags:  (none)
-// Expect: slower, because a row of 16 keys is half an element for each lane: half of every shuffle
-//         is idle, and a warp makes 80 of them where one warp of v01 makes 8 vector loads. It takes
-//         tiles of 64 keys or more to be worth it.
+// Expect: slower, because a row of 16 keys has only half an element per lane: half of every shuffle
+//         is idle, and a warp makes 80 of them where one warp of v01 makes 8 vector loads. It would
+//         take tiles of 64 keys or more to pay off.
 
 #include <cuda_fp16.h>
 
@@ -19,16 +19,16 @@
 
 namespace attention::ATTENTION_VERSION {
 
-using Element = __half;     // of q, k, v and o
-using Accumulator = float;  // of S, P, the running O and the statistics
+using Element = __half;     // type of q, k, v and o
+using Accumulator = float;  // type of S, P, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
 constexpr int kWarps = 2;
-constexpr int kRows = kBlockM / kWarps;  // of a warp
+constexpr int kRows = kBlockM / kWarps;  // rows per warp
 constexpr int kThreads = 32 * kWarps;
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -43,12 +43,12 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
 
-// The maximum, or the sum, of x over a warp; every lane gets it.
+// Reduces x over a warp; every lane gets the result.
 inline __device__ Accumulator reduce_max(Accumulator x) {
   for (int offset = 16; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
                                  n_end - n_start);
     __syncthreads();
 
-    // S = softmax_scale * Q K^T, where a query sees the key
+    // S = softmax_scale * Q K^T, or -infinity where the query does not see the key
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
       const int m = (i + thread) / kBlockN;
       const int n = (i + thread) % kBlockN;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // The maximum of each row so far, and alpha. Lane i keeps what the warp finds of its i-th row.
+    // The running maximum of each row, and alpha. Lane i keeps the result for the warp's i-th row.
     Accumulator tile_max = -INFINITY;
     for (int i = 0; i < kRows; ++i) {
       const int m = kRows * warp_id + i;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    // O = alpha * O + P V. A masked P is 0, but V may be anything there: 0 * NaN is not 0.
     for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
       const int m = (i + thread) / kHeadDim;
       const int d = (i + thread) % kHeadDim;

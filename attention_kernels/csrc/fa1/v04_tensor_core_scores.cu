@@ -1,18 +1,18 @@
-// v04 - Q K^T by tensor cores, one warp a block
+// v04 - Q K^T on tensor cores, one warp per block
 //
 // From:   v01
-// Change: a block is one warp, and it computes Q K^T by WMMA, 16 x 16 x 16 at a time: a
-//         col_major fragment of the rows of K is K^T. The rest is v01's, by 32 threads.
-// Why:    one instruction multiplies two matrices, and reads each operand once. It takes all lanes
-//         of a warp; with one warp in a block its barriers are the warp's own, and cheap.
-// Cost:   a fragment does not tell which elements a lane has: the mask waits until S is in shared
-//         memory. Half as many threads share the other product.
+// Change: a block is one warp and computes Q K^T with WMMA, 16 x 16 x 16 at a time: a col_major
+//         fragment of the rows of K is K^T. The rest is as in v01, with 32 threads.
+// Why:    one instruction multiplies two matrices and reads each operand once. It takes all lanes
+//         of a warp; and with one warp per block, barriers are warp-wide and cheap.
+// Cost:   a fragment does not tell which elements a lane has, so the mask must wait until S is in
+//         shared memory. Half as many threads share the other product.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 32
 // Layout: strided
 // Takes:  float16
 // Flags:  (none)
-// Expect: three quarters of v01's wavefronts of shared loads fall away, and with the 8-way conflict
-//         on the rows of K most bank conflicts. P V, element by element, is the limit.
+// Expect: three quarters of v01's shared-load wavefronts go, and most bank conflicts with them: the
+//         8-way conflict on the rows of K is gone. P V, element by element, is the bottleneck.
 
 #include <cuda_fp16.h>
 #include <mma.h>
@@ -23,15 +23,15 @@ namespace attention::ATTENTION_VERSION {
 
 namespace wmma = nvcuda::wmma;
 
-using Element = __half;     // of q, k, v and o
-using Accumulator = float;  // of S, P, the running O and the statistics
+using Element = __half;     // type of q, k, v and o
+using Accumulator = float;  // type of S, P, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
 constexpr int kThreads = 32;
-constexpr int kFragment = 16;  // rows, columns and depth of a product
+constexpr int kFragment = 16;  // rows, columns and depth of one product
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -46,7 +46,7 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(kThreads)
     wmma::store_matrix_sync(sS, rS, kBlockN, wmma::mem_row_major);
     __syncwarp();
 
-    // The maximum of each row so far, and alpha
+    // The running maximum of each row, and alpha
     if (thread < kBlockM) {
       const int m = thread;
       const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
       Accumulator new_max = row_max[m];
       for (int n = 0; n < kBlockN; ++n) {
-        const Accumulator s = sS[m * kBlockN + n];  // read always: four at once
+        const Accumulator s = sS[m * kBlockN + n];  // always read, so that four loads merge
         new_max = fmaxf(new_max, n < visible ? s : -INFINITY);
       }
       alpha[m] = expf(row_max[m] - new_max);
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // P = exp(S - row_max) in place of S, where a query sees the key. Four at once: more take the
-    // registers of other blocks.
+    // P = exp(S - row_max) in place of S, or 0 where masked. Unrolling more than four would take
+    // registers from other blocks.
 #pragma unroll 4
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
       const int m = (i + thread) / kBlockN;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    // O = alpha * O + P V. A masked P is 0, but V may be anything there: 0 * NaN is not 0.
     for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
       const int m = (i + thread) / kHeadDim;
       const int d = (i + thread) % kHeadDim;

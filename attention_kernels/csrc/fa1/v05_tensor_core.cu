@@ -1,18 +1,18 @@
-// v05 - both products by tensor cores
+// v05 - both products on tensor cores
 //
-// Change: P V goes to the tensor cores, too: O is rescaled in shared memory and loaded as the
-//         accumulator, which the product starts from.
-// Why:    in v04 P V is the limit: each multiplication-addition reads an element of P and one of V
-//         from shared memory.
+// Change: P V also runs on the tensor cores: O is rescaled in shared memory and loaded as the
+//         accumulator to which the product is added.
+// Why:    in v04 P V is the bottleneck: each multiply-add reads an element of P and one of V from
+//         shared memory.
 // Cost:   P is rounded to half precision, and O goes from shared memory to a fragment and back in
-//         every tile. A product takes all of a tile's V, and P = 0 hides a masked row only if it is
-//         finite: V must be.
+//         every tile. A product takes all of a tile's V, and P = 0 hides a masked row only if V is
+//         finite: it must be.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 32
 // Layout: strided
 // Takes:  float16
 // Flags:  (none)
-// Expect: several times as fast as v01. What is left is the softmax, and the way of S, P and O
-//         through shared memory.
+// Expect: several times as fast as v01. What remains is the softmax, and moving S, P and O through
+//         shared memory.
 
 #include <cuda_fp16.h>
 #include <mma.h>
@@ -23,15 +23,15 @@ namespace attention::ATTENTION_VERSION {
 
 namespace wmma = nvcuda::wmma;
 
-using Element = __half;     // of q, k, v, o and P
-using Accumulator = float;  // of S, the running O and the statistics
+using Element = __half;     // type of q, k, v, o and P
+using Accumulator = float;  // type of S, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
 constexpr int kThreads = 32;
-constexpr int kFragment = 16;  // rows, columns and depth of a product
+constexpr int kFragment = 16;  // rows, columns and depth of one product
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -46,7 +46,7 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -122,13 +122,13 @@ __global__ void __launch_bounds__(kThreads)
     wmma::store_matrix_sync(sS, rS, kBlockN, wmma::mem_row_major);
     __syncwarp();
 
-    // The maximum of each row so far, and alpha
+    // The running maximum of each row, and alpha
     if (thread < kBlockM) {
       const int m = thread;
       const int visible = visible_keys(m_start + m, reach, n_start, seqlen);
       Accumulator new_max = row_max[m];
       for (int n = 0; n < kBlockN; ++n) {
-        const Accumulator s = sS[m * kBlockN + n];  // read always: four at once
+        const Accumulator s = sS[m * kBlockN + n];  // always read, so that four loads merge
         new_max = fmaxf(new_max, n < visible ? s : -INFINITY);
       }
       alpha[m] = expf(row_max[m] - new_max);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // P = exp(S - row_max), where a query sees the key. Four at once: more take the registers of
+    // P = exp(S - row_max), or 0 where masked. Unrolling more than four would take registers from
     // other blocks.
 #pragma unroll 4
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {

@@ -1,29 +1,29 @@
 // v06 - the baseline in double precision
 //
 // From:   v01
-// Change: the types: q, k, v, o and all between are double. The launch bounds ask for
-//         one block on a multiprocessor: shared memory limits how many there are, so the compiler
-//         need not spill registers for more.
-// Why:    to tell a wrong algorithm from rounding: what is left of the error is double's own.
-// Cost:   four times the bytes of half precision, and the 64-bit units of a GPU that may have few.
+// Change: the types: q, k, v, o and everything between are double. The launch bounds ask for one
+//         block per multiprocessor: shared memory allows few anyway, so the compiler need not spill
+//         registers to fit more.
+// Why:    to tell a wrong algorithm from rounding: the only error left is double's own.
+// Cost:   four times the bytes of half precision, and 64-bit units, which are few on some GPUs.
 // Tile:   kBlockM x kBlockN = 16 x 16, block 64
 // Layout: strided
 // Takes:  float64
 // Flags:  (none)
-// Expect: for verification. head_dim 128 takes 66.4 KB of shared memory, more than sm_75 has.
+// Expect: only for verification. head_dim 128 takes 66.4 KB of shared memory, more than sm_75 has.
 
 #include "common.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
-using Element = double;      // of q, k, v and o
-using Accumulator = double;  // of S, P, the running O and the statistics
+using Element = double;      // type of q, k, v and o
+using Accumulator = double;  // type of S, P, the running O and the statistics
 
 constexpr int kBlockM = 16;
 constexpr int kBlockN = 16;
 constexpr int kThreads = 64;
 
-// Copies kRows rows to shared memory, 16 bytes at a time. Those from valid_rows on become zero.
+// Copies kRows rows to shared memory, 16 bytes at a time. Rows from valid_rows on become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -38,7 +38,7 @@ inline __device__ void load_tile(Element* s_tile, const Element* g_tile, int64_t
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees.
+// Counts the keys of the tile at n_start that query `row` sees.
 inline __device__ int visible_keys(int row, int reach, int n_start, int seqlen) {
   return min(min(row + reach, seqlen) - n_start, kBlockN);
 }
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                      const Element* __restrict__ v, Element* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, Strides o_strides, int seqlen,
                      int num_heads, Accumulator softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Accumulator* sS = sO + kBlockM * kHeadDim;
   Accumulator* row_max = sS + kBlockM * kBlockN;
   Accumulator* row_sum = row_max + kBlockM;
-  Accumulator* alpha = row_sum + kBlockM;  // what a new maximum makes of the sums before it
+  Accumulator* alpha = row_sum + kBlockM;  // factor that rescales earlier sums
   Element* sQ = reinterpret_cast<Element*>(alpha + kBlockM);
   Element* sK = sQ + kBlockM * kHeadDim;
   Element* sV = sK + kBlockN * kHeadDim;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // Query i sees the keys below i + reach: the causal mask is top-left aligned. No query of this
-  // block sees a key from n_end on.
+  // block sees any key from n_end on.
   const int reach = is_causal ? 1 : seqlen;
   const int n_end = min(m_start + kBlockM - 1 + reach, seqlen);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                  n_end - n_start);
     __syncthreads();
 
-    // S = softmax_scale * Q K^T, where a query sees the key
+    // S = softmax_scale * Q K^T, or -infinity where the query does not see the key
     for (int i = 0; i < kBlockM * kBlockN; i += kThreads) {
       const int m = (i + thread) / kBlockN;
       const int n = (i + thread) % kBlockN;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    // The maximum of each row so far, and alpha
+    // The running maximum of each row, and alpha
     if (thread < kBlockM) {
       const int m = thread;
       Accumulator new_max = row_max[m];
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    // O = alpha * O + P V. A masked P is 0, but its V may be anything: 0 * NaN is not 0.
+    // O = alpha * O + P V. A masked P is 0, but V may be anything there: 0 * NaN is not 0.
     for (int i = 0; i < kBlockM * kHeadDim; i += kThreads) {
       const int m = (i + thread) / kHeadDim;
       const int d = (i + thread) % kHeadDim;

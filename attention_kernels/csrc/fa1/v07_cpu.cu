@@ -1,15 +1,15 @@
-// v07 - standard attention on the CPU, parallel by OpenMP
+// v07 - standard attention on the CPU, parallelized with OpenMP
 //
-// Change: the reference of the others. Host code: a task is kBlockM queries of one head, and for
-//         each query it computes a whole row of S, its softmax, and the weighted sum of V.
-// Why:    the yardstick of a GPU's speed-up, and a check by other means than tiles and rescaling.
-// Cost:   each query reads all keys and values that it sees, from the cache at best.
+// Change: the reference for the others. Host code: a task is kBlockM queries of one head; for each
+//         query it computes a whole row of S, its softmax, and the weighted sum of V.
+// Why:    the yardstick for a GPU's speed-up, and a check by other means than tiles and rescaling.
+// Cost:   each query reads all keys and values that it sees, at best from the cache.
 // Tile:   kBlockM = 16 queries, whole rows of S
 // Layout: strided
 // Takes:  float32, on the CPU
-// Error:  2x: a sum over the keys is one chain of additions; what sets the budget adds in blocks.
+// Error:  2x: a sum over the keys is one chain of additions; the budget assumes blockwise sums.
 // Flags:  -Xcompiler=-fopenmp
-// Expect: almost as many times faster as there are threads, and the same bits with any number.
+// Expect: a speed-up of nearly the number of threads, and the same bits with any number.
 
 #include <omp.h>
 
@@ -24,7 +24,7 @@ constexpr int kBlockM = 16;
 
 namespace {
 
-// One query's output. s has room for `visible` floats.
+// Computes one query's output. s has room for `visible` floats.
 void attend(const float* q, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
             float* o, float* s, int visible, int head_dim, float softmax_scale) {
   // S = softmax_scale * Q K^T
@@ -60,7 +60,7 @@ void attend(const float* q, const float* k, int64_t k_stride, const float* v, in
 
 }  // namespace
 
-// A row of S for each thread.
+// One row of S per thread.
 int64_t scratch_floats(const Params& params) {
   return int64_t{omp_get_max_threads()} * params.seqlen;
 }

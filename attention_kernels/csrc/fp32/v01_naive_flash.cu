@@ -1,20 +1,20 @@
 // v01 - naive Flash Attention V1
 //
-// Change: the first rung. A block of threads owns kBlockM queries (the paper's Br) and walks over
-//         the keys in tiles of kBlockN (Bc). The tiles of Q, K, V and S are in shared memory; O and
-//         the softmax statistics of a row are in global memory and are updated tile by tile.
+// Change: the first version. A block owns kBlockM queries (the paper's Br) and walks over the keys
+//         in tiles of kBlockN (Bc). The tiles of Q, K, V and S are in shared memory; O and the
+//         softmax statistics of each row are in global memory and are updated after every tile.
 // Why:    S, seqlen x seqlen floats, is never written to global memory.
-// Cost:   O and the statistics travel to global memory and back once per tile; one lane per row
-//         computes the statistics while the rest of its warp waits. head_dim 128 takes 81 KB of
-//         shared memory: sm_75 refuses it.
+// Cost:   O and the statistics make a round trip through global memory for every tile; one lane per
+//         row computes the statistics while the rest of its warp waits. head_dim 128 takes 81 KB of
+//         shared memory, which sm_75 does not have.
 // Tile:   kBlockM x kBlockN = 48 x 48, block (32, 16)
 // Layout: contiguous
-// Error:  2x: every tile multiplies O by the old row_sum and divides it by the new one, and rounds
-//         it each time.
+// Error:  2x: every tile multiplies O by the old row_sum and divides it by the new one, and each
+//         step rounds O.
 // Flags:  (none)
-// Expect: 32-way bank conflicts on K; shared memory is the limit by far. The case study starts the
-//         blocks of the first queries first; here those with the most keys are first, in every
-//         rung.
+// Expect: 32-way bank conflicts on K; shared memory is the bottleneck by far. The case study starts
+//         the blocks of the first queries first; every version here starts the blocks with the most
+//         keys first.
 
 #include "common.cuh"
 
@@ -26,7 +26,7 @@ constexpr int kThreadsX = 32;
 constexpr int kThreadsY = 16;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int rows, int valid_rows, int head_dim) {
   for (int r = threadIdx.y; r < rows; r += kThreadsY) {
@@ -36,7 +36,7 @@ inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_til
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int seqlen,
                      int num_heads, int head_dim, float softmax_scale, bool is_causal,
                      float* scratch) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(kThreads)
   const float* gV = v + offset;
   float* gO = o + offset + int64_t{m_start} * row_stride;
 
-  // Three statistics per row, next to each other; row_scale is what O is multiplied by.
+  // Three interleaved statistics per row; row_scale is the factor by which O is rescaled.
   float* row_max = scratch + 3 * (int64_t{blockIdx.x} * seqlen + m_start);
   float* row_sum = row_max + 1;
   float* row_scale = row_max + 2;
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  const int k_stride = head_dim;  // floats from one row of sK to the next
+  const int k_stride = head_dim;  // row stride of sK, in floats
   float* sQ = smem;
   float* sK = sQ + kBlockM * head_dim;
   float* sV = sK + kBlockN * k_stride;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile(sK, k_stride, gK + int64_t{n_start} * row_stride, row_stride, kBlockN,
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
 
-    // P = exp(S - row_max), in place of S, and the statistics of the keys seen so far
+    // P = exp(S - row_max), in place of S, and the running row statistics
     for (int m = threadIdx.y; m < min(kBlockM, valid_rows); m += kThreadsY) {
       const int visible = visible_keys(m_start + m, n_start, seqlen, is_causal);
       if (threadIdx.x == 0) {

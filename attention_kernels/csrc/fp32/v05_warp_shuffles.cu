@@ -1,16 +1,16 @@
 // v05 - softmax statistics by warp shuffles
 //
-// Change: a warp is one row: its lanes reduce the row's maximum and sum by shuffles, and keep both
+// Change: a warp owns one row: its lanes reduce the row's maximum and sum by shuffles and keep both
 //         in registers from tile to tile.
-// Why:    one lane walked over the row in shared memory while 31 waited, and the statistics made
-//         a round trip through global memory in every tile. A row never leaves its warp, so two of
-//         the four barriers of a tile go as well. The gain is of all three.
+// Why:    one lane walked over the row in shared memory while 31 waited, and the statistics made a
+//         round trip through global memory in every tile. A row never leaves its warp, so two of
+//         the four barriers per tile go as well. The gain comes from all three.
 // Cost:   none.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
 // Expect: each lane computes one exponential of P; no scratch memory. The case study reduces to one
-//         lane, which broadcasts; here every lane gets the result by a butterfly.
+//         lane, which broadcasts; here a butterfly gives every lane the result.
 
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ constexpr int kThreadsX = 32;
 constexpr int kThreadsY = 32;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int rows, int valid_rows, int head_dim) {
   for (int r = threadIdx.y; r < rows; r += kThreadsY) {
@@ -32,12 +32,12 @@ inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_til
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -55,7 +55,7 @@ inline __device__ float reduce_sum(float x) {
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int seqlen,
                      int num_heads, int head_dim, float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_sum = 0.0f;
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  const int k_stride = head_dim + 1;  // floats from one row of sK to the next
+  const int k_stride = head_dim + 1;  // row stride of sK, in floats
   float* sQ = smem;
   float* sK = sQ + kBlockM * head_dim;
   float* sV = sK + kBlockN * k_stride;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile(sK, k_stride, gK + int64_t{n_start} * row_stride, row_stride, kBlockN,
@@ -99,14 +99,14 @@ __global__ void __launch_bounds__(kThreads)
 
     // S = softmax_scale * Q K^T
     const int visible = visible_keys(m_start + m, n_start, seqlen, is_causal);
-    const int col = threadIdx.x;  // the thread's key
+    const int col = threadIdx.x;  // this thread's key
     float s = 0.0f;
     for (int d = 0; d < head_dim; ++d) {
       s += sQ[m * head_dim + d] * sK[col * k_stride + d];
     }
     s = col < visible ? softmax_scale * s : -INFINITY;
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     const float new_max = fmaxf(row_max, reduce_max(s));
     const float row_scale = row_sum * expf(row_max - new_max);
     row_max = new_max;

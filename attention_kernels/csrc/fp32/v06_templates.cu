@@ -1,18 +1,18 @@
 // v06 - templates, one division at the end, __restrict__
 //
-// Change: head_dim and the tile are template parameters. O is divided by row_sum once, after the
-//         last tile, and so the lanes add up their shares of row_sum only there. The pointers are
-//         __restrict__.
-// Why:    loops of known length unroll: the loads of a tile are all in flight at once, addresses
-//         become immediates, and the compiler reads Q and P four floats at a time. __restrict__
-//         opens the read-only path to global memory (LDG.CONSTANT).
-// Cost:   one kernel is compiled for each head_dim. To divide O it is read from global memory and
-//         written once more.
+// Change: head_dim and the tile are template parameters. O is divided by row_sum only once, after
+//         the last tile, so the lanes also add up their partial sums of row_sum only there. The
+//         pointers are __restrict__.
+// Why:    loops of known length unroll: all loads of a tile are in flight at once, addresses become
+//         immediates, and the compiler reads Q and P four floats at a time. __restrict__ lets it
+//         read global memory through the read-only path (LDG.CONSTANT).
+// Cost:   one kernel is compiled per head_dim. The final division reads O from global memory and
+//         writes it once more.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
-// Expect: fewer instructions per multiplication-addition. The case study makes d_model a template
-//         parameter, too; here num_heads is an argument, so one kernel serves every model.
+// Expect: fewer instructions per multiply-add. The case study also makes d_model a template
+//         parameter; here num_heads is an argument, so one kernel serves every model.
 
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ constexpr int kThreadsX = 32;
 constexpr int kThreadsY = 32;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int valid_rows) {
@@ -38,13 +38,13 @@ inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_til
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_sum = 0.0f;
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  constexpr int kStrideK = kHeadDim + 1;  // floats from one row of sK to the next
+  constexpr int kStrideK = kHeadDim + 1;  // row stride of sK, in floats
   float* sQ = smem;
   float* sK = sQ + kBlockM * kHeadDim;
   float* sV = sK + kBlockN * kStrideK;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, kStrideK, gK + int64_t{n_start} * row_stride, row_stride,
@@ -109,19 +109,19 @@ __global__ void __launch_bounds__(kThreads)
 
     // S = softmax_scale * Q K^T
     const int visible = visible_keys<kBlockN>(m_start + m, n_start, seqlen, is_causal);
-    const int col = threadIdx.x;  // the thread's key
+    const int col = threadIdx.x;  // this thread's key
     float s = 0.0f;
     for (int d = 0; d < kHeadDim; ++d) {
       s += sQ[m * kHeadDim + d] * sK[col * kStrideK + d];
     }
     s = col < visible ? softmax_scale * s : -INFINITY;
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     const float new_max = fmaxf(row_max, reduce_max(s));
     const float row_scale = expf(row_max - new_max);
     row_max = new_max;
     const float p = expf(s - new_max);
-    row_sum = row_scale * row_sum + p;  // this lane's share of it
+    row_sum = row_scale * row_sum + p;  // this lane's partial sum
     sS[m * kBlockN + col] = p;
     __syncwarp();
 

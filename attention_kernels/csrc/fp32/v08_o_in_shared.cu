@@ -2,13 +2,13 @@
 //
 // Change: O is updated in shared memory and written to global memory once, at the end, as float4.
 // Why:    every tile waited for a round trip of O through global memory.
-// Cost:   kBlockM x kHeadDim more floats of shared memory: 69 KB for head_dim 128, which sm_75
-//         refuses.
+// Cost:   kBlockM x kHeadDim more floats of shared memory: 69 KB for head_dim 128, more than sm_75
+//         has.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
-// Expect: global memory is read for Q, K and V only, and each element of O is written once.
-//         A percent or two where the L2 cache held O; the case study's GPU gained more.
+// Expect: global memory is read only for Q, K and V, and each element of O is written once. One or
+//         two percent where the L2 cache held O; the case study's GPU gained more.
 
 #include "common.cuh"
 
@@ -18,7 +18,7 @@ constexpr int kThreadsX = 32;
 constexpr int kThreadsY = 32;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -27,7 +27,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int valid_rows) {
@@ -52,13 +52,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_sum = 0.0f;
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  constexpr int kStrideK = kHeadDim + 4;  // floats from one row of sK to the next
+  constexpr int kStrideK = kHeadDim + 4;  // row stride of sK, in floats
   float* sQ = smem;
   float* sK = sQ + kBlockM * kHeadDim;
   float* sV = sK + kBlockN * kStrideK;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
     sO[m * kHeadDim + d + threadIdx.x] = 0.0f;
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, kStrideK, gK + int64_t{n_start} * row_stride, row_stride,
@@ -122,19 +122,19 @@ __global__ void __launch_bounds__(kThreads)
 
     // S = softmax_scale * Q K^T
     const int visible = visible_keys<kBlockN>(m_start + m, n_start, seqlen, is_causal);
-    const int col = threadIdx.x;  // the thread's key
+    const int col = threadIdx.x;  // this thread's key
     float s = 0.0f;
     for (int d = 0; d < kHeadDim; d += 4) {
       s = dot4(load4(sQ + m * kHeadDim, d), load4(sK + col * kStrideK, d), s);
     }
     s = col < visible ? softmax_scale * s : -INFINITY;
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     const float new_max = fmaxf(row_max, reduce_max(s));
     const float row_scale = expf(row_max - new_max);
     row_max = new_max;
     const float p = expf(s - new_max);
-    row_sum = row_scale * row_sum + p;  // this lane's share of it
+    row_sum = row_scale * row_sum + p;  // this lane's partial sum
     sS[m * kBlockN + col] = p;
     __syncwarp();
 

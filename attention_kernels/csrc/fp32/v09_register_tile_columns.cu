@@ -1,19 +1,19 @@
 // v09 - register tile, 2 columns
 //
 // Change: a thread computes kThreadN = 2 columns of S, and of O, at a time. The block has half as
-//         many threads, 16 for each row; since a warp now reads two rows of P at once, they are
-//         padded to start in different banks.
-// Why:    a value of Q, or of P, is read from shared memory once and used twice: 3 loads for 2
-//         multiplication-additions instead of 4.
-// Cost:   kBlockM x 4 more floats of shared memory; twice the registers, and half as many warps on
-//         a multiprocessor. Two rows of O at once are in conflict, 2-way, and so are stores of P:
-//         its padding of four banks is enough for its loads. sm_75 refuses head_dim 128, as of v08.
+//         many threads, 16 per row. A warp now reads two rows of P at once, so the rows are padded
+//         to start in different banks.
+// Why:    a value of Q or of P is read from shared memory once and used twice: two multiply-adds
+//         take 3 loads instead of 4.
+// Cost:   4 kBlockM more floats of shared memory; twice the registers, so half as many warps per
+//         multiprocessor. Accesses to O conflict 2-way, and so do stores of P, whose padding only
+//         helps its loads. As in v08, head_dim 128 does not fit on sm_75.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (16, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
-// Expect: three quarters of the source's shared-memory loads. nvcc had already read Q and P four
-//         floats at a time, so 85 % of the wavefronts are left. Part of the gain is the registers':
-//         with twice as many a warp has more loads in flight.
+// Expect: three quarters of the shared-memory loads in the source. nvcc already read Q and P four
+//         floats at a time, so 85 % of the wavefronts remain. Part of the gain comes from
+//         registers: with twice as many, a warp has more loads in flight.
 
 #include "common.cuh"
 
@@ -24,7 +24,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 32;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -33,7 +33,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int valid_rows) {
@@ -58,13 +58,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   float row_sum = 0.0f;
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  constexpr int kStrideK = kHeadDim + 4;  // floats from one row of sK to the next
+  constexpr int kStrideK = kHeadDim + 4;  // row stride of sK, in floats
   constexpr int kStrideS = kBlockN + 4;
   float* sQ = smem;
   float* sK = sQ + kBlockM * kHeadDim;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sO[m * kHeadDim + d + threadIdx.x] = 0.0f;
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, kStrideK, gK + int64_t{n_start} * row_stride, row_stride,
@@ -145,11 +145,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       tile_max = fmaxf(tile_max, rS[j]);
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     const float new_max = fmaxf(row_max, reduce_max(tile_max));
     const float row_scale = expf(row_max - new_max);
     row_max = new_max;
-    row_sum = row_scale * row_sum;  // this thread's share of it
+    row_sum = row_scale * row_sum;  // this thread's partial sum
     for (int j = 0; j < kThreadN; ++j) {
       const int n = j * kThreadsX + threadIdx.x;
       const float p = expf(rS[j] - new_max);

@@ -1,13 +1,13 @@
 // v10 - register tile, 2 x 2
 //
-// Change: a thread computes kThreadM = 2 rows, neighbours, of its 2 columns of S and of O. The tile
-//         has twice as many queries.
-// Why:    a value of K, or of V, is read from shared memory once and used twice, too: 4 loads for
-//         4 multiplication-additions instead of 3 for 2.
-// Cost:   half as many blocks, each with more work: at seqlen 512 with 12 heads they are 96, fewer
-//         than a large GPU has multiprocessors. The longest block then sets the time, and v09 can
-//         be the faster one; with more queries it is not. head_dim 128 takes 106 KB of shared
-//         memory: sm_75, 86, 89 and 120 refuse it.
+// Change: a thread computes kThreadM = 2 adjacent rows of its 2 columns of S and of O. The tile has
+//         twice as many queries.
+// Why:    a value of K or of V is now also read from shared memory once and used twice: 4 loads for
+//         4 multiply-adds instead of 3 for 2.
+// Cost:   half as many blocks, each with twice the work: seqlen 512 with 12 heads makes 96 blocks,
+//         fewer than a large GPU has multiprocessors. The longest block then sets the time, and v09
+//         can be faster; with more queries it is not. head_dim 128 takes 106 KB of shared memory,
+//         more than sm_75, 86, 89 and 120 have.
 // Tile:   kBlockM x kBlockN = 64 x 32, block (16, 32)
 // Layout: contiguous
 // Flags:  --use_fast_math
@@ -23,7 +23,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 32;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -32,7 +32,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, int s_stride, const float* g_tile, int g_stride,
                                  int valid_rows) {
@@ -57,13 +57,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ k,
                      const float* __restrict__ v, float* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
   static_assert(kHeadDim % (kThreadN * kThreadsX) == 0, "a thread has whole tiles of O");
-  const int m = kThreadM * threadIdx.y;  // the first of the thread's rows
+  const int m = kThreadM * threadIdx.y;  // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   for (int i = 0; i < kThreadM; ++i) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
-  constexpr int kStrideK = kHeadDim + 4;  // floats from one row of sK to the next
+  constexpr int kStrideK = kHeadDim + 4;  // row stride of sK, in floats
   constexpr int kStrideS = kBlockN + 4;
   float* sQ = smem;
   float* sK = sQ + kBlockM * kHeadDim;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, kStrideK, gK + int64_t{n_start} * row_stride, row_stride,
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     int visible[kThreadM];
     float row_scale[kThreadM];
     for (int i = 0; i < kThreadM; ++i) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       row_scale[i] = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale[i] * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale[i] * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         const int n = j * kThreadsX + threadIdx.x;
         const float p = expf(rS[i][j] - new_max);
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncwarp();
 
-    // O = row_scale * O + P V; the thread's last row sees the most keys. Where a row does not see a
-    // key P is 0, but V may be anything: 0 * NaN is not 0.
+    // O = row_scale * O + P V; the thread's last row sees the most keys. For keys that a row does
+    // not see, P is 0, but V may be anything: 0 * NaN is not 0.
     for (int d = 0; d < kHeadDim; d += kThreadN * kThreadsX) {
       float rO[kThreadM][kThreadN] = {};
       for (int n = 0; n < visible[kThreadM - 1]; ++n) {

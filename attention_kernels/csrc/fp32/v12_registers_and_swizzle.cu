@@ -1,21 +1,21 @@
 // v12 - O in registers, K and P swizzled, register tile 4 x 4
 //
 // Change: a thread keeps its elements of O in registers. K and P are swizzled, not padded: column d
-//         of row n of K is at d ^ swizzle(n). A thread computes 4 x 4 elements of S and multiplies
-//         four keys into O at a time. A block has 32 rows and 128 threads.
-// Why:    a value that is read from shared memory is used four times, not twice, and O is not read
-//         from there at all. The blocks have half of v11's rows, so the longest of them, which sets
-//         the time where blocks are few, has half the work. Every thread copies as much of a tile: a
-//         guard, as v11 has it, would make nvcc wait for each load before the next.
-// Cost:   registers: a multiprocessor has room for 16 warps. A block's four wait together while a
-//         tile is loaded, and K and V are loaded once per 32 rows, not once per 64. head_dim 128
-//         takes 88 KB of shared memory: sm_75 refuses it.
+//         of row n of K is at d ^ swizzle(n). A thread computes 4 x 4 elements of S and adds four
+//         keys to O at a time. A block has 32 rows and 128 threads.
+// Why:    a value read from shared memory is used four times instead of twice, and O is not read
+//         from there at all. Blocks have half as many rows as v11's, so the longest block, which
+//         sets the time when there are few, has half the work. Every thread copies an equal share
+//         of a tile: v11's bounds check would make nvcc wait for each load before the next.
+// Cost:   registers: a multiprocessor has room for 16 warps. The four warps of a block wait
+//         together while a tile is loaded, and K and V are loaded once per 32 rows instead of 64.
+//         head_dim 128 takes 88 KB of shared memory, more than sm_75 has.
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
 // Expect: 48 KB of shared memory at head_dim 64; half of v11's shared-memory loads. The case study
-//         swizzles by starting each thread's dot product at another d; XOR keeps four neighbours
-//         together, for vector loads.
+//         swizzles by starting each thread's dot product at a different d; XOR keeps four
+//         neighbours together for vector loads.
 
 #include "common.cuh"
 
@@ -27,7 +27,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -36,14 +36,14 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// Column d of row n of K is at d ^ swizzle(n): 8 neighbouring rows have the same d in different
-// banks, four each.
+// Column d of row n of K is stored at d ^ swizzle(n): the four columns from d on of 8 neighbouring
+// rows are in different banks.
 inline __device__ unsigned swizzle(unsigned n) { return n % 8 * 4; }
 
-// The same for P: a warp reads and writes rows of two threads, kThreadM neighbours each.
+// The same for P: a warp accesses the rows of two threads at once, kThreadM neighbours each.
 inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
                                  int valid_rows, bool swizzled) {
@@ -70,13 +70,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
   static_assert(kHeadDim % kThreadsX == 0, "a thread has whole columns of O");
   static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
-  constexpr int kColumns = kHeadDim / kThreadsX;  // of O, per thread
-  const int m = kThreadM * threadIdx.y;           // the first of the thread's rows
+  constexpr int kColumns = kHeadDim / kThreadsX;  // columns of O per thread
+  const int m = kThreadM * threadIdx.y;           // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
 
   load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, false);
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     int visible[kThreadM];
     for (int i = 0; i < kThreadM; ++i) {
       visible[i] = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       const float row_scale = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         const int n = j * kThreadsX + threadIdx.x;
         const float p = expf(rS[i][j] - new_max);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
 
     // O += P V; the thread's last row sees the most keys.
     for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
-      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
+      // On the mask's diagonal, row i sees the keys up to i. For the others P is 0, but V may be
       // anything: 0 * NaN is not 0.
       const bool diagonal = is_causal && n_start + n == m_start + m;
       for (int j = 0; j < 4; ++j) {

@@ -1,16 +1,16 @@
 // v13 - vector reads of P and V
 //
-// Change: a thread's columns of S, and of O, are four neighbours each, not every sixteenth. Its
-//         elements of P are stored, and those of P and V are read, as float4, four keys at a time.
-//         K's swizzle follows: neighbouring threads now read every fourth row.
-// Why:    one instruction reads 16 bytes instead of 4. A float4 of four rows of P is as wide as four
-//         keys, so 8 vector loads serve 64 multiplication-additions, as they do for S.
+// Change: a thread's columns of S and of O come in groups of four neighbours instead of every
+//         sixteenth. Its elements of P are stored as float4, and P and V are read as float4, four
+//         keys at a time. K's swizzle follows: neighbouring threads now read every fourth row.
+// Why:    one instruction reads 16 bytes instead of 4. A float4 from each of four rows of P covers
+//         four keys, so 8 vector loads serve 64 multiply-adds, as they do for S.
 // Cost:   head_dim 128 takes 88 KB of shared memory, as in v12.
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: a quarter of the loads of P and V. Their wavefronts fall less: for P to a half, for V not
-//         at all.
+// Expect: a quarter of the loads of P and V. Their wavefronts drop less: by half for P, not at all
+//         for V.
 
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -31,7 +31,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for kWidth = 2 or 4 floats in an array.
+// The same with an array of kWidth = 2 or 4 floats.
 template <int kWidth>
 inline __device__ void load_columns(float (&x)[kWidth], const float* row, unsigned d) {
   if constexpr (kWidth == 4) {
@@ -56,11 +56,11 @@ inline __device__ void store_columns(float* row, unsigned d, const float (&x)[kW
   }
 }
 
-// Column d of row n of K is at d ^ swizzle(n). The kThreadN neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
+// Column d of row n of K is stored at d ^ swizzle(n). The kThreadN adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kRows, int kHeadDim>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
                                  int valid_rows, bool swizzled) {
@@ -87,13 +87,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
   static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
-  constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
-  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
-  const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
+  constexpr int kColumns = kHeadDim / kThreadsX;       // columns of O per thread
+  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are adjacent
+  const int m = kThreadM * threadIdx.y;                // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 
   load_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, false);
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kBlockN, kHeadDim>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     int visible[kThreadM];
     for (int i = 0; i < kThreadM; ++i) {
       visible[i] = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       const float row_scale = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         rS[i][j] = expf(rS[i][j] - new_max);
         row_sum[i] += rS[i][j];
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kThreads)
     // O += P V; the thread's last row sees the most keys.
 #pragma unroll 4
     for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
-      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
+      // On the mask's diagonal, row i sees the keys up to i. For the others P is 0, but V may be
       // anything: 0 * NaN is not 0.
       const bool diagonal = is_causal && n_start + n == m_start + m;
       float rP[kThreadM][4];

@@ -1,18 +1,18 @@
-// v14 - fetch the next tile while one is computed
+// v14 - prefetch the next tile
 //
-// Change: the tile for the next product, V after K and K after V, is fetched from global memory into
-//         registers while the present one is computed, and stored to shared memory after it.
-// Why:    a block's warps all waited while a tile was on its way.
-// Cost:   registers for a thread's share of a tile: three blocks fit a multiprocessor at head_dim 64,
-//         not four. Where there are enough blocks for four, they hid most of the wait: with 12 heads
-//         and 4,096 queries, or more, this version is no faster than v13. head_dim 128 takes 88 KB of
-//         shared memory, as in v12.
+// Change: the tile for the next product (V after K, K after V) is loaded from global memory into
+//         registers while the current one is in use, and stored to shared memory afterwards.
+// Why:    all warps of a block waited whenever a tile was loaded.
+// Cost:   registers for a thread's share of a tile: three blocks fit on a multiprocessor at
+//         head_dim 64 instead of four. With enough blocks for four, they already hid most of the
+//         wait: with 12 heads and 4,096 or more queries this version is no faster than v13.
+//         head_dim 128 takes 88 KB of shared memory, as in v12.
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: the same accesses. Up to an eighth less time where blocks are few, and most of all at
-//         head_dim 128, where shared memory has room for only two blocks. What is left is the wait for
-//         shared memory: its wavefronts take longer than the arithmetic.
+// Expect: the same accesses. Up to an eighth less time where there are few blocks, most of all at
+//         head_dim 128, where shared memory has room for only two blocks. Shared memory is now the
+//         bottleneck: its wavefronts take longer than the arithmetic.
 
 #include "common.cuh"
 
@@ -24,7 +24,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -33,7 +33,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for kWidth = 2 or 4 floats in an array.
+// The same with an array of kWidth = 2 or 4 floats.
 template <int kWidth>
 inline __device__ void load_columns(float (&x)[kWidth], const float* row, unsigned d) {
   if constexpr (kWidth == 4) {
@@ -58,11 +58,11 @@ inline __device__ void store_columns(float* row, unsigned d, const float (&x)[kW
   }
 }
 
-// Column d of row n of K is at d ^ swizzle(n). The kThreadN neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
+// Column d of row n of K is stored at d ^ swizzle(n). The kThreadN adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
 
-// Copies kCount rows per thread to registers. Those from valid_rows on are past the end: they become
+// Copies kCount rows per thread to registers. Rows from valid_rows on are past the end and become
 // zero.
 template <int kHeadDim, int kCount>
 inline __device__ void fetch_tile(float4 (&r_tile)[kCount], const float* g_tile, int64_t g_stride,
@@ -102,13 +102,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -150,9 +150,9 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kCountM = kBlockM * kHeadDim / (4 * kThreads);
   constexpr int kCountN = kBlockN * kHeadDim / (4 * kThreads);
   static_assert(kCountM * 4 * kThreads == kBlockM * kHeadDim, "every thread loads as much");
-  constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
-  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
-  const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
+  constexpr int kColumns = kHeadDim / kThreadsX;       // columns of O per thread
+  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are adjacent
+  const int m = kThreadM * threadIdx.y;                // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kThreads)
   float* sV = sK + kBlockN * kHeadDim;
   float* sS = sV + kBlockN * kHeadDim;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
-  float4 rKV[kCountN];  // the next tile of K or V, on its way to shared memory
+  float4 rKV[kCountN];  // the next tile of K or V, to be stored to shared memory
   fetch_tile<kHeadDim>(rKV, gK, k_strides.seqlen, n_end);
   {
     float4 rQ[kCountM];
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     int visible[kThreadM];
     for (int i = 0; i < kThreadM; ++i) {
       visible[i] = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       const float row_scale = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         rS[i][j] = expf(rS[i][j] - new_max);
         row_sum[i] += rS[i][j];
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads)
     // O += P V; the thread's last row sees the most keys.
 #pragma unroll 4
     for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
-      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
+      // On the mask's diagonal, row i sees the keys up to i. For the others P is 0, but V may be
       // anything: 0 * NaN is not 0.
       const bool diagonal = is_causal && n_start + n == m_start + m;
       float rP[kThreadM][4];

@@ -1,18 +1,18 @@
 // v15 - asynchronous copies
 //
-// Change: the tile for the next product is copied to shared memory by cp.async, not by way of
+// Change: the tile for the next product is copied to shared memory by cp.async instead of through
 //         registers.
-// Why:    a copy on its way needs no registers, and nobody waits for it in order to store it. Four
-//         blocks fit a multiprocessor at head_dim 64 again; and larger tiles of S and O want the
-//         registers.
-// Cost:   a tile is waited for just before the barrier that shows it to the other threads. Before
-//         sm_80 each copy is a load and a store, and nothing is fetched ahead. head_dim 128 takes
-//         88 KB of shared memory, as in v12: room for two blocks.
+// Why:    a copy in flight needs no registers, and no thread waits for it in order to store it.
+//         Four blocks fit on a multiprocessor at head_dim 64 again, and larger tiles of S and O can
+//         use the registers.
+// Cost:   each tile is waited for just before the barrier that makes it visible to the other
+//         threads. Before sm_80 each copy is a load and a store, and nothing is prefetched.
+//         head_dim 128 takes 88 KB of shared memory, as in v12: room for two blocks.
 // Tile:   kBlockM x kBlockN = 32 x 64, block (16, 8)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: fewer instructions, and up to a seventh less time: the wavefronts of shared memory stay the
-//         limit.
+// Expect: fewer instructions, and up to a seventh less time; shared-memory wavefronts remain the
+//         bottleneck.
 
 #include <cuda_pipeline.h>
 
@@ -26,7 +26,7 @@ constexpr int kThreadsX = 16;
 constexpr int kThreadsY = 8;
 constexpr int kThreads = kThreadsX * kThreadsY;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -35,7 +35,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for kWidth = 2 or 4 floats in an array.
+// The same with an array of kWidth = 2 or 4 floats.
 template <int kWidth>
 inline __device__ void load_columns(float (&x)[kWidth], const float* row, unsigned d) {
   if constexpr (kWidth == 4) {
@@ -60,11 +60,11 @@ inline __device__ void store_columns(float* row, unsigned d, const float (&x)[kW
   }
 }
 
-// Column d of row n of K is at d ^ swizzle(n). The kThreadN neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
+// Column d of row n of K is stored at d ^ swizzle(n). The kThreadN adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / kThreadN % 8 * 4; }
 
-// Begins to copy kRows rows to shared memory. Those from valid_rows on are past the end: they become
+// Starts copying kRows rows to shared memory. Rows from valid_rows on are past the end and become
 // zero.
 template <int kRows, int kHeadDim>
 inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_stride,
@@ -77,7 +77,7 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   const float* from = g_tile + r * g_stride + d;
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
-    const bool is_valid = r + i < valid_rows;  // else nothing is read, from an aligned address
+    const bool is_valid = r + i < valid_rows;  // if not, zero-fill; the address must be aligned
     __pipeline_memcpy_async(s_tile + (r + i) * kHeadDim + (swizzled ? d ^ swizzle(r + i) : d),
                             is_valid ? from : g_tile, sizeof(float4),
                             is_valid ? 0 : sizeof(float4));
@@ -93,13 +93,13 @@ inline __device__ float dot4(float4 a, float4 b, float sum) {
   return sum;
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kThreadsX lanes that share a row; every lane gets it.
+// Reduces x over the kThreadsX lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset = kThreadsX / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
   static_assert(kBlockN == kThreadN * kThreadsX, "a thread has kThreadN columns of S");
   static_assert(32 % kThreadsX == 0, "a row is within one warp");
   static_assert(kBlockN % kBlockM == 0 && kThreadM == 4, "P has 4 x 4 elements on the diagonal");
-  constexpr int kColumns = kHeadDim / kThreadsX;       // of O, per thread
-  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are neighbours
-  const int m = kThreadM * threadIdx.y;                // the first of the thread's rows
+  constexpr int kColumns = kHeadDim / kThreadsX;       // columns of O per thread
+  constexpr int kWidth = kColumns < 4 ? kColumns : 4;  // of them are adjacent
+  const int m = kThreadM * threadIdx.y;                // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
   float* sV = sK + kBlockN * kHeadDim;
   float* sS = sV + kBlockN * kHeadDim;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   copy_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, false);
   copy_tile<kBlockN, kHeadDim>(sK, gK, k_strides.seqlen, n_end, true);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     int visible[kThreadM];
     for (int i = 0; i < kThreadM; ++i) {
       visible[i] = visible_keys<kBlockN>(m_start + m + i, n_start, seqlen, is_causal);
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       const float row_scale = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         rS[i][j] = expf(rS[i][j] - new_max);
         row_sum[i] += rS[i][j];
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 2 : 4)
     // O += P V; the thread's last row sees the most keys.
 #pragma unroll 4
     for (int n = 0; n < visible[kThreadM - 1]; n += 4) {
-      // On the mask's diagonal row i sees the keys up to i. P is 0 for the others, but V may be
+      // On the mask's diagonal, row i sees the keys up to i. For the others P is 0, but V may be
       // anything: 0 * NaN is not 0.
       const bool diagonal = is_causal && n_start + n == m_start + m;
       float rP[kThreadM][4];

@@ -1,23 +1,23 @@
 // v16 - register tile 8 x 8, lanes 4 x 8
 //
-// Change: a thread computes 8 x 8 elements of S, then 8 rows of O, there and back: from one column
-//         down its rows, from the next one up. The lanes of a warp are 4 x 8, so a warp has 32 rows
-//         of its own, and two warps are a block. P never leaves a warp: it passes through shared
-//         memory 32 keys at a time.
-// Why:    a value that is read from shared memory is used eight times, not four. A load of 16 bytes
-//         per lane takes two wavefronts, not four, where a warp wants few different addresses and
-//         neighbouring lanes want the same one.
-// Cost:   all 255 registers: 8 warps fit a multiprocessor, two per scheduler. A block of 2 warps
-//         cannot keep a multiprocessor busy. Where the longest block sets the time, as with 12 heads
-//         up to seqlen 2,048, this version is slower than v15. head_dim 128 has tiles of 32 keys and
-//         takes 72 KB of shared memory: sm_75 refuses it. Only 6 warps fit there, and v15 is faster.
+// Change: a thread computes 8 x 8 elements of S, then 8 rows of O, in serpentine order: down the
+//         rows of one column, up the rows of the next. A warp's lanes are arranged 4 x 8, so a warp
+//         has 32 rows of its own, and a block is two warps. P never leaves its warp: it passes
+//         through shared memory 32 keys at a time.
+// Why:    a value read from shared memory is used eight times instead of four. A 16-byte load per
+//         lane takes two wavefronts instead of four when a warp reads few different addresses and
+//         neighbouring lanes read the same one.
+// Cost:   all 255 registers: 8 warps fit on a multiprocessor, two per scheduler. A block of 2 warps
+//         cannot keep a multiprocessor busy. v15 is faster where the longest block sets the time,
+//         as with 12 heads up to seqlen 2,048, and at head_dim 128, which has tiles of 32 keys and
+//         room for only 6 warps. It takes 72 KB of shared memory, more than sm_75 has.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: half of v15's loads and little more than a third of their wavefronts: shared memory is no
-//         limit any more. In the inner loops 9 of 10 instructions are multiplication-additions, and
-//         the ports of the register file are the limit: three operands in every cycle are more than
-//         they deliver. One operand is used again at once in four of five, thanks to the order.
+// Expect: half of v15's loads and little more than a third of their wavefronts: shared memory no
+//         longer limits. In the inner loops 9 of 10 instructions are multiply-adds, and the
+//         register file's read ports are the bottleneck: they cannot deliver three operands per
+//         cycle. Thanks to the order, four of five reuse an operand of the one before.
 
 #include <cuda_pipeline.h>
 
@@ -30,9 +30,9 @@ constexpr int kLanesM = 4;
 constexpr int kLanesN = 8;
 constexpr int kWarps = 2;
 constexpr int kThreads = kLanesM * kLanesN * kWarps;
-constexpr int kSlice = 4 * kLanesN;  // keys whose P is in shared memory at once
+constexpr int kSlice = 4 * kLanesN;  // keys whose P is in shared memory at a time
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -41,7 +41,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for floats in an array.
+// The same with an array of floats.
 inline __device__ void load_columns(float* x, const float* row, unsigned d) {
   const float4 x4 = load4(row, d);
   x[0] = x4.x;
@@ -54,20 +54,20 @@ inline __device__ void store_columns(float* row, unsigned d, const float* x) {
   store4(row, d, make_float4(x[0], x[1], x[2], x[3]));
 }
 
-// Column d of row n of Q and K is at d ^ swizzle(n). The 4 neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
+// Column d of row n of Q and K is stored at d ^ swizzle(n). The 4 adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
 
-// The same for P, whose rows are as long as all banks.
+// The same for P, whose rows span all 32 banks.
 inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
 
-// A thread's rows downwards in even columns, upwards in odd ones: a multiplication-addition then has
-// a factor in common with the one before it, which need not be read again.
+// Visits a thread's rows downwards in even columns and upwards in odd ones. Each multiply-add then
+// shares a factor with the one before it, which need not be read again.
 inline __device__ constexpr int there_and_back(int step, int column) {
   return column % 2 == 0 ? step : kThreadM - 1 - step;
 }
 
-// Begins to copy kRows rows to shared memory. Those from valid_rows on are past the end: they become
+// Starts copying kRows rows to shared memory. Rows from valid_rows on are past the end and become
 // zero.
 template <int kRows, int kHeadDim>
 inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_stride,
@@ -80,7 +80,7 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   const float* from = g_tile + r * g_stride + d;
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
-    const bool is_valid = r + i < valid_rows;  // else nothing is read, from an aligned address
+    const bool is_valid = r + i < valid_rows;  // if not, zero-fill; the address must be aligned
     __pipeline_memcpy_async(s_tile + (r + i) * kHeadDim + (swizzled ? d ^ swizzle(r + i) : d),
                             is_valid ? from : g_tile, sizeof(float4),
                             is_valid ? 0 : sizeof(float4));
@@ -88,13 +88,13 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kLanesN lanes that share a row; every lane gets it.
+// Reduces x over the kLanesN lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset : {1, 4, 8}) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -109,8 +109,8 @@ inline __device__ float reduce_sum(float x) {
   return x;
 }
 
-// O += P V for a slice of keys. On the mask's diagonal row m of the warp sees the keys up to m. P is
-// 0 for the others, but V may be anything: 0 * NaN is not 0.
+// O += P V for a slice of keys. On the mask's diagonal, row m of the warp sees the keys up to m.
+// For the others P is 0, but V may be anything: 0 * NaN is not 0.
 template <int kHeadDim, bool kIsDiagonal>
 inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], const float* s_p,
                                    const float* s_v, int thread_m, int thread_n) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
                      const float* __restrict__ v, float* __restrict__ o, Strides q_strides,
                      Strides k_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int valid_rows = seqlen - m_start;
@@ -163,15 +163,15 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
 
   static_assert(kBlockM == kThreadM * kLanesM * kWarps, "a thread has kThreadM rows");
   static_assert(kBlockN % kSlice == 0 && kSlice == kThreadM * kLanesM, "P has 32 x 32 elements");
-  constexpr int kThreadN = kBlockN / kLanesN;   // columns of S, per thread: fours of neighbours
-  constexpr int kColumns = kHeadDim / kLanesN;  // of O, likewise
-  // Lanes that differ in bit 0, 2 or 3 share a row, in bit 1 or 4 the columns. So a quarter of a
-  // warp wants two rows and four columns, and half a warp still two rows or eight columns.
+  constexpr int kThreadN = kBlockN / kLanesN;   // columns of S per thread, in groups of four
+  constexpr int kColumns = kHeadDim / kLanesN;  // columns of O, likewise
+  // Lanes that differ only in bits 0, 2 and 3 share rows; those that differ only in bits 1 and 4
+  // share columns. So a quarter of a warp covers 2 x 4 of the 4 x 8 lanes, half a warp 2 x 8.
   const int lane_id = threadIdx.x;
   const int thread_m = (lane_id >> 1 & 1) | (lane_id >> 4) << 1;
   const int thread_n = (lane_id & 1) | (lane_id >> 2 & 3) << 1;
-  const int warp_m = threadIdx.y * kThreadM * kLanesM;  // the first of the warp's rows
-  const int m = warp_m + kThreadM * thread_m;           // the first of the thread's rows
+  const int warp_m = threadIdx.y * kThreadM * kLanesM;  // this warp's first row
+  const int m = warp_m + kThreadM * thread_m;           // this thread's first row
   float row_max[kThreadM];
   float row_sum[kThreadM];
   float rO[kThreadM][kColumns] = {};
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
   float* sV = sK + kBlockN * kHeadDim;
   float* sP = sV + kBlockN * kHeadDim;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   copy_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, true);
   copy_tile<kBlockN, kHeadDim>(sK, gK, k_strides.seqlen, n_end, true);
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
                                    n_end - n_next, true);
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     for (int i = 0; i < kThreadM; ++i) {
       for (int j = 0; j < kThreadN; ++j) rS[i][j] *= softmax_scale;
     }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
       const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
       const float row_scale = expf(row_max[i] - new_max);
       row_max[i] = new_max;
-      row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+      row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
       for (int j = 0; j < kThreadN; ++j) {
         rS[i][j] = expf(rS[i][j] - new_max);
         row_sum[i] += rS[i][j];
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
       }
     }
 
-    // O += P V, a slice of keys after the other; the warp sees no key of those past its diagonal.
+    // O += P V, one slice of keys at a time. The warp sees no key of a slice past its diagonal.
 #pragma unroll
     for (int slice = 0; slice < kBlockN; slice += kSlice) {
       const int past_diagonal = is_causal ? n_start + slice - m_start - warp_m : -1;

@@ -1,25 +1,25 @@
-// v17 - equal parts
+// v17 - split the work into equal parts
 //
-// Change: the tiles of all heads and blocks of queries stand in a row, which is cut into equal
-//         parts, one per block: as many as the device holds at once. Where a cut goes through the
-//         keys of a block of queries, each part leaves O before the division and the statistics in
-//         scratch, and a second kernel joins them, in the order of the keys. It is launched early
-//         and waits for the first.
-// Why:    under a causal mask the longest block has twice the work of the average one. At GPT-2's
-//         batch of 1 it alone sets the time, while multiprocessors have nothing left to do; and
-//         short sequences have fewer blocks of queries than there are multiprocessors.
-// Cost:   a second launch, and up to two parts per block in scratch. How a row is rounded depends on
+// Change: the tiles of all heads and query blocks form one sequence, which is cut into equal parts,
+//         one per block: as many as the device runs at once. Where a cut falls within the keys of a
+//         query block, each part stores its O before the division, and the statistics, in scratch;
+//         a second kernel joins them in the order of the keys. It is launched early and waits for
+//         the first.
+// Why:    under a causal mask the longest block has twice the average work. At GPT-2's batch of 1
+//         it alone sets the time while other multiprocessors idle; and short sequences have fewer
+//         query blocks than there are multiprocessors.
+// Cost:   a second launch, and up to two parts per block in scratch. A row's rounding depends on
 //         where it is cut: on the device, the batch and seqlen. head_dim 128 takes 72 KB of shared
-//         memory, as in v16: sm_75 refuses it. There a dozen registers spill, but not in the inner
-//         loops, and v15 is faster.
+//         memory, as in v16, more than sm_75 has. There a dozen registers spill, though not in the
+//         inner loops, and v15 is faster.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: at batch 1 and long sequences, nearly the rate that v16 has for many heads. With 12 heads
-//         and 512 keys a part is one tile: its way from memory, the launches and the join take as
-//         long as its arithmetic. Up to 256 keys 2 warps take longer for a tile of 64 rows than the
-//         4 of v15 for one of 32: v15 is then the faster one. With 64 keys nothing is cut, and v16
-//         is no slower.
+// Expect: at batch 1 and long sequences, nearly the rate that v16 reaches with many heads. With 12
+//         heads and 512 keys a part is one tile: loading it, the launches and the join take as long
+//         as its arithmetic. Up to 256 keys, 2 warps take longer for a tile of 64 rows than v15's 4
+//         warps for one of 32, so v15 is faster. With 64 keys nothing is cut, and v16 is just as
+//         fast.
 
 #include <cuda_pipeline.h>
 
@@ -33,11 +33,11 @@ constexpr int kLanesM = 4;
 constexpr int kLanesN = 8;
 constexpr int kWarps = 2;
 constexpr int kThreads = kLanesM * kLanesN * kWarps;
-constexpr int kSlice = 4 * kLanesN;  // keys whose P is in shared memory at once
+constexpr int kSlice = 4 * kLanesN;  // keys whose P is in shared memory at a time
 constexpr int kBlockM = kThreadM * kLanesM * kWarps;
 constexpr int kJoinThreads = 128;
 
-// row[d] to row[d + 3]; the row is aligned to 16 bytes and d is a multiple of 4.
+// Accesses row[d] to row[d + 3]. The row is aligned to 16 bytes, and d is a multiple of 4.
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
 }
@@ -46,7 +46,7 @@ inline __device__ void store4(float* row, unsigned d, float4 x) {
   reinterpret_cast<float4*>(row)[d / 4] = x;
 }
 
-// The same for floats in an array.
+// The same with an array of floats.
 inline __device__ void load_columns(float* x, const float* row, unsigned d) {
   const float4 x4 = load4(row, d);
   x[0] = x4.x;
@@ -59,20 +59,20 @@ inline __device__ void store_columns(float* row, unsigned d, const float* x) {
   store4(row, d, make_float4(x[0], x[1], x[2], x[3]));
 }
 
-// Column d of row n of Q and K is at d ^ swizzle(n). The 4 neighbours that a thread reads have the
-// same swizzle, and those of 8 neighbouring threads differ: their float4 are in 32 different banks.
+// Column d of row n of Q and K is stored at d ^ swizzle(n). The 4 adjacent rows of a thread share
+// a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
 
-// The same for P, whose rows are as long as all banks.
+// The same for P, whose rows span all 32 banks.
 inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
 
-// A thread's rows downwards in even columns, upwards in odd ones: a multiplication-addition then has
-// a factor in common with the one before it, which need not be read again.
+// Visits a thread's rows downwards in even columns and upwards in odd ones. Each multiply-add then
+// shares a factor with the one before it, which need not be read again.
 inline __device__ constexpr int there_and_back(int step, int column) {
   return column % 2 == 0 ? step : kThreadM - 1 - step;
 }
 
-// Begins to copy kRows rows to shared memory. Those from valid_rows on are past the end: they become
+// Starts copying kRows rows to shared memory. Rows from valid_rows on are past the end and become
 // zero.
 template <int kRows, int kHeadDim>
 inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_stride,
@@ -85,7 +85,7 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   const float* from = g_tile + r * g_stride + d;
 #pragma unroll 8
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
-    const bool is_valid = r + i < valid_rows;  // else nothing is read, from an aligned address
+    const bool is_valid = r + i < valid_rows;  // if not, zero-fill; the address must be aligned
     __pipeline_memcpy_async(s_tile + (r + i) * kHeadDim + (swizzled ? d ^ swizzle(r + i) : d),
                             is_valid ? from : g_tile, sizeof(float4),
                             is_valid ? 0 : sizeof(float4));
@@ -93,12 +93,12 @@ inline __device__ void copy_tile(float* s_tile, const float* g_tile, int64_t g_s
   }
 }
 
-// The work in units of kBlockM queries by as many keys, in a row: by head, block of queries, keys.
+// The work as a sequence of units, kBlockM queries by kBlockM keys, by head, query block, keys.
 struct Work {
   int m_blocks;
   int per_head;
   int parts;
-  int longer;  // parts, the first ones, have a unit more than per_part
+  int longer;  // the first `longer` parts have one unit more
   int64_t per_part;
   bool is_causal;
 
@@ -110,13 +110,13 @@ struct Work {
     longer = static_cast<int>(all % parts);
     per_part = all / parts;
   }
-  // Within a head.
+  // Both count units within a head.
   __host__ __device__ int first_of_rows(int m_block) const {
     return is_causal ? m_block * (m_block + 1) / 2 : m_block * m_blocks;
   }
   __device__ int rows_of(int unit) const {
     if (!is_causal) return unit / m_blocks;
-    int m_block = static_cast<int>(sqrtf(2.0f * unit));  // or one off
+    int m_block = static_cast<int>(sqrtf(2.0f * unit));  // may be off by one
     while (first_of_rows(m_block) > unit) --m_block;
     while (first_of_rows(m_block + 1) <= unit) ++m_block;
     return m_block;
@@ -124,7 +124,7 @@ struct Work {
   __device__ int64_t first_of_part(int part) const { return part * per_part + min(part, longer); }
 };
 
-// A part of the keys of kBlockM queries, in scratch.
+// The result for kBlockM queries over a part of their keys, in scratch.
 template <int kBlockM, int kHeadDim>
 struct Partial {
   float o[kBlockM][kHeadDim];
@@ -132,13 +132,13 @@ struct Partial {
   float row_sum[kBlockM];
 };
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 template <int kBlockN>
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// The maximum, or the sum, of x over the kLanesN lanes that share a row; every lane gets it.
+// Reduces x over the kLanesN lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
   for (int offset : {1, 4, 8}) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
@@ -153,8 +153,8 @@ inline __device__ float reduce_sum(float x) {
   return x;
 }
 
-// O += P V for a slice of keys. On the mask's diagonal row m of the warp sees the keys up to m. P is
-// 0 for the others, but V may be anything: 0 * NaN is not 0.
+// O += P V for a slice of keys. On the mask's diagonal, row m of the warp sees the keys up to m.
+// For the others P is 0, but V may be anything: 0 * NaN is not 0.
 template <int kHeadDim, bool kIsDiagonal>
 inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], const float* s_p,
                                    const float* s_v, int thread_m, int thread_n) {
@@ -194,15 +194,15 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
                      float softmax_scale, bool is_causal, Work work) {
   static_assert(kBlockM == kThreadM * kLanesM * kWarps, "a thread has kThreadM rows");
   static_assert(kBlockN % kSlice == 0 && kSlice == kThreadM * kLanesM, "P has 32 x 32 elements");
-  constexpr int kThreadN = kBlockN / kLanesN;   // columns of S, per thread: fours of neighbours
-  constexpr int kColumns = kHeadDim / kLanesN;  // of O, likewise
-  // Lanes that differ in bit 0, 2 or 3 share a row, in bit 1 or 4 the columns. So a quarter of a
-  // warp wants two rows and four columns, and half a warp still two rows or eight columns.
+  constexpr int kThreadN = kBlockN / kLanesN;   // columns of S per thread, in groups of four
+  constexpr int kColumns = kHeadDim / kLanesN;  // columns of O, likewise
+  // Lanes that differ only in bits 0, 2 and 3 share rows; those that differ only in bits 1 and 4
+  // share columns. So a quarter of a warp covers 2 x 4 of the 4 x 8 lanes, half a warp 2 x 8.
   const int lane_id = threadIdx.x;
   const int thread_m = (lane_id >> 1 & 1) | (lane_id >> 4) << 1;
   const int thread_n = (lane_id & 1) | (lane_id >> 2 & 3) << 1;
-  const int warp_m = threadIdx.y * kThreadM * kLanesM;  // the first of the warp's rows
-  const int m = warp_m + kThreadM * thread_m;           // the first of the thread's rows
+  const int warp_m = threadIdx.y * kThreadM * kLanesM;  // this warp's first row
+  const int m = warp_m + kThreadM * thread_m;           // this thread's first row
   ATTENTION_DYNAMIC_SHARED(float, smem);
   float* sQ = smem;
   float* sK = sQ + kBlockM * kHeadDim;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
                                      n_end - n_next, true);
       }
 
-      // P = exp(S - row_max), and the statistics of the keys seen so far
+      // P = exp(S - row_max), and the running row statistics
       for (int i = 0; i < kThreadM; ++i) {
         for (int j = 0; j < kThreadN; ++j) rS[i][j] *= softmax_scale;
       }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
         const float new_max = fmaxf(row_max[i], reduce_max(tile_max));
         const float row_scale = expf(row_max[i] - new_max);
         row_max[i] = new_max;
-        row_sum[i] = row_scale * row_sum[i];  // this thread's share of it
+        row_sum[i] = row_scale * row_sum[i];  // this thread's partial sum
         for (int j = 0; j < kThreadN; ++j) {
           rS[i][j] = expf(rS[i][j] - new_max);
           row_sum[i] += rS[i][j];
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
         }
       }
 
-      // O += P V, a slice of keys after the other; the warp sees no key of those past its diagonal.
+      // O += P V, one slice of keys at a time. The warp sees no key of a slice past its diagonal.
 #pragma unroll
       for (int slice = 0; slice < kBlockN; slice += kSlice) {
         const int past_diagonal = is_causal ? n_start + slice - m_start - warp_m : -1;
@@ -358,8 +358,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
   }
 }
 
-// Joins the parts of the queries that the cut before part blockIdx.x + 1 goes through, unless an
-// earlier cut does. A thread has four columns of a row.
+// Joins the parts of the query block that the cut before part blockIdx.x + 1 divides, unless an
+// earlier cut divides it too. A thread has four columns of a row.
 template <int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kJoinThreads)
     join_kernel(const Partial<kBlockM, kHeadDim>* __restrict__ partials, float* __restrict__ o,
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const int row = m_block * kBlockM + m;
   const int first_part = blockIdx.x;
   const bool is_cut = first >= work.first_of_part(first_part) && first < cut && row < seqlen;
-  if (!is_cut && blockIdx.x > 0) return;  // one waits at least, or this kernel might end first
+  if (!is_cut && blockIdx.x > 0) return;  // one must wait, or this kernel might end first
   ptx::wait_for_previous();
   if (!is_cut) return;
   int end_part = first_part + 2;
@@ -406,8 +406,8 @@ __global__ void __launch_bounds__(kJoinThreads)
   store_columns(o + (at * num_heads + heads % num_heads) * kHeadDim, d, total);
 }
 
-// As many parts as the device holds blocks at once, if each gets a unit. The launch reports a device
-// that does not answer here.
+// Makes as many parts as the device runs blocks at once, but none empty. If the device does not
+// answer here, the launch reports it.
 template <int kBlockM>
 inline Work work_of(const Params& params) {
   int device = 0, multiprocessors = 1;

@@ -1,18 +1,18 @@
 // v18 - both products on tensor cores, in TF32
 //
 // From:   v12
-// Change: a warp has 16 rows and multiplies by mma.sync. The instruction says what a lane
-//         holds of S and O: two neighbouring columns of two rows, in every 8 columns.
-// Why:    one instruction does the work of 32 FFMA per lane, on other units.
-// Cost:   TF32 keeps 11 of float32's 24 bits of both factors. The rows of K, V and P are padded, each
-//         so that the 32 words of a fragment are in 32 banks.
+// Change: a warp has 16 rows and multiplies with mma.sync. The instruction fixes which elements of
+//         S and O a lane holds: two neighbouring columns of two rows, in every 8 columns.
+// Why:    one instruction does the work of 32 FFMA per lane, on separate units.
+// Cost:   TF32 keeps 11 of the 24 significand bits of each float32 factor. The rows of K, V and P
+//         are padded so that the 32 words of a fragment are in 32 banks.
 // Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: tf32
 // Flags:  --use_fast_math
-// Expect: shared memory is the limit: it delivers two words to each lane for every mma.sync. The error
-//         is some thousand times that of float32: a negative result.
+// Expect: shared memory is the bottleneck: it delivers two words to each lane for every mma.sync.
+//         The error is about a thousand times that of float32: a negative result.
 
 #include "ptx.cuh"
 
@@ -20,7 +20,7 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kPadK = 4;  // floats; so is P's
+constexpr int kPadK = 4;  // padding, in floats; also of P
 constexpr int kPadV = 8;
 
 inline __device__ float4 load4(const float* row, unsigned d) {
@@ -33,7 +33,7 @@ inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
 }
 
-// Copies kRows rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies kRows rows to shared memory. Rows from valid_rows on are past the end and become zero.
 template <int kHeadDim, int kRows, int kPad>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
                                  int valid_rows) {
@@ -49,7 +49,7 @@ inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_s
 
 inline __device__ unsigned word(float x) { return __float_as_uint(x); }
 
-// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+// Reduces x over the four lanes that share a row; every lane gets the result.
 inline __device__ float reduce_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kStrideK = kHeadDim + kPadK;
   constexpr int kStrideV = kHeadDim + kPadV;
   constexpr int kStrideP = kBlockN + kPadK;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -81,20 +81,20 @@ __global__ void __launch_bounds__(kThreads)
   const float* gV = v + batch * v_strides.batch + head * v_strides.head;
   float* gO = o + offset;
 
-  // A lane has the rows m and m + 8, r = 0 and 1, and in every 8 columns those at n and n + 1.
+  // A lane has rows m (r = 0) and m + 8 (r = 1), and columns n and n + 1 of every 8.
   const int warp_id = threadIdx.x / 32;
   const int lane_id = threadIdx.x % 32;
   const int m_warp = m_start + 16 * warp_id;
   const int m = m_warp + lane_id / 4;
   const int n = 2 * (lane_id % 4);
   float row_max[2] = {-INFINITY, -INFINITY};
-  float row_sum[2] = {};  // this lane's share of it
+  float row_sum[2] = {};  // this lane's partial sum
   float rO[kHeadDim / 8][4] = {};
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
   float* sK = smem;
   float* sV = sK + kBlockN * kStrideK;
-  float* sP = sV + kBlockN * kStrideV + 16 * warp_id * kStrideP;  // of this warp alone
+  float* sP = sV + kBlockN * kStrideV + 16 * warp_id * kStrideP;  // for this warp only
 
   unsigned rQ[kHeadDim / 8][4];
   for (int i = 0; i < 4; ++i) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on, and none of this warp one from n_warp_end on.
+  // No query of this block sees any key from n_end on, and none of this warp from n_warp_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int n_warp_end = is_causal ? min(m_warp + 16, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     for (int r = 0; r < 2; ++r) {
       const int visible = (is_causal ? min(m + 8 * r + 1, seqlen) : seqlen) - n_start;
       float tile_max = -INFINITY;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // O += P V. Keys that no row of the warp sees are left out. V is finite: 0 * NaN is not 0.
+    // O += P V, without keys that no row of the warp sees. V must be finite: 0 * NaN is not 0.
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
       if (n_start + 8 * j >= n_warp_end) break;

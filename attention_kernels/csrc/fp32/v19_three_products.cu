@@ -1,19 +1,19 @@
-// v19 - three products of split numbers, summed afresh in each tile
+// v19 - three products of split numbers, summed separately in each tile
 //
-// Change: every factor is split into two numbers of TF32, x = hi + lo, and three products are summed:
-//         lo * hi + hi * lo + hi * hi. The sum of a tile's P V begins at 0; it is added to O outside of
-//         the tensor cores.
-// Why:    hi and lo together have 22 bits; lo * lo is beyond them. Tensor cores cut off what does not
-//         fit their sums. That does not average out: if O stayed there, its error would grow with
-//         every 8 keys, and the judge would fail it.
-// Cost:   three times the products, and each warp splits all of K and V.
+// Change: every factor is split into two TF32 numbers, x = hi + lo, and three products are summed:
+//         lo * hi + hi * lo + hi * hi. The sum of a tile's P V starts at 0 and is added to O
+//         outside of the tensor cores.
+// Why:    hi and lo together have 22 bits; lo * lo is below that. Tensor cores truncate their sums.
+//         The truncation errors do not average out: if O stayed there, its error would grow with
+//         every 8 keys, and the conformance suite would reject it.
+// Cost:   three times as many products, and every warp splits all of K and V.
 // Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xtf32
 // Flags:  --use_fast_math
-// Expect: the error of float32. Splitting takes more instructions than the products do. With few
-//         blocks more than half of the issue slots stay empty.
+// Expect: the accuracy of float32. Splitting takes more instructions than the products do. With few
+//         blocks, more than half of the issue slots stay empty.
 
 #include "ptx.cuh"
 
@@ -21,7 +21,7 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kPadK = 4;  // floats; so is P's
+constexpr int kPadK = 4;  // padding, in floats; also of P
 constexpr int kPadV = 8;
 
 inline __device__ float4 load4(const float* row, unsigned d) {
@@ -34,7 +34,7 @@ inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
 }
 
-// Copies kRows rows, times `scale`, to shared memory. Those from valid_rows on are past the end: they
+// Copies kRows rows, times `scale`, to shared memory. Rows from valid_rows on are past the end and
 // become zero.
 template <int kHeadDim, int kRows, int kPad>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
@@ -50,13 +50,13 @@ inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_s
   }
 }
 
-// x = hi + lo, but for 2 bits: TF32 ignores the low 13 bits of lo.
+// x = hi + lo except for the last 2 bits: TF32 ignores the low 13 bits of lo.
 inline __device__ void split(float x, unsigned& hi, unsigned& lo) {
   hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
   lo = __float_as_uint(x - __uint_as_float(hi));
 }
 
-// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+// Reduces x over the four lanes that share a row; every lane gets the result.
 inline __device__ float reduce_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kStrideK = kHeadDim + kPadK;
   constexpr int kStrideV = kHeadDim + kPadV;
   constexpr int kStrideP = kBlockN + kPadK;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -88,20 +88,20 @@ __global__ void __launch_bounds__(kThreads)
   const float* gV = v + batch * v_strides.batch + head * v_strides.head;
   float* gO = o + offset;
 
-  // A lane has the rows m and m + 8, r = 0 and 1, and in every 8 columns those at n and n + 1.
+  // A lane has rows m (r = 0) and m + 8 (r = 1), and columns n and n + 1 of every 8.
   const int warp_id = threadIdx.x / 32;
   const int lane_id = threadIdx.x % 32;
   const int m_warp = m_start + 16 * warp_id;
   const int m = m_warp + lane_id / 4;
   const int n = 2 * (lane_id % 4);
   float row_max[2] = {-INFINITY, -INFINITY};
-  float row_sum[2] = {};  // this lane's share of it
+  float row_sum[2] = {};  // this lane's partial sum
   float rO[kHeadDim / 8][4] = {};
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
   float* sK = smem;
   float* sV = sK + kBlockN * kStrideK;
-  float* sP = sV + kBlockN * kStrideV + 16 * warp_id * kStrideP;  // of this warp alone
+  float* sP = sV + kBlockN * kStrideV + 16 * warp_id * kStrideP;  // for this warp only
 
   float rQ[kHeadDim / 8][4];
   for (int i = 0; i < 4; ++i) {
@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on, and none of this warp one from n_warp_end on.
+  // No query of this block sees any key from n_end on, and none of this warp from n_warp_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int n_warp_end = is_causal ? min(m_warp + 16, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     __syncthreads();
     load_tile<kHeadDim, kBlockN, kPadK>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
                                         n_end - n_start, 1.0f);
-    // Half of V: split() rounds up, which may double the exponent.
+    // V is halved because split() may round up to the next power of two, which could overflow.
     load_tile<kHeadDim, kBlockN, kPadV>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
                                         n_end - n_start, 0.5f);
     __syncthreads();
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     for (int r = 0; r < 2; ++r) {
       const int visible = (is_causal ? min(m + 8 * r + 1, seqlen) : seqlen) - n_start;
       float tile_max = -INFINITY;
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // O += P V. Keys that no row of the warp sees are left out. V is finite: 0 * NaN is not 0.
-    constexpr int kColumns = kHeadDim > 64 ? 32 : kHeadDim;  // at once, for want of registers
+    // O += P V, without keys that no row of the warp sees. V must be finite: 0 * NaN is not 0.
+    constexpr int kColumns = kHeadDim > 64 ? 32 : kHeadDim;  // at a time: registers are short
 #pragma unroll
     for (int first = 0; first < kHeadDim; first += kColumns) {
       float rPV[kColumns / 8][4] = {};

@@ -1,18 +1,18 @@
 // v20 - P stays in registers
 //
-// Change: what a lane holds of P is its part of the first factor of P V, in another order: it has the
-//         columns n and n + 1 where the instruction wants k and k + 4. A sum has no order, so the
-//         rows of V are read in P's.
-// Why:    P went through shared memory only to change lanes.
-// Cost:   registers: two blocks fit a multiprocessor, not three, and where blocks are many the gain is
-//         gone. V is padded as K is.
+// Change: what a lane holds of P already is its part of the first factor of P V, except for the
+//         order: it has columns n and n + 1 where the instruction wants k and k + 4. The order of a
+//         sum does not matter, so the rows of V are read in P's order.
+// Why:    P went through shared memory only to move between lanes.
+// Cost:   registers: two blocks fit on a multiprocessor instead of three, and with many blocks that
+//         cancels the gain. V is padded like K.
 // Tile:   kBlockM x kBlockN = 64 x 64, at head_dim 128 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xtf32
 // Flags:  --use_fast_math
-// Expect: no stores of P, and a third less shared memory. With few blocks about
-//         half of the issue slots stay empty.
+// Expect: no stores of P, and a third less shared memory. With few blocks, about half of the issue
+//         slots stay empty.
 
 #include "ptx.cuh"
 
@@ -20,7 +20,7 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kPad = 4;  // floats
+constexpr int kPad = 4;  // padding, in floats
 
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
@@ -32,7 +32,7 @@ inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
 }
 
-// Copies kRows rows, times `scale`, to shared memory. Those from valid_rows on are past the end: they
+// Copies kRows rows, times `scale`, to shared memory. Rows from valid_rows on are past the end and
 // become zero.
 template <int kHeadDim, int kRows, int kPad>
 inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_stride,
@@ -48,13 +48,13 @@ inline __device__ void load_tile(float* s_tile, const float* g_tile, int64_t g_s
   }
 }
 
-// x = hi + lo, but for 2 bits: TF32 ignores the low 13 bits of lo.
+// x = hi + lo except for the last 2 bits: TF32 ignores the low 13 bits of lo.
 inline __device__ void split(float x, unsigned& hi, unsigned& lo) {
   hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
   lo = __float_as_uint(x - __uint_as_float(hi));
 }
 
-// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+// Reduces x over the four lanes that share a row; every lane gets the result.
 inline __device__ float reduce_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
                      float softmax_scale, bool is_causal) {
   static_assert(kBlockM == 16 * kWarps, "a warp has the 16 rows of a fragment");
   constexpr int kStride = kHeadDim + kPad;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int batch = blockIdx.x / num_heads;
@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(kThreads)
   const float* gV = v + batch * v_strides.batch + head * v_strides.head;
   float* gO = o + offset;
 
-  // A lane has the rows m and m + 8, r = 0 and 1, and in every 8 columns those at n and n + 1.
+  // A lane has rows m (r = 0) and m + 8 (r = 1), and columns n and n + 1 of every 8.
   const int warp_id = threadIdx.x / 32;
   const int lane_id = threadIdx.x % 32;
   const int m_warp = m_start + 16 * warp_id;
   const int m = m_warp + lane_id / 4;
   const int n = 2 * (lane_id % 4);
   float row_max[2] = {-INFINITY, -INFINITY};
-  float row_sum[2] = {};  // this lane's share of it
+  float row_sum[2] = {};  // this lane's partial sum
   float rO[kHeadDim / 8][4] = {};
 
   ATTENTION_DYNAMIC_SHARED(float, smem);
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // No query of this block sees a key from n_end on, and none of this warp one from n_warp_end on.
+  // No query of this block sees any key from n_end on, and none of this warp from n_warp_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int n_warp_end = is_causal ? min(m_warp + 16, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     __syncthreads();
     load_tile<kHeadDim, kBlockN, kPad>(sK, gK + n_start * k_strides.seqlen, k_strides.seqlen,
                                        n_end - n_start, 1.0f);
-    // Half of V: split() rounds up, which may double the exponent.
+    // V is halved because split() may round up to the next power of two, which could overflow.
     load_tile<kHeadDim, kBlockN, kPad>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
                                        n_end - n_start, 0.5f);
     __syncthreads();
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P = exp(S - row_max), and the statistics of the keys seen so far
+    // P = exp(S - row_max), and the running row statistics
     for (int r = 0; r < 2; ++r) {
       const int visible = (is_causal ? min(m + 8 * r + 1, seqlen) : seqlen) - n_start;
       float tile_max = -INFINITY;
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // O += P V. Keys that no row of the warp sees are left out. V is finite: 0 * NaN is not 0.
-    constexpr int kColumns = kHeadDim > 64 ? 32 : kHeadDim;  // at once, for want of registers
+    // O += P V, without keys that no row of the warp sees. V must be finite: 0 * NaN is not 0.
+    constexpr int kColumns = kHeadDim > 64 ? 32 : kHeadDim;  // at a time: registers are short
 #pragma unroll
     for (int first = 0; first < kHeadDim; first += kColumns) {
       float rPV[kColumns / 8][4] = {};

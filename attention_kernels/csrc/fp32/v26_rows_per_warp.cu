@@ -1,22 +1,22 @@
 // v26 - 32 rows per warp, Q in shared memory
 //
-// Change: a warp has two fragments of rows, t = 0 and 1, where there are enough blocks of them. Each
-//         lane stores its parts of Q in shared memory and loads them again for every tile. One
-//         ldmatrix loads hi and lo of a key's 16 columns, or of 16 keys' 8 columns.
-// Why:    what is loaded of K and V serves twice as many products. With Q in registers, 32 rows per
-//         warp leave room for two blocks, and what is won in loads is lost in waiting.
-// Cost:   16 bytes of Q for every six products; the large and the small products of S alternate, which
-//         costs a bit of precision. head_dim 128 has no room for 32 rows, and takes 98 KB of shared
-//         memory: sm_86, 89 and 120 run one block on a multiprocessor.
+// Change: a warp has two fragments of rows, t = 0 and 1, if that leaves enough blocks. Each lane
+//         stores its parts of Q in shared memory and reloads them for every tile. One ldmatrix
+//         loads hi and lo of a key's 16 columns, or of 16 keys' 8 columns.
+// Why:    each load of K and V serves twice as many products. With Q in registers, 32 rows per warp
+//         would leave room for only two blocks, and latency would cost what the loads save.
+// Cost:   16 bytes of Q for every six products; the large and small products of S alternate, which
+//         costs a little precision. head_dim 128 has no room for 32 rows, and takes 98 KB of shared
+//         memory: sm_86, 89 and 120 run one block per multiprocessor.
 // Tile:   kBlockM x kBlockN = 128 x 32 or 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: three blocks of 32 rows per warp at head_dim 32 and 64, and busier tensor cores where there
-//         are many blocks. With a batch of 4 and 4,096 rows that pays; at head_dim 32, with a batch of
-//         32 and 1,024 rows, the two tie. With one batch entry 16 rows per warp pay for Q's loads and
-//         gain nothing.
+// Expect: three blocks with 32 rows per warp at head_dim 32 and 64, and busier tensor cores where
+//         there are many blocks. That pays with a batch of 4 and 4,096 rows; at head_dim 32 with a
+//         batch of 32 and 1,024 rows it makes no difference. With one batch entry, 16 rows per warp
+//         pay for reloading Q and gain nothing.
 
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
@@ -30,12 +30,12 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMostResident = 3;  // blocks of a multiprocessor that share the keys
-constexpr int kKeys = 32;         // that Split is padded to: whole tiles
-constexpr int kStages = 2;        // tiles in shared memory: one in use, the others on their way
-constexpr int kPad = 8;           // halves
-constexpr int kTop = 14;     // exponent of the largest number of a row, or of a column of V, scaled
-constexpr int kLeast = -97;  // exponents that are used
+constexpr int kMostResident = 3;  // blocks per multiprocessor that share the keys
+constexpr int kKeys = 32;         // Split is padded to a multiple of this: whole tiles
+constexpr int kStages = 2;        // tiles in shared memory: one in use, the others in flight
+constexpr int kPad = 8;           // padding, in halves
+constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
+constexpr int kLeast = -97;  // the smallest exponent that is scaled for
 constexpr int kMost = 127;
 constexpr float kScaleP = 0x1p15f;
 
@@ -56,13 +56,13 @@ inline __device__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
 }
 
-// The exponent of the largest number of a row or of a column.
+// Returns the exponent of a row's or a column's largest number.
 inline __device__ int exponent_of(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
   return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
 }
 
-// x and y as sums hi + lo, each pair in a word.
+// Splits x and y into sums hi + lo; a word holds a pair of halves.
 inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   const half2 hi2 = __floats2half2_rn(x, y);
   const float2 back = __half22float2(hi2);
@@ -71,13 +71,13 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// The same for TF32, which ignores the low 13 bits of lo.
+// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
 inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
   hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
   lo = __float_as_uint(x - __uint_as_float(hi));
 }
 
-// Stores x, four columns of a row, as kHeadDim hi and as many lo.
+// Splits x, four columns of a row, and stores it; a row is kHeadDim hi, then kHeadDim lo.
 template <int kHeadDim>
 inline __device__ void store_split(half* row, unsigned d, float4 x, float4 scale) {
   uint2 hi, lo;
@@ -92,12 +92,12 @@ inline __device__ float4 largest_of(float4 x, float4 y) {
                      fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
 }
 
-// A thread has the same four columns of each kRowsApart-th row of a tile.
+// A thread has the same four columns of every kRowsApart-th row of a tile.
 template <int kHeadDim>
 constexpr int kRowsApart = 4 * kThreads / kHeadDim;
 
-// Calls visit(i, r, x) for the thread's rows, i = 0, 1, ... Those from valid_rows on are past the end:
-// they are zero.
+// Calls visit(i, r, x) for the thread's rows, i = 0, 1, ... Rows from valid_rows on are past the
+// end and zero.
 template <int kHeadDim, int kRows, typename Visit>
 inline __device__ void for_each_row(const float* g_tile, int64_t g_stride, int valid_rows,
                                     Visit visit) {
@@ -109,7 +109,7 @@ inline __device__ void for_each_row(const float* g_tile, int64_t g_stride, int v
   }
 }
 
-// Splits rows of K. keep() gets what undoes a row's power of two.
+// Scales and splits rows of K. keep() gets the factor that undoes each row's scale.
 template <int kHeadDim, int kRows, int kStride, typename Keep>
 inline __device__ void split_k(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
                                Keep keep) {
@@ -126,7 +126,7 @@ inline __device__ void split_k(half* to, const float* g_tile, int64_t g_stride, 
   });
 }
 
-// Splits rows of V. keep() gets what undoes the powers of two of a column and of P.
+// Scales and splits rows of V. keep() gets the factors that undo the scales of columns and of P.
 template <int kHeadDim, int kRows, int kStride, typename Keep>
 inline __device__ void split_v(half* to, const float* g_tile, int64_t g_stride, int valid_rows,
                                Keep keep) {
@@ -163,24 +163,24 @@ inline __device__ void split_v(half* to, const float* g_tile, int64_t g_stride, 
   keep(d, make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
-// What split_kernel() makes of K and V, for each head: rows of kHeadDim hi and as many lo, `padded` of
-// K and as many of V, a number for each key, and kHeadDim for each tile of V.
+// What split_kernel() computes from K and V for each head: `padded` rows of K, then of V, each
+// kHeadDim hi and kHeadDim lo; a scale per key of K, and kHeadDim scales per tile of V.
 struct Split {
   half* halves;
   float* k_scales;
   float* v_scales;
-  int padded;  // keys of a head, a multiple of kKeys
+  int padded;  // keys per head, a multiple of kKeys
 };
 
-// Parts of the output: for each part of the keys and each row of each head, O before the division, and
+// Parts of the output: for each part of the keys and each row of each head, O before the division,
 // the maximum and the sum.
 struct Parts {
   float* o;
   float2* statistics;
-  int keys;  // of a part, a multiple of kBlockM
+  int keys;  // keys per part, a multiple of kBlockM
 };
 
-// A block has a tile of kBlockN keys, blocks of y = 0 of K, of y = 1 of V.
+// A block has a tile of kBlockN keys: of K if blockIdx.y is 0, of V if it is 1.
 template <int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, Split to,
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Begins to copy `count` times 16 bytes to shared memory, rows of kRow times 16 bytes that are
-// kStride bytes apart there.
+// Starts copying kCount chunks of 16 bytes to shared memory: rows of kRow chunks, kStride bytes
+// apart in shared memory.
 template <int kCount, int kRow, int kStride>
 inline __device__ void copy(void* to, const void* from) {
 #pragma unroll
@@ -221,7 +221,7 @@ inline __device__ void copy(void* to, const void* from) {
   }
 }
 
-// The same for kRows rows of floats. Those after the last one are copies of it.
+// The same for kRows rows of floats. Rows past `last` become copies of it.
 template <int kRows, int kHeadDim, int kStride>
 inline __device__ void copy_rows(void* to, const float* from, int64_t g_stride, int last) {
 #pragma unroll
@@ -233,7 +233,7 @@ inline __device__ void copy_rows(void* to, const float* from, int64_t g_stride, 
   }
 }
 
-// The sum, or the maximum, of x over the four lanes that share a row; every lane gets it.
+// Reduces x over the four lanes that share a row; every lane gets the result.
 inline __device__ float reduce_sum(float x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
@@ -251,8 +251,8 @@ template <int kBlockN, int kHeadDim>
 constexpr int kStageBytes =
     sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * kBlockN;
 
-// O = row_scale O + P V in TF32, whose exponents are float32's, with V as it is: rows of kHeadDim
-// floats. A finite V times a P of 0 is 0, however large it is.
+// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled: rows of kHeadDim
+// floats. P = 0 times any finite V is 0, however large it is.
 template <int kBlockN, int kHeadDim>
 inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
                                         const float (&rP)[kBlockN / 8][4],
@@ -273,7 +273,7 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
 #pragma unroll
       for (int d = 0; d < 2; ++d) {
         unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halves, as rounding up may double the exponent
+        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
           split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
         }
         ptx::mma_tf32(small[d], loP, hiV);
@@ -295,15 +295,15 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
                      Parts parts, float* __restrict__ o, Strides q_strides, Strides v_strides,
                      int seqlen, int num_heads, float softmax_scale, bool is_causal) {
-  constexpr int kRows = 16 * kFragments;  // of a warp
+  constexpr int kRows = 16 * kFragments;  // rows per warp
   constexpr int kBlockM = kRows * kWarps;
   constexpr int kSteps = kHeadDim / 16;
   static_assert(kBlockN % kRowsApart<kHeadDim> == 0 && kBlockN >= kHeadDim / 4);
   constexpr int kStride = 2 * kHeadDim + kPad;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
-  // No query of this block sees a key from n_rows on. Its part of them ends at n_end.
+  // No query of this block sees any key from n_rows on. The block's part of the keys ends at n_end.
   const int n_rows = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int n_begin = blockIdx.z * parts.keys;
   const int n_end = min(n_begin + parts.keys, n_rows);
@@ -319,18 +319,18 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
   const int64_t first_key = int64_t{blockIdx.x} * kv.padded;
   float* gO = o + offset;
 
-  // A lane has of each fragment t the rows m + 16 t + 8 r, r = 0 and 1, and in every 8 columns those
-  // at n and n + 1.
+  // A lane has rows m + 16 t + 8 r of each fragment t, for r = 0 and 1, and columns n and n + 1 of
+  // every 8.
   const int warp_id = threadIdx.x / 32;
   const int lane_id = threadIdx.x % 32;
   const int m_warp = m_start + kRows * warp_id;
   const int m = m_warp + lane_id / 4;
   const int n = 2 * (lane_id % 4);
   float row_max[kFragments][2];
-  float row_sum[kFragments][2] = {};  // this lane's share of it
+  float row_sum[kFragments][2] = {};  // this lane's partial sum
   float rO[kFragments][kHeadDim / 8][4] = {};
 
-  // Every query of this block sees the keys up to here.
+  // Every query of this block sees all keys before n_seen.
   const int n_seen = is_causal ? m_start : seqlen;
   ATTENTION_DYNAMIC_SHARED(half, smem);
   constexpr int kStageHalfs = kStageBytes<kBlockN, kHeadDim> / sizeof(half);
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
     copy<kBlockN / 4, 1, 16>(s_k_scale, kv.k_scales + first_key + n_start);
     if (n_start + kBlockN <= n_seen) {
       copy<kBlockN * kRow, kRow, kBytes>(sV, gV + int64_t{n_start} * 2 * kHeadDim);
-      // The scales of V's columns, four behind each of its first rows
+      // The scales of V's columns, four after each of V's first rows
       copy<kHeadDim / 4, 1, kBytes>(sV + 2 * kHeadDim,
                                     kv.v_scales + (first_key + n_start) / kBlockN * kHeadDim);
     } else {
@@ -352,10 +352,10 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
     }
   };
 
-  // This lane's parts of Q: of each t and each 16 columns hi and lo, 32 lanes apart.
+  // This lane's parts of Q: hi and lo for each t and every 16 columns, 32 lanes apart.
   uint4* sQ = reinterpret_cast<uint4*>(smem + kStages * kStageHalfs) +
               warp_id * kFragments * kSteps * 64 + lane_id;
-  float q_scale[kFragments][2];  // to scores in units of log2
+  float q_scale[kFragments][2];  // scales scores to units of log(2)
 #pragma unroll
   for (int t = 0; t < kFragments; ++t) {
 #pragma unroll
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
     }
   }
 
-  // No query of this warp sees a key from n_warp_end on.
+  // No query of this warp sees any key from n_warp_end on.
   const int n_warp_end = is_causal ? min(m_warp + kRows, seqlen) : seqlen;
   const auto compute = [&](int n_start, auto is_masked) {
     constexpr bool kIsMasked = decltype(is_masked)::value;
@@ -390,8 +390,8 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
     // This lane's columns are 8 d + n.
     const float* lane_v_scale =
         reinterpret_cast<const float*>(sV + 2 * kHeadDim) + n / 4 * (kStride / 2) + n % 4;
-    // Where a lane's rows begin of four matrices, two of hi and two of lo: of K 8 keys and 16 columns,
-    // of V 16 keys and 8 columns.
+    // This lane's first row for ldmatrix, which loads two matrices of hi and two of lo: 8 keys x 16
+    // columns of K, 16 keys x 8 columns of V.
     const half* matrices_k =
         sK + lane_id % 8 * kStride + lane_id / 8 % 2 * 8 + lane_id / 16 * kHeadDim;
     const half* matrices_v = sV + lane_id % 16 * kStride + lane_id / 16 * kHeadDim;
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
       }
     }
 
-    // Scores, in units of log2
+    // Scores, in units of log(2)
     float new_max[kFragments][2];
 #pragma unroll
     for (int t = 0; t < kFragments; ++t) {
@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
       }
     }
 
-    // P = 2^(S - row_max), and the statistics of the keys seen so far
+    // P = 2^(S - row_max), and the running row statistics
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
 #pragma unroll
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
       }
     }
 
-    // O += P V. A power of two for a column would tell a row of keys that it does not see.
+    // O += P V. A column's scale would make rows depend on keys that they do not see.
     if (kIsMasked) {
 #pragma unroll
       for (int t = 0; t < kFragments; ++t) {
@@ -553,7 +553,7 @@ __global__ void __launch_bounds__(kThreads, kFragments == 2 || kHeadDim > 64 ? 3
   }
 }
 
-// A thread has four columns of a row that has several parts.
+// Joins the parts of rows that have several. A thread has four columns of a row.
 template <int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     join_kernel(Parts parts, float* __restrict__ o, int seqlen, int heads, int num_heads,
@@ -588,8 +588,8 @@ __global__ void __launch_bounds__(kThreads)
 
 struct Plan {
   int fragments;
-  int padded;  // keys
-  int keys;    // of a part
+  int padded;  // keys per head
+  int keys;    // per part
   int parts;
 };
 
@@ -626,9 +626,9 @@ cudaError_t make_plan(const Params& params, Plan* plan) {
       params.head_dim <= 64 && heads * ceil_div(params.seqlen, 32 * kWarps) >= blocks_at_once(2);
   plan->fragments = is_large ? 2 : 1;
   const int64_t at_once = blocks_at_once(plan->fragments);
-  const int rows = 16 * kWarps * plan->fragments;  // of a block
+  const int rows = 16 * kWarps * plan->fragments;  // rows per block
   const int64_t blocks = ceil_div(params.seqlen, rows);
-  const int64_t keys = params.is_causal ? (blocks + 1) * rows / 2 : params.seqlen;  // of a block
+  const int64_t keys = params.is_causal ? (blocks + 1) * rows / 2 : params.seqlen;  // per block
   const int64_t share = ceil_div(heads * blocks * keys, at_once);
   const int64_t units = std::min(ceil_div(share, kUnit), ceil_div<int64_t>(params.seqlen, kUnit));
   plan->padded = ceil_div(params.seqlen, kKeys) * kKeys;

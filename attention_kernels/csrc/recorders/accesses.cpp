@@ -43,7 +43,7 @@ using namespace emulator;
 
 constexpr unsigned kBanks = 32;  // of 4 bytes
 constexpr uintptr_t kSectorBytes = 32;
-constexpr unsigned kWavefrontBytes = 128;      // delivered at once by shared memory
+constexpr unsigned kWavefrontBytes = 128;      // bytes that shared memory delivers at once
 constexpr size_t kMaxSteps = size_t{1} << 26;  // between two barriers: 1 GB
 
 struct Range {
@@ -67,7 +67,7 @@ struct Place {
   unsigned size = 0;
   bool is_shared = false;
   AccessKind kind = AccessKind::kRead;
-  Range array{};  // the one accessed first
+  Range array{};  // the array accessed first
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
   Request costliest;
 
@@ -131,7 +131,7 @@ struct Place {
         found.push_back(unit);
     }
     std::sort(found.begin(), found.end());
-    // Lanes that update one word of shared memory take turns.
+    // Atomics of several lanes on one word of shared memory are serialized.
     if (!is_shared || kind != AccessKind::kAtomic)
       found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;

@@ -62,7 +62,7 @@ int main(int count, char** arguments) {
         0)
       continue;
     attention::VersionParams params{};
-    // No memory is at these addresses; they only tell the tensors apart.
+    // There is no memory at these addresses; they only tell the tensors apart.
     const auto tensor = [](uintptr_t number) { return reinterpret_cast<void*>(number << 40); };
     params.q = tensor(1);
     params.o = tensor(4);

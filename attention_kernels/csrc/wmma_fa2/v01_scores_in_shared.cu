@@ -1,22 +1,22 @@
 // v01 - tensor cores through WMMA, scores in shared memory
 //
-// Change: the first rung. A block is one warp and owns 16 queries; it walks over the keys in tiles
-//         of 32. Both products are WMMA's, of half fragments with float accumulators. S, P and O
-//         are in shared memory, where two lanes share a row; O is divided by row_sum in global
-//         memory.
-// Why:    which elements of a fragment a lane holds is not specified, and the softmax needs rows.
-//         Shared memory has rows.
-// Cost:   S, P and O travel between fragments and shared memory with every tile. The lanes are 16
-//         floats apart in S and 32 in O: bank conflicts there, uncoalesced accesses at the end.
+// Change: the first version. A block is one warp and owns 16 queries; it walks over the keys in
+//         tiles of 32. WMMA computes both products, with half fragments and float accumulators. S,
+//         P and O are in shared memory, where two lanes share a row; O is divided by row_sum in
+//         global memory.
+// Why:    CUDA does not specify which elements of a fragment a lane holds, and the softmax needs
+//         whole rows. Shared memory has rows.
+// Cost:   S, P and O move between fragments and shared memory in every tile. The lanes are 16
+//         floats apart in S and 32 in O: bank conflicts there, and uncoalesced accesses at the end.
 // Tile:   kBlockM x kBlockN = 16 x 32, block 32
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: far from any limit of the card: one warp waits for each step in turn. 16-way bank
-//         conflicts on S, 32-way on O, 8-way where fragments of K and V are loaded.
+// Expect: far from any hardware limit: the single warp waits for each step in turn. Bank conflicts:
+//         16-way on S, 32-way on O, 8-way on loads of K and V fragments.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
-// P is 0, and the product takes 0 * V into the sum.
+// P is 0, but the product still adds 0 * V to the sum.
 
 #include <mma.h>
 
@@ -42,10 +42,10 @@ using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
 using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
                                  int valid_rows) {
-  constexpr int kVector = 8;  // halfs in 16 bytes
+  constexpr int kVector = 8;  // halves in 16 bytes
   for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
     const int r = kVector * i / kHeadDim;
     const int d = kVector * i % kHeadDim;
@@ -55,7 +55,7 @@ inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride,
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   const half* gQ = q + offset + int64_t{m_start} * row_stride;
   half* gO = o + offset + int64_t{m_start} * row_stride;
-  // O in float, as fragments are stored.
+  // O in float, the type in which its fragments are stored.
   float* gO_float = scratch + (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * (kBlockM * kHeadDim);
 
   __shared__ __align__(32) half sQ[kBlockM * kHeadDim];
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_max = -INFINITY;
   float row_sum = 0.0f;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     const int64_t start = offset + int64_t{n_start} * row_stride;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // P = exp(softmax_scale * S - row_max), and the statistics of the keys seen so far
+    // P = exp(softmax_scale * S - row_max), and the running row statistics
     const int n_lane = lane_id % 2 * kLaneN;
     const int visible = visible_keys(row, n_start, seqlen, is_causal);
     float tile_max = -INFINITY;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
     const float new_max = fmaxf(row_max, tile_max);
     const float row_scale = __expf(row_max - new_max);
     row_max = new_max;
-    __syncwarp();  // or the compiler would keep S in registers, which is v02's subject
+    __syncwarp();  // or the compiler would keep S in registers, as v02 does
     float tile_sum = 0.0f;
     for (int i = 0; i < kLaneN; ++i) {
       const float p = __expf(sS[kLaneN * lane_id + i] - row_max);

@@ -1,20 +1,20 @@
 // v03 - padded rows in shared memory
 //
 // Change: each row of Q, K, V, S, P and O in shared memory is 16 bytes longer.
-// Why:    a fragment is loaded from 8 rows at once, at the same column. The rows of K and V are 128
+// Why:    a fragment is loaded from 8 rows at once, at the same column. Rows of K and V are 128
 //         bytes, so all 8 are in the same 4 of the 32 banks; with 144 bytes each is in 4 others.
-// Cost:   2 KB more of shared memory. A lane's part of S or P does not begin at its index times a
-//         constant any more.
+// Cost:   2 KB more shared memory. A lane's part of S or P no longer starts at a multiple of its
+//         index.
 // Tile:   kBlockM x kBlockN = 16 x 32, block 32
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: next to no bank conflicts. One warp still waits for each step in turn, for global memory
-//         above all.
+// Expect: almost no bank conflicts. The single warp still waits for each step in turn, mostly for
+//         global memory.
 
-// A common maximum lets rows change each other, and with a causal mask the future the past. Here
-// they change no bit: the reference is a power of two and P is normal as half, so that another
-// reference only moves exponents. V must be finite; see v01.
+// A common maximum lets rows influence each other and, with a causal mask, the future the past.
+// Here not one bit changes: P is scaled by a power of two and stays normal in half precision, so
+// another reference only shifts exponents. V must be finite; see v01.
 
 #include <mma.h>
 
@@ -31,20 +31,20 @@ constexpr int kThreads = 32;
 constexpr int kTile = 16;                              // a fragment is kTile x kTile
 constexpr int kLaneN = kBlockM * kBlockN / kThreads;   // columns of S per lane, half a row
 constexpr int kLaneD = kBlockM * kHeadDim / kThreads;  // columns of O per lane, half a row
-constexpr int kStride = kHeadDim + 8;                  // of rows of halfs: 16 bytes of padding
+constexpr int kStride = kHeadDim + 8;                  // row stride in halves: 16 bytes of padding
 constexpr int kStrideP = kBlockN + 8;
-constexpr int kStrideS = kBlockN + 4;  // of rows of floats
+constexpr int kStrideS = kBlockN + 4;  // row stride in floats
 constexpr int kStrideO = kHeadDim + 4;
 
-// In what follows scores are in units of log(2), and P = exp2(score - reference).
+// From here on, scores are in units of log(2), and P = exp2(score - reference).
 //
-// How far below the common maximum a row's own may be. Without the guard, rows whose scores differ
-// by hundreds have no P at all, and 0 / 0 for a result.
+// How far a row's own maximum may be below the common one. Without the guard, a row hundreds below
+// would have only zeros in P, and 0 / 0 as its result.
 constexpr bool kGuarded = true;
 constexpr int kMaxSpread = 6;
-// P is up to 2^15, the largest power of two in half; down to 2^-14 it has all of half's bits. So
-// what is 2^22 times less than the largest P of its row counts as 0: the reference is up to 1 above
-// the common maximum, and that up to kMaxSpread above the row's.
+// P is at most 2^15, the largest power of two in half, and has all of half's bits down to 2^-14. So
+// a P 2^22 times below its row's largest counts as 0: rounding puts the reference up to 1 above the
+// common maximum, which is up to kMaxSpread above the row's.
 constexpr int kMaxExponent = 15;
 constexpr int kCutoff = kMaxExponent + 14 - 1 - kMaxSpread;
 
@@ -56,10 +56,10 @@ using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
 using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
                                  int valid_rows) {
-  constexpr int kVector = 8;  // halfs in 16 bytes
+  constexpr int kVector = 8;  // halves in 16 bytes
   for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
     const int r = kVector * i / kHeadDim;
     const int d = kVector * i % kHeadDim;
@@ -69,12 +69,12 @@ inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride,
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// 2^n, or 0 below the normal numbers; n is whole.
+// Returns 2^n for a whole n, or 0 below the normal range.
 inline __device__ float power_of_two(float n) {
   return __int_as_float((__float2int_rz(fmaxf(n, -127.0f)) + 127) << 23);
 }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   const half* gQ = q + offset + int64_t{m_start} * row_stride;
   half* gO = o + offset + int64_t{m_start} * row_stride;
-  // O in float, as fragments are stored.
+  // O in float, the type in which its fragments are stored.
   float* gO_float = scratch + (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * (kBlockM * kHeadDim);
 
   __shared__ __align__(32) half sQ[kBlockM * kStride];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_sum = 0.0f;
   bool per_row = false;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     const int64_t start = offset + int64_t{n_start} * row_stride;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     const int n_lane = lane_id % 2 * kLaneN;
     const int visible = visible_keys(row, n_start, seqlen, is_causal);
     float rS[kLaneN];
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     const float new_reference = ceilf(per_row ? row_max : common_max) - kMaxExponent;
     const float row_scale = power_of_two(reference - new_reference);
     reference = new_reference;
-    // Rounding is relative to the row's own maximum, and exact from there to the reference.
+    // P is rounded relative to the row's own maximum; scaling it to the reference is exact.
     const float own_reference = ceilf(row_max);
     const float own_scale = power_of_two(own_reference - reference);
     float tile_sum = 0.0f;

@@ -1,23 +1,23 @@
 // v04 - four warps share the tiles
 //
-// Change: a block is 4 warps of 16 queries each, and its tiles of K and V are 64 keys. So that all
-//         of it fits, P takes the place of Q in shared memory, and O, where the guard needs it,
-//         that of S. The blocks of the last queries start first: under a causal mask they have the
+// Change: a block is 4 warps of 16 queries each, and its tiles of K and V are 64 keys. To make
+//         all of it fit, P reuses the shared memory of Q, and O, where the guard needs it, that
+//         of S. The blocks of the last queries start first: under a causal mask they have the
 //         most keys.
-// Why:    a tile that is loaded once serves 64 queries instead of 16; and while one warp waits,
-//         three others may have work.
-// Cost:   a quarter of the blocks, so that one head of 1,024 queries occupies 16 multiprocessors. A
-//         barrier waits for all 4 warps. Some loads from shared memory meet in a bank again.
+// Why:    a tile that is loaded once serves 64 queries instead of 16, and while one warp waits, the
+//         other three may have work.
+// Cost:   a quarter of the blocks, so one head of 1,024 queries occupies only 16 multiprocessors. A
+//         barrier waits for all 4 warps. Some shared-memory loads have bank conflicts again.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
 // Expect: a quarter of v03's loads from global memory. All warps still wait for a tile together:
-//         between its two barriers nobody multiplies.
+//         between its two barriers none of them multiplies.
 
-// A common maximum lets rows change each other, and with a causal mask the future the past. Here
-// they change no bit: the reference is a power of two and P is normal as half, so that another
-// reference only moves exponents. V must be finite; see v01.
+// A common maximum lets rows influence each other and, with a causal mask, the future the past.
+// Here not one bit changes: P is scaled by a power of two and stays normal in half precision, so
+// another reference only shifts exponents. V must be finite; see v01.
 
 #include <mma.h>
 
@@ -36,20 +36,20 @@ constexpr int kThreads = kWarpSize * kWarps;
 constexpr int kTile = 16;                              // a fragment is kTile x kTile
 constexpr int kLaneN = kBlockM * kBlockN / kThreads;   // columns of S per lane, half a row
 constexpr int kLaneD = kBlockM * kHeadDim / kThreads;  // columns of O per lane, half a row
-constexpr int kStride = kHeadDim + 8;                  // of rows of halfs: 16 bytes of padding
+constexpr int kStride = kHeadDim + 8;                  // row stride in halves: 16 bytes of padding
 constexpr int kStrideP = kBlockN + 8;
-constexpr int kStrideS = kBlockN + 4;  // of rows of floats
+constexpr int kStrideS = kBlockN + 4;  // row stride in floats
 constexpr int kStrideO = kHeadDim + 4;
 
-// In what follows scores are in units of log(2), and P = exp2(score - reference).
+// From here on, scores are in units of log(2), and P = exp2(score - reference).
 //
-// How far below the common maximum a row's own may be. Without the guard, rows whose scores differ
-// by hundreds have no P at all, and 0 / 0 for a result.
+// How far a row's own maximum may be below the common one. Without the guard, a row hundreds below
+// would have only zeros in P, and 0 / 0 as its result.
 constexpr bool kGuarded = true;
 constexpr int kMaxSpread = 6;
-// P is up to 2^15, the largest power of two in half; down to 2^-14 it has all of half's bits. So
-// what is 2^22 times less than the largest P of its row counts as 0: the reference is up to 1 above
-// the common maximum, and that up to kMaxSpread above the row's.
+// P is at most 2^15, the largest power of two in half, and has all of half's bits down to 2^-14. So
+// a P 2^22 times below its row's largest counts as 0: rounding puts the reference up to 1 above the
+// common maximum, which is up to kMaxSpread above the row's.
 constexpr int kMaxExponent = 15;
 constexpr int kCutoff = kMaxExponent + 14 - 1 - kMaxSpread;
 
@@ -61,10 +61,10 @@ using FragmentP = Fragment<wmma::matrix_a, half, wmma::row_major>;
 using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
                                  int valid_rows) {
-  constexpr int kVector = 8;  // halfs in 16 bytes
+  constexpr int kVector = 8;  // halves in 16 bytes
   for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
     const int r = kVector * i / kHeadDim;
     const int d = kVector * i % kHeadDim;
@@ -74,12 +74,12 @@ inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride,
   }
 }
 
-// How many keys of the tile at n_start the query `row` sees. The causal mask is top-left aligned.
+// Counts the keys of the tile at n_start that `row` sees. The causal mask is top-left aligned.
 inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_causal) {
   return min(kBlockN, (is_causal ? min(row + 1, seqlen) : seqlen) - n_start);
 }
 
-// 2^n, or 0 below the normal numbers; n is whole.
+// Returns 2^n for a whole n, or 0 below the normal range.
 inline __device__ float power_of_two(float n) {
   return __int_as_float((__float2int_rz(fmaxf(n, -127.0f)) + 127) << 23);
 }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
                      int seqlen, int num_heads, float softmax_scale, bool is_causal) {
   const int lane_id = threadIdx.x % kWarpSize;
   const int warp_id = threadIdx.x / kWarpSize;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int m_warp = m_start + warp_id * kTile;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t offset = (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   const half* gQ = q + offset + int64_t{m_start} * row_stride;
   half* gO = o + offset + int64_t{m_start} * row_stride;
-  // O in float, as fragments are stored.
+  // O in float, the type in which its fragments are stored.
   float* gO_float = scratch + (int64_t{blockIdx.x} * gridDim.y + m_block) * (kBlockM * kHeadDim);
 
   __shared__ __align__(32) half sQ[kBlockM * kStride];
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
   float row_sum = 0.0f;
   bool per_row = false;
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     const int64_t start = offset + int64_t{n_start} * row_stride;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     const int n_lane = lane_id % 2 * kLaneN;
     const int visible = visible_keys(row, n_start, seqlen, is_causal);
     float rS[kLaneN];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
     const float new_reference = ceilf(per_row ? row_max : common_max) - kMaxExponent;
     const float row_scale = power_of_two(reference - new_reference);
     reference = new_reference;
-    // Rounding is relative to the row's own maximum, and exact from there to the reference.
+    // P is rounded relative to the row's own maximum; scaling it to the reference is exact.
     const float own_reference = ceilf(row_max);
     const float own_scale = power_of_two(own_reference - reference);
     float tile_sum = 0.0f;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     row_sum = row_scale * row_sum + tile_sum + __shfl_xor_sync(0xffffffff, tile_sum, 1);
     if (per_row) {
-      __syncwarp();  // all lanes have read S, in whose place O comes
+      __syncwarp();  // all lanes have read S, which O overwrites
       for (int d = 0; d < kHeadDim / kTile; ++d) {
         wmma::store_matrix_sync(sO + d * kTile, rO[d], kStrideO, wmma::mem_row_major);
       }

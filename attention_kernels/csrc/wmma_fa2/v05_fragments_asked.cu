@@ -1,24 +1,24 @@
-// v05 - fragments that tell their layout
+// v05 - find out the fragment layout
 //
-// Change: a warp asks once where its elements lie: it loads matrices whose elements are their own
-//         index. From then on each lane knows the row and the column of its elements, which lanes
-//         and elements share a row, and whether an accumulator lies as matrix_a does. So S, P, the
-//         mask and a maximum for each row stay in registers. O leaves them once, at the end, to be
-//         stored 16 bytes at a time.
-// Why:    S and P go through shared memory in every tile; and one maximum for 16 rows needs a
+// Change: each warp finds out once where its elements lie, by loading matrices whose elements are
+//         their own index. From then on each lane knows the row and column of its elements, which
+//         lanes and elements share a row, and whether an accumulator is laid out like matrix_a. So
+//         S, P, the mask and a maximum per row stay in registers. O leaves them only at the end, to
+//         be stored 16 bytes at a time.
+// Why:    S and P went through shared memory in every tile, and one maximum for 16 rows needed a
 //         guard, and scores in powers of two.
-// Cost:   the compiler knows nothing of the layout: a lane has elements of 2 rows, but keeps
-//         statistics for 8 and shuffles 8 maxima. Where P does not lie as matrix_a it goes through
+// Cost:   the compiler does not know the layout: a lane has elements of 2 rows but keeps statistics
+//         for 8 and shuffles 8 maxima. Where P is not laid out like matrix_a, it goes through
 //         shared memory.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: shared memory is left to the tiles of K and V. Fewer instructions, so that more is gained
+// Expect: only the tiles of K and V are left in shared memory. Fewer instructions: a bigger gain
 //         where several warps share a scheduler than where one waits for its own chain of them.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
-// P is 0, and the product takes 0 * V into the sum.
+// P is 0, but the product still adds 0 * V to the sum.
 
 #include <mma.h>
 
@@ -36,13 +36,13 @@ constexpr int kBlockN = 64;
 constexpr int kThreads = kWarpSize * kWarps;
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTile = 16;     // a fragment is kTile x kTile
-constexpr int kElements = 8;  // of an accumulator, per lane
-constexpr int kVector = 8;    // halfs in 16 bytes
+constexpr int kElements = 8;  // elements of an accumulator per lane
+constexpr int kVector = 8;    // halves in 16 bytes
 constexpr int kTilesD = kHeadDim / kTile;
 constexpr int kTilesN = kBlockN / kTile;
-constexpr int kStride = kHeadDim + 8;  // of rows of halfs: 16 bytes of padding
+constexpr int kStride = kHeadDim + 8;  // row stride in halves: 16 bytes of padding
 constexpr int kStrideP = kTile + 8;
-constexpr int kStrideO = kHeadDim + 4;  // of rows of floats
+constexpr int kStrideO = kHeadDim + 4;  // row stride in floats
 
 template <typename Use, typename... Layout>
 using Fragment = wmma::fragment<Use, kTile, kTile, kTile, Layout...>;
@@ -53,19 +53,19 @@ using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
 
-// Where the elements of an accumulator lie.
+// The rows and columns of a lane's accumulator elements, and who shares them.
 struct ElementMap {
-  unsigned rows;      // 4 bits for each element of this lane
+  unsigned rows;      // 4 bits per element of this lane
   unsigned columns;   // likewise
-  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
-  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
-  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+  unsigned elements;  // bit b: elements i and i ^ 2^b share a row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b share their rows
+  bool is_like_p;     // each lane of matrix_a has the same elements, twice
 
   __device__ int row(int i) const { return rows >> (4 * i) & 15; }
   __device__ int column(int i) const { return columns >> (4 * i) & 15; }
 };
 
-// Called by all threads of a block, with shared memory for kIndexBytes.
+// All threads of the block call it, with kIndexBytes of shared memory.
 constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
 inline __device__ ElementMap ask_fragments(float* s_index) {
   half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
@@ -98,12 +98,12 @@ inline __device__ ElementMap ask_fragments(float* s_index) {
     const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
     map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
   }
-  // 2^4 elements are a row. Every layout known is of this kind.
+  // A row has 2^4 elements. Every known layout passes this check.
   if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
   return map;
 }
 
-// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+// Sets each element to op over its row. x is laid out like an accumulator.
 template <typename Op>
 inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
 #pragma unroll
@@ -124,7 +124,7 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
   }
 }
 
-// Copies `rows` rows to shared memory. Those from valid_rows on are past the end: they become zero.
+// Copies `rows` rows to shared memory. Rows from valid_rows on are past the end and become zero.
 inline __device__ void load_tile(half* s_tile, const half* g_tile, int g_stride, int rows,
                                  int valid_rows) {
   for (int i = threadIdx.x; i < rows * kHeadDim / kVector; i += kThreads) {
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
                      const half* __restrict__ v, half* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
   const int warp_id = threadIdx.x / kWarpSize;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int m_warp = m_start + warp_id * kTile;
@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(kThreads)
   load_tile(sQ, gQ, row_stride, kBlockM, seqlen - m_start);
   __syncthreads();
 
-  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
-  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
-  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
-  // self is not.
+  // P = exp2(score_scale * S - row_max), where score_scale is positive: Q takes its sign. row_max
+  // is score_scale times the largest score, rounded. Rescaling subtracts two such numbers, which
+  // gives exactly 0 if the maximum has not changed. A fused multiply-add would not: its product is
+  // not rounded.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[kTilesD];
   for (int d = 0; d < kTilesD; ++d) {
@@ -182,15 +182,15 @@ __global__ void __launch_bounds__(kThreads)
   }
   FragmentO rO[kTilesD];
   for (int d = 0; d < kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
-  // Of the row of each element.
+  // Statistics of each element's row
   float row_max[kElements];
-  float row_sum[kElements];  // this lane's and this element's share of it
+  float row_sum[kElements];  // partial sums of this lane's elements
   for (int i = 0; i < kElements; ++i) {
     row_max[i] = -INFINITY;
     row_sum[i] = 0.0f;
   }
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     const int64_t start = offset + int64_t{n_start} * row_stride;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     float new_max[kElements];
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = rS[0].x[i];

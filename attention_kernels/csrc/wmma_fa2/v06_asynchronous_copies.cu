@@ -1,21 +1,21 @@
 // v06 - asynchronous copies
 //
-// Change: the next tile of K and V is copied to shared memory while the present one is used:
-//         a thread starts its copies, 16 bytes each, and waits for them a tile later. Q is loaded
+// Change: the next tile of K and V is copied to shared memory while the current one is in use: a
+//         thread starts its copies of 16 bytes each and waits for them one tile later. Q is loaded
 //         where the second tile will be, and O is stored where tiles were. Rows past the end are
-//         copies of others, not zeros: keys there are masked, and queries are not stored.
-// Why:    in v05 all warps wait for a tile to come from global memory, through registers.
-// Cost:   two tiles of shared memory.
+//         copies of other rows, not zeros: such keys are masked, and such queries are not stored.
+// Why:    in v05 all warps wait for each tile to arrive from global memory, through registers.
+// Cost:   shared memory for two tiles.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128
 // Layout: contiguous
 // Takes:  float16, head_dim 64
 // Flags:  (none)
-// Expect: global memory is not waited for any more, and a tile has one barrier instead of two. What
-//         is left is the way from S to P, which a warp goes alone. Before sm_80, without
-//         asynchronous copies, the tiles pass through registers and gain nothing.
+// Expect: no waiting for global memory, and one barrier per tile instead of two. What remains is
+//         the latency from S to P within each warp. Before sm_80, which has no asynchronous copies,
+//         the tiles go through registers and nothing is gained.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
-// P is 0, and the product takes 0 * V into the sum.
+// P is 0, but the product still adds 0 * V to the sum.
 
 #include <cuda_pipeline.h>
 #include <mma.h>
@@ -32,16 +32,16 @@ constexpr int kWarps = 4;
 constexpr int kBlockM = 16 * kWarps;
 constexpr int kBlockN = 64;
 constexpr int kThreads = kWarpSize * kWarps;
-constexpr int kStages = 2;  // tiles of K and V: one in use, the other on its way
+constexpr int kStages = 2;  // tiles of K and V: one in use, the other in flight
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTile = 16;     // a fragment is kTile x kTile
-constexpr int kElements = 8;  // of an accumulator, per lane
-constexpr int kVector = 8;    // halfs in 16 bytes
+constexpr int kElements = 8;  // elements of an accumulator per lane
+constexpr int kVector = 8;    // halves in 16 bytes
 constexpr int kTilesD = kHeadDim / kTile;
 constexpr int kTilesN = kBlockN / kTile;
-constexpr int kStride = kHeadDim + 8;  // of rows of halfs: 16 bytes of padding
+constexpr int kStride = kHeadDim + 8;  // row stride in halves: 16 bytes of padding
 constexpr int kStrideP = kTile + 8;
-constexpr int kStrideO = kHeadDim + 4;  // of rows of floats
+constexpr int kStrideO = kHeadDim + 4;  // row stride in floats
 constexpr int kStageHalfs = 2 * kBlockN * kStride;
 constexpr int kTileBytes = sizeof(half) * kStages * kStageHalfs;
 constexpr int kSmemBytes = kTileBytes + sizeof(half) * kBlockM * kStrideP;
@@ -55,19 +55,19 @@ using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
 
-// Where the elements of an accumulator lie.
+// The rows and columns of a lane's accumulator elements, and who shares them.
 struct ElementMap {
-  unsigned rows;      // 4 bits for each element of this lane
+  unsigned rows;      // 4 bits per element of this lane
   unsigned columns;   // likewise
-  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
-  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
-  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+  unsigned elements;  // bit b: elements i and i ^ 2^b share a row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b share their rows
+  bool is_like_p;     // each lane of matrix_a has the same elements, twice
 
   __device__ int row(int i) const { return rows >> (4 * i) & 15; }
   __device__ int column(int i) const { return columns >> (4 * i) & 15; }
 };
 
-// Called by all threads of a block, with shared memory for kIndexBytes.
+// All threads of the block call it, with kIndexBytes of shared memory.
 constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
 inline __device__ ElementMap ask_fragments(float* s_index) {
   half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
@@ -100,12 +100,12 @@ inline __device__ ElementMap ask_fragments(float* s_index) {
     const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
     map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
   }
-  // 2^4 elements are a row. Every layout known is of this kind.
+  // A row has 2^4 elements. Every known layout passes this check.
   if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
   return map;
 }
 
-// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+// Sets each element to op over its row. x is laid out like an accumulator.
 template <typename Op>
 inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
 #pragma unroll
@@ -126,8 +126,8 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
   }
 }
 
-// Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
-// there are masked, and queries are not stored.
+// Starts copying kRows rows to shared memory. Rows past last_row become copies of other rows: such
+// keys are masked, and such queries are not stored.
 template <int kRows>
 inline __device__ void copy_tile(half* s_tile, const half* g_tile, int g_stride, int last_row) {
   constexpr int kRowVectors = kHeadDim / kVector;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
                      const half* __restrict__ v, half* __restrict__ o, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
   const int warp_id = threadIdx.x / kWarpSize;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int m_warp = m_start + warp_id * kTile;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   ATTENTION_DYNAMIC_SHARED(half, smem);
   half* sP = smem + kTileBytes / sizeof(half);
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const auto copy_keys = [&](int tile) {
     const int n_start = tile * kBlockN;
@@ -190,10 +190,10 @@ __global__ void __launch_bounds__(kThreads)
   __pipeline_wait_prior(0);
   __syncthreads();
 
-  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
-  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
-  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
-  // self is not.
+  // P = exp2(score_scale * S - row_max), where score_scale is positive: Q takes its sign. row_max
+  // is score_scale times the largest score, rounded. Rescaling subtracts two such numbers, which
+  // gives exactly 0 if the maximum has not changed. A fused multiply-add would not: its product is
+  // not rounded.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[kTilesD];
   for (int d = 0; d < kTilesD; ++d) {
@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   FragmentO rO[kTilesD];
   for (int d = 0; d < kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
-  // Of the row of each element.
+  // Statistics of each element's row
   float row_max[kElements];
-  float row_sum[kElements];  // this lane's and this element's share of it
+  float row_sum[kElements];  // partial sums of this lane's elements
   for (int i = 0; i < kElements; ++i) {
     row_max[i] = -INFINITY;
     row_sum[i] = 0.0f;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     float new_max[kElements];
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = rS[0].x[i];

@@ -1,20 +1,20 @@
 // v08 - any head_dim, any strides
 //
-// Change: the kernel is a template of head_dim, for 32, 64 and 128, and q, k and v may have any
-//         strides; only that of head_dim is 1.
-// Why:    the two things that the original leaves open. GPT-2 computes q, k and v as one tensor: the
-//         views into it need no copies any more.
+// Change: the kernel is a template over head_dim (32, 64 and 128), and q, k and v may have any
+//         strides, except that head_dim is contiguous.
+// Why:    the original leaves these two open. GPT-2 computes q, k and v as one tensor; views into
+//         it need no copies.
 // Cost:   more kernel arguments. A warp keeps its rows of Q and O in registers: with head_dim 128
-//         the tiles are 32 keys, and a multiprocessor has registers for two blocks, not three.
+//         the tiles have 32 keys, and a multiprocessor has registers for two blocks, not three.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128; 64 x 32 for head_dim 128
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
-// Expect: the kernel takes a few percent longer, as every copy's address has a stride of 64 bits;
-//         the copies that came before it are gone.
+// Expect: the kernel takes a few percent longer, because each copy address has a 64-bit stride; the
+//         copies before it are gone.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
-// P is 0, and the product takes 0 * V into the sum.
+// P is 0, but the product still adds 0 * V to the sum.
 
 #include <cuda_pipeline.h>
 #include <mma.h>
@@ -29,12 +29,12 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;
 constexpr int kBlockM = 16 * kWarps;
 constexpr int kThreads = kWarpSize * kWarps;
-constexpr int kStages = 2;  // tiles of K and V: one in use, the other on its way
+constexpr int kStages = 2;  // tiles of K and V: one in use, the other in flight
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTile = 16;     // a fragment is kTile x kTile
-constexpr int kElements = 8;  // of an accumulator, per lane
-constexpr int kVector = 8;    // halfs in 16 bytes
-constexpr int kPad = 8;  // halfs: 8 rows at the same column are then in 8 different groups of banks
+constexpr int kElements = 8;  // elements of an accumulator per lane
+constexpr int kVector = 8;    // halves in 16 bytes
+constexpr int kPad = 8;  // halves: 8 rows then have the same column in 8 different groups of banks
 constexpr int kStrideP = kTile + kPad;
 
 template <typename Use, typename... Layout>
@@ -46,19 +46,19 @@ using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
 
-// Where the elements of an accumulator lie.
+// The rows and columns of a lane's accumulator elements, and who shares them.
 struct ElementMap {
-  unsigned rows;      // 4 bits for each element of this lane
+  unsigned rows;      // 4 bits per element of this lane
   unsigned columns;   // likewise
-  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
-  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
-  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+  unsigned elements;  // bit b: elements i and i ^ 2^b share a row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b share their rows
+  bool is_like_p;     // each lane of matrix_a has the same elements, twice
 
   __device__ int row(int i) const { return rows >> (4 * i) & 15; }
   __device__ int column(int i) const { return columns >> (4 * i) & 15; }
 };
 
-// Called by all threads of a block, with shared memory for kIndexBytes.
+// All threads of the block call it, with kIndexBytes of shared memory.
 constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
 inline __device__ ElementMap ask_fragments(float* s_index) {
   half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
@@ -91,12 +91,12 @@ inline __device__ ElementMap ask_fragments(float* s_index) {
     const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
     map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
   }
-  // 2^4 elements are a row. Every layout known is of this kind.
+  // A row has 2^4 elements. Every known layout passes this check.
   if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
   return map;
 }
 
-// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+// Sets each element to op over its row. x is laid out like an accumulator.
 template <typename Op>
 inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
 #pragma unroll
@@ -117,8 +117,8 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
   }
 }
 
-// Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
-// there are masked, and queries are not stored.
+// Starts copying kRows rows to shared memory. Rows past last_row become copies of other rows: such
+// keys are masked, and such queries are not stored.
 template <int kHeadDim, int kRows>
 inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
   constexpr int kRowVectors = kHeadDim / kVector;
@@ -139,7 +139,7 @@ struct __align__(16) Halfs {
   half2 x[kVector / 2];
 };
 
-// kBlocks are to fit a multiprocessor, as far as registers go.
+// kBlocks must fit on a multiprocessor, as far as registers go.
 template <int kHeadDim, int kBlockN, int kBlocks>
 struct Shape {
   static constexpr int kTilesD = kHeadDim / kTile;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                      float softmax_scale, bool is_causal) {
   using S = Shape<kHeadDim, kBlockN, kBlocks>;
   const int warp_id = threadIdx.x / kWarpSize;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * kBlockM;
   const int m_warp = m_start + warp_id * kTile;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   ATTENTION_DYNAMIC_SHARED(half, smem);
   half* sP = smem + S::kTileBytes / sizeof(half);
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const auto copy_keys = [&](int tile) {
     const int n_start = tile * kBlockN;
@@ -198,10 +198,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __pipeline_wait_prior(0);
   __syncthreads();
 
-  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
-  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
-  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
-  // self is not.
+  // P = exp2(score_scale * S - row_max), where score_scale is positive: Q takes its sign. row_max
+  // is score_scale times the largest score, rounded. Rescaling subtracts two such numbers, which
+  // gives exactly 0 if the maximum has not changed. A fused multiply-add would not: its product is
+  // not rounded.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) {
@@ -212,9 +212,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   FragmentO rO[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
-  // Of the row of each element.
+  // Statistics of each element's row
   float row_max[kElements];
-  float row_sum[kElements];  // this lane's and this element's share of it
+  float row_sum[kElements];  // partial sums of this lane's elements
   for (int i = 0; i < kElements; ++i) {
     row_max[i] = -INFINITY;
     row_sum[i] = 0.0f;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     float new_max[kElements];
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = rS[0].x[i];

@@ -1,22 +1,22 @@
-// v09 - split keys where there are too few blocks
+// v09 - split the keys when there are too few blocks
 //
-// Change: where the blocks do not fill the device, the 4 warps of a block share 16 queries: each has
-//         a part of each tile's keys, and statistics and a part of O of its own, which are merged
-//         at the end. Tiles are then longer and more of them on their way, as shared memory allows.
-// Why:    one head of 1,024 queries is 16 blocks of v08, for an H200's 132 multiprocessors, and 64
-//         of these; and a warp has a quarter of the keys to go through.
-// Cost:   several kernels, of which launch() chooses; the merge at the end.
+// Change: where the blocks do not fill the device, the 4 warps of a block share 16 queries: each
+//         has a part of each tile's keys and its own statistics and part of O, merged at the end.
+//         Tiles are then longer and more of them are in flight, as shared memory allows.
+// Why:    one head of 1,024 queries is 16 blocks of v08 on an H200's 132 multiprocessors, and 64
+//         blocks of this version; and each warp has only a quarter of the keys.
+// Cost:   several kernels, from which launch() chooses; the merge at the end.
 // Tile:   kBlockM x kBlockN = 64 x 64, block 128; for head_dim 128 and split keys see launch()
 // Layout: strided
 // Takes:  float16
 // Flags:  --use_fast_math
-// Expect: nearly twice as fast for one long head, less for a short one; the same, within a percent
-//         or two, where v08's blocks fill the device. Latency stays the limit, not issue slots: one
-//         head of 2,048 queries leaves 4 warps on a multiprocessor, which issue in a fifth of the
-//         cycles.
+// Expect: nearly twice as fast for one long head, less for a short one; the same within one or two
+//         percent where v08's blocks fill the device. Latency is still the bottleneck, not issue
+//         slots: with one head of 2,048 queries a multiprocessor has only 4 warps, which issue in a
+//         fifth of the cycles.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
-// P is 0, and the product takes 0 * V into the sum.
+// P is 0, but the product still adds 0 * V to the sum.
 
 #include <cuda_pipeline.h>
 #include <mma.h>
@@ -30,9 +30,9 @@ namespace wmma = nvcuda::wmma;
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTile = 16;     // a fragment is kTile x kTile
-constexpr int kElements = 8;  // of an accumulator, per lane
-constexpr int kVector = 8;    // halfs in 16 bytes
-constexpr int kPad = 8;  // halfs: 8 rows at the same column are then in 8 different groups of banks
+constexpr int kElements = 8;  // elements of an accumulator per lane
+constexpr int kVector = 8;    // halves in 16 bytes
+constexpr int kPad = 8;  // halves: 8 rows then have the same column in 8 different groups of banks
 constexpr int kStrideP = kTile + kPad;
 
 template <typename Use, typename... Layout>
@@ -44,19 +44,19 @@ using FragmentV = Fragment<wmma::matrix_b, half, wmma::row_major>;
 using FragmentO = Fragment<wmma::accumulator, float>;
 static_assert(FragmentO::num_elements == kElements && FragmentP::num_elements == 2 * kElements);
 
-// Where the elements of an accumulator lie.
+// The rows and columns of a lane's accumulator elements, and who shares them.
 struct ElementMap {
-  unsigned rows;      // 4 bits for each element of this lane
+  unsigned rows;      // 4 bits per element of this lane
   unsigned columns;   // likewise
-  unsigned elements;  // bit b: elements i and i ^ 2^b are of the same row, for every i and lane
-  unsigned lanes;     // bit b: lanes l and l ^ 2^b have the same rows
-  bool is_like_p;     // matrix_a has the same elements in each lane, twice
+  unsigned elements;  // bit b: elements i and i ^ 2^b share a row, for every i and lane
+  unsigned lanes;     // bit b: lanes l and l ^ 2^b share their rows
+  bool is_like_p;     // each lane of matrix_a has the same elements, twice
 
   __device__ int row(int i) const { return rows >> (4 * i) & 15; }
   __device__ int column(int i) const { return columns >> (4 * i) & 15; }
 };
 
-// Called by all threads of a block, with shared memory for kIndexBytes.
+// All threads of the block call it, with kIndexBytes of shared memory.
 constexpr int kIndexBytes = kTile * kTile * (sizeof(float) + sizeof(half));
 inline __device__ ElementMap ask_fragments(float* s_index) {
   half* s_half_index = reinterpret_cast<half*>(s_index + kTile * kTile);
@@ -89,12 +89,12 @@ inline __device__ ElementMap ask_fragments(float* s_index) {
     const bool same = __shfl_xor_sync(kAllLanes, map.rows, 1 << b) == map.rows;
     map.lanes |= __all_sync(kAllLanes, same) ? 1 << b : 0;
   }
-  // 2^4 elements are a row. Every layout known is of this kind.
+  // A row has 2^4 elements. Every known layout passes this check.
   if (__popc(map.elements) + __popc(map.lanes) != 4) __trap();
   return map;
 }
 
-// For each element, op over the row that it is of: x is of the same rows as an accumulator.
+// Sets each element to op over its row. x is laid out like an accumulator.
 template <typename Op>
 inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map, Op op) {
 #pragma unroll
@@ -115,8 +115,8 @@ inline __device__ void reduce_rows(float (&x)[kElements], const ElementMap& map,
   }
 }
 
-// Begins to copy kRows rows to shared memory. Those past last_row are copies of other rows: keys
-// there are masked, and queries are not stored.
+// Starts copying kRows rows to shared memory. Rows past last_row become copies of other rows: such
+// keys are masked, and such queries are not stored.
 template <int kHeadDim, int kRows, int kThreads>
 inline __device__ void copy_tile(half* s_tile, const half* g_tile, int64_t g_stride, int last_row) {
   constexpr int kRowVectors = kHeadDim / kVector;
@@ -138,7 +138,7 @@ struct __align__(16) Halfs {
 };
 
 // kWarpsM x kWarpsN warps: warp_m has 16 queries, warp_n a part of each tile's keys. kStages tiles
-// of K and V: one in use, the others on their way. kBlocks are to fit a multiprocessor, as far as
+// of K and V: one in use, the others in flight. kBlocks must fit on a multiprocessor, as far as
 // registers go.
 template <int kHeadDim, int kWarpsM, int kWarpsN, int kBlockN, int kStages, int kBlocks>
 struct Shape {
@@ -147,7 +147,7 @@ struct Shape {
   static constexpr int kKeys = kBlockN;
   static constexpr int kBlocksAtOnce = kBlocks;  // per multiprocessor
   static constexpr int kTilesD = kHeadDim / kTile;
-  static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // of S, per warp
+  static constexpr int kTilesN = kBlockN / (kTile * kWarpsN);  // fragments of S per warp
   static constexpr int kStride = kHeadDim + kPad;
   static constexpr int kStageHalfs = 2 * kBlockN * kStride;
   static constexpr int kTileHalfsP = kTile * kStrideP;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   using S = Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBlocks>;
   const int warp_m = threadIdx.x / kWarpSize % kWarpsM;
   const int warp_n = threadIdx.x / kWarpSize / kWarpsM;
-  // Blocks start in the order of their index: those with the most keys, the last queries', first.
+  // Blocks start in index order: the last queries have the most keys, so they go first.
   const int m_block = gridDim.y - 1 - blockIdx.y;
   const int m_start = m_block * S::kBlockM;
   const int m_warp = m_start + warp_m * kTile;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   ATTENTION_DYNAMIC_SHARED(half, smem);
   half* sP = smem + S::kTileBytes / sizeof(half);
 
-  // No query of this block sees a key from n_end on.
+  // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + S::kBlockM, seqlen) : seqlen;
   const auto copy_keys = [&](int tile) {
     const int n_start = tile * kBlockN;
@@ -212,10 +212,10 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   __pipeline_wait_prior(kStages - 2);
   __syncthreads();
 
-  // P = exp2(score_scale * S - row_max), with a scale that is positive: its sign goes to Q. row_max
-  // is score_scale times the largest score, rounded. Rescaling takes the difference of two such
-  // numbers: it is 0 where the maximum has not changed, which a fused product minus its rounded
-  // self is not.
+  // P = exp2(score_scale * S - row_max), where score_scale is positive: Q takes its sign. row_max
+  // is score_scale times the largest score, rounded. Rescaling subtracts two such numbers, which
+  // gives exactly 0 if the maximum has not changed. A fused multiply-add would not: its product is
+  // not rounded.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   FragmentQ rQ[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) {
@@ -226,9 +226,9 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   }
   FragmentO rO[S::kTilesD];
   for (int d = 0; d < S::kTilesD; ++d) wmma::fill_fragment(rO[d], 0.0f);
-  // Of the row of each element.
+  // Statistics of each element's row
   float row_max[kElements];
-  float row_sum[kElements];  // this lane's and this element's share of it
+  float row_sum[kElements];  // partial sums of this lane's elements
   for (int i = 0; i < kElements; ++i) {
     row_max[i] = -INFINITY;
     row_sum[i] = 0.0f;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
       }
     }
 
-    // P, and the statistics of the keys seen so far
+    // P, and the running row statistics
     float new_max[kElements];
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = rS[0].x[i];
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
     reduce_rows(new_max, map, [](float a, float b) { return fmaxf(a, b); });
     for (int i = 0; i < kElements; ++i) {
       new_max[i] = fmaxf(score_scale * new_max[i], row_max[i]);
-      // A row that has seen no key of this warp's has no maximum.
+      // A row that has seen none of this warp's keys has no maximum.
       const float reference = new_max[i] == -INFINITY ? 0.0f : new_max[i];
       const float row_scale = exp2f(row_max[i] - reference);
       row_max[i] = new_max[i];
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kWarpSize * kWarpsM * kWarpsN, kBlocks)
   reduce_rows(row_sum, map, [](float a, float b) { return a + b; });
   __syncthreads();
 
-  // O, with the statistics of its rows: kWarpsN parts of each, one from each warp.
+  // O and its row statistics: kWarpsN parts of each, one per warp_n.
   float* sO = reinterpret_cast<float*>(smem);
   float* s_max = sO + kWarpsN * S::kBlockM * S::kStrideO;
   float* s_sum = s_max + kWarpsN * S::kBlockM;
@@ -373,8 +373,8 @@ cudaError_t launch_shape(Shape<kHeadDim, kWarpsM, kWarpsN, kBlockN, kStages, kBl
                        params.num_heads, params.softmax_scale, params.is_causal);
 }
 
-// The first of the shapes whose blocks run all at once, as far as registers go, whose tile is no
-// longer than the sequence and of which a block has room in shared memory, or else the last.
+// Launches the first shape whose blocks all run at once, as far as registers go, whose tile is no
+// longer than the sequence and whose block fits in shared memory; otherwise the last.
 template <typename Shape, typename... Others>
 cudaError_t launch_first(const Params& params, int multiprocessors, int smem_limit,
                          cudaStream_t stream) {
@@ -387,7 +387,7 @@ cudaError_t launch_first(const Params& params, int multiprocessors, int smem_lim
   return launch_shape(Shape{}, params, stream);
 }
 
-// Full blocks where they fill the device, split keys where they do not.
+// Launches full blocks if they fill the device; otherwise splits the keys.
 template <typename Full, typename... Split>
 cudaError_t launch_one(const Params& params, cudaStream_t stream) {
   int device, multiprocessors, smem_limit;
@@ -402,11 +402,11 @@ cudaError_t launch_one(const Params& params, cudaStream_t stream) {
              : launch_shape(Full{}, params, stream);
 }
 
-// All that there is to tune. The last of each list does with 64 KB of shared memory.
+// The tuning parameters. The last shape of each list needs at most 64 KB of shared memory.
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   switch (params.head_dim) {  // head_dim, warps along M, along N, kBlockN, stages, blocks
     case 32:
-      return launch_one<Shape<32, 4, 1, 64, 2, 4>,  // and these split the keys:
+      return launch_one<Shape<32, 4, 1, 64, 2, 4>,  // these split the keys:
                         Shape<32, 1, 4, 256, 3, 1>, Shape<32, 1, 4, 128, 2, 3>,
                         Shape<32, 1, 4, 64, 2, 4>>(params, stream);
     case 64:

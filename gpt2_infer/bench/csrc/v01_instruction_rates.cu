@@ -1,16 +1,16 @@
-// v01 - multiplication-additions in registers
+// v01 - multiply-adds in registers
 //
-// Change: the first version. A thread repeats multiplication-additions on registers, of float32
-//         (FFMA) or, with its warp, of fragments (mma.sync), and stores how many that were: all
-//         factors are 1.
-// Why:    the most that a GPU does of each: no kernel of such instructions is faster.
+// Change: the first version. Each thread repeats multiply-adds on registers, of float32 (FFMA)
+//         or, with its warp, of fragments (mma.sync), and stores how many it did: all factors are
+//         1.
+// Why:    to measure a GPU's peak rate of each: no kernel made of such instructions is faster.
 // Cost:   (none)
 // Tile:   block 256
 // Layout: contiguous
 // Role:   struct
 // Needs:  sm_80
 // Flags:  (none)
-// Expect: every multiprocessor issues the instruction in nearly every cycle that takes one.
+// Expect: every multiprocessor issues the instruction in nearly every cycle that can take one.
 
 #include "ptx.cuh"
 
@@ -26,8 +26,8 @@ struct StructParams {
 namespace ATTENTION_VERSION {
 
 constexpr int kThreads = 256;
-constexpr int kChains = 16;    // FFMAs that do not wait for each other
-constexpr int kFragments = 8;  // products that do not
+constexpr int kChains = 16;    // FFMAs that are independent of each other
+constexpr int kFragments = 8;  // products that are independent
 
 __global__ void __launch_bounds__(kThreads) ffma(StructParams p, float one) {
   float sums[kChains] = {};

@@ -1,39 +1,39 @@
-// v01 - a float32 matrix product with what surrounds it
+// v01 - a float32 matrix product with its prologue and epilogue
 //
-// Change: the first of its kind. The slabs of K of all tiles of the product stand in one row, which
-//         is cut into equal parts, one per block. A block that has all slabs of a tile finishes it:
+// Change: the first version. The k-slabs of all tiles of the product form one sequence, which is
+//         cut into equal parts, one per block. A block that has all slabs of a tile finishes it:
 //         bias, then GELU or the residual. Parts of a tile go to the workspace; a second kernel
 //         adds them up, finishes the tile, and applies the LayerNorm that comes next.
-// Why:    at a few hundred rows there are fewer tiles than a GPU has multiprocessors, or a few more.
-//         Equal parts keep all of them busy, whatever the shape. A pass of its own for the bias,
-//         GELU, the residual or LayerNorm takes longer to start than to run.
-// Cost:   a tile that is cut is written and read once more per part. How a row is rounded depends
-//         on where its tile is cut, so on the number of rows.
+// Why:    with a few hundred rows there are fewer tiles than a GPU has multiprocessors, or a few
+//         more. Equal parts keep all of them busy, whatever the shape. A separate kernel for the
+//         bias, GELU, residual or LayerNorm would take longer to start than to run.
+// Cost:   a tile that is cut is written and read once more per part. A row's rounding depends on
+//         where its tile is cut, so on the number of rows.
 // Tile:   8 x 8 per thread, 32 x 64 per warp; a block's 4 or 8 warps are side by side or share K
 // Layout: contiguous
 // Role:   struct
 // Flags:  (none)
-// Expect: arithmetic is the limit from 256 rows on: of the inner loop's instructions on sm_90, 85 to
-//         89 % are FFMA. Below, latency is the limit: of the weights, and of the launches.
+// Expect: arithmetic is the bottleneck from 256 rows on: on sm_90, 85 to 89 % of the inner loop's
+//         instructions are FFMA. Below, it is latency: of loading the weights, and of the launches.
 //
-// Sums are in float32 in a fixed order: over k in a warp, over the warps of a block, over the parts
-// of a tile. No result depends on timing.
+// Sums are in float32 in a fixed order: over k within a warp, over the warps of a block, over the
+// parts of a tile. No result depends on timing.
 
 #include <cstdint>
 
 #include "ptx.cuh"
 
-// nvcc's header and, for the CPU, emulator/cuda_pipeline.h.
+// nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
 #include <cuda_pipeline.h>
 
 namespace attention {
 
 enum Mode { kBias, kGelu, kResidual };
 
-// As product.py's Params. Matrices are row-major; all but x begin at multiples of 16 bytes.
+// Must match ProductParams in product.py. Matrices are row-major; all but x are 16-byte aligned.
 struct StructParams {
   const float* x;          // (m, k)
-  const float* weight;     // (k, n); not written by the work just ahead
+  const float* weight;     // (k, n); not written by the previous kernel
   const float* bias;       // (n)
   float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
   float* residual;         // (m, n): kResidual adds to it
@@ -43,7 +43,7 @@ struct StructParams {
   int m, n, k;
   int mode;
   float epsilon;
-  int tile;    // of launch()'s list
+  int tile;    // index in launch()'s list
   int blocks;  // from 1 to tiles * slabs
 };
 using ProductParams = StructParams;
@@ -59,7 +59,7 @@ constexpr unsigned kWarp = 0xffffffff;
 template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
 struct Tile {
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
-  static constexpr int kBlockK = kBlockK_;      // of a slab
+  static constexpr int kBlockK = kBlockK_;      // k per slab
   static constexpr int kStages = kStages_;      // slabs in shared memory
   static constexpr int kResident = kResident_;  // blocks per multiprocessor
   static constexpr int kBlockM = kWarpsM * kWarpM;
@@ -67,8 +67,8 @@ struct Tile {
   static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpK = kBlockK / kWarpsK;
-  // X is transposed on its way to shared memory: a warp copies 8 k of 4 rows at once, and 4 floats
-  // of padding per k take them to 32 banks.
+  // X is transposed as it is copied to shared memory: a warp copies 8 k of 4 rows at once, and 4
+  // floats of padding per k spread them over 32 banks.
   static constexpr int kStrideX = kBlockM + 4;
   static constexpr int kStageFloats = kBlockK * (kStrideX + kBlockN);
   static constexpr int kSumFloats = kWarpsK * kBlockM * kBlockN;
@@ -79,8 +79,8 @@ struct Tile {
   static_assert(kThreads % (kBlockN / 4) == 0, "a thread copies one chunk of columns of W");
 };
 
-// Slabs stand in a row: those of tile 0, of tile 1, ... Tiles of the same columns follow each other,
-// so that blocks that run at the same time read the same weights.
+// Slabs form one sequence: those of tile 0, of tile 1, ... Tiles with the same columns are
+// adjacent, so blocks that run at the same time read the same weights.
 struct Slabs {
   int all, per_tile, blocks, tiles_m;
 
@@ -109,7 +109,7 @@ __device__ inline float gelu(float x) {
   return x / (1.0f + expf(-2.0f * u));
 }
 
-// What becomes of four sums once they are whole.
+// Finishes four complete sums: adds the bias, then applies GELU or adds the residual.
 __device__ inline float4 finish_chunk(const ProductParams& p, int row, int column, float4 sum) {
   const int64_t at = static_cast<int64_t>(row) * p.n + column;
   float4 v = sum + load4(p.bias + column);
@@ -126,14 +126,14 @@ __device__ inline float4 finish_chunk(const ProductParams& p, int row, int colum
 // Copies slabs of one tile to shared memory.
 template <typename T>
 struct Copier {
-  static constexpr int kRowsX = 4 * T::kWarps;  // that the block copies at once, 8 k of each
+  static constexpr int kRowsX = 4 * T::kWarps;  // rows that the block copies at once, 8 k of each
   static constexpr int kRowsW = T::kThreads / (T::kBlockN / 4);
 
   const char *x, *w;       // this thread's first bytes of the next slab
   int64_t step_x, step_w;  // bytes between its rows
-  int64_t next_x;          // bytes from its row after the last to the next slab
-  int rows_x;              // that X has from its first: the others' sums are not stored
-  int to_x, to_w;          // floats in a stage
+  int64_t next_x;          // bytes from one past its last row to the next slab
+  int rows_x;              // rows of X from its first on; sums of others are not stored
+  int to_x, to_w;          // offset in a stage, in floats
 
   __device__ Copier(const ProductParams& p, int m0, int n0, int k0) {
     const int k = threadIdx.x % 8, row = threadIdx.x / 8;
@@ -176,8 +176,8 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
   const int warp_k = warp / (T::kWarpsM * T::kWarpsN);
   const int warp_m = warp / T::kWarpsN % T::kWarpsM * kWarpM;
   const int warp_n = warp % T::kWarpsN * kWarpN;
-  // Neighbours in the lowest bit read the same rows, in the next the same columns: a quarter of a
-  // warp that reads 16 bytes per lane then takes few words of either.
+  // Lanes that differ in bit 0 read the same rows, those that differ in bit 1 the same columns: a
+  // quarter of a warp that reads 16 bytes per lane then touches few words of either.
   const int thread_m = (lane >> 1 & 1) | (lane >> 4) << 1;
   const int thread_n = (lane & 1) | (lane >> 2 & 3) << 1;
   const float* const s_x = smem + warp_k * T::kWarpK * T::kStrideX + warp_m + 4 * thread_m;
@@ -197,7 +197,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
 #pragma unroll
     for (int s = 0; s < T::kStages - 1; ++s)
       if (s < count) copier.copy_w(smem + s * T::kStageFloats);
-    ptx::wait_for_previous();  // weights are there before; all else may come from it
+    ptx::wait_for_previous();  // it does not write the weights, but perhaps the rest
 #pragma unroll
     for (int s = 0; s < T::kStages - 1; ++s) {
       if (s < count) copier.copy_x(smem + s * T::kStageFloats);
@@ -234,8 +234,8 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
         if (k + 1 < T::kWarpK) {
           load_fragments((k + 1) % 2, stage, k + 1);
         } else {
-          // The next slab is there for all, and nobody reads this one any more. After the last
-          // slab nobody uses what is loaded.
+          // Every thread now sees the next slab and is done with this one. After the last slab,
+          // these loads are never used.
           stage = next(stage);
           __pipeline_wait_prior(T::kStages - 2);
           __syncthreads();
@@ -257,9 +257,9 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
       }
     }
 
-    // The groups of warps add up their sums, each a part of the tile: in shared memory, where a
-    // thread can count through its chunks. Chunk i: half i % 2 of the columns, its row i / 2.
-    __syncthreads();  // the loads that nobody uses read there
+    // The groups of warps add up their sums in shared memory, where i need not be a constant; each
+    // group adds up part of the chunks. Chunk i is half i % 2 of row i / 2.
+    __syncthreads();  // the unused loads above read this memory
     constexpr int kGroup = T::kBlockM * T::kBlockN;
     float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * kWarpM * kWarpN + 4 * lane;
 #pragma unroll
@@ -268,7 +268,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
       store4(s_sums + warp_k * kGroup + i * 128, {v[0], v[1], v[2], v[3]});
     }
     __syncthreads();
-    // The block's and the tile's number grow one at a time, so their sum is the part's number.
+    // From part to part either the block or the tile advances by one: their sum numbers the parts.
     float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * kGroup;
     constexpr int kShare = kChunks / T::kWarpsK;
 #pragma unroll 4
@@ -300,8 +300,8 @@ __device__ inline float block_sum(float value, float* warps) {
   return sum;
 }
 
-// Adds up and finishes the tiles that were cut. A row is blockIdx.x, a chunk of four columns a
-// thread's; with a LayerNorm, one block has the row.
+// Adds up and finishes the tiles that were cut. A block works on row blockIdx.x, each thread on
+// four columns; with a LayerNorm, one block has the whole row.
 __global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
   __shared__ float warps[2][32];
   ptx::allow_next();
@@ -363,7 +363,7 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const ProductParams&) { return 0; }
 
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
-  switch (params.tile) {  // as product.py's TILES
+  switch (params.tile) {  // must match TILES in product.py
     case 0:
       return launch_tile<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
     case 1:

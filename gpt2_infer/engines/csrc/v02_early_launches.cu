@@ -1,26 +1,26 @@
-// v02 - one decode step as a chain of kernels, each there before its input
+// v02 - one decode step as a chain of kernels, each launched before its input is ready
 //
-// Change: in place of one persistent kernel, five kernels per layer: q, k and v; attention; the
-//         heads' projection; the hidden units; their projection. Each starts before those ahead of it
-//         have ended (programmatic dependent launch) and asks for what no kernel of the step writes:
-//         a block its weights, in one bulk copy, attention the keys and values of earlier steps.
-//         Then it waits. LayerNorm, bias, GELU and residual are in the products.
-// Why:    the end of a kernel is a cheaper exchange than words that all blocks poll: it
-//         takes the same time whatever the batch. It needs no tags, and no grid that must run all
-//         at once.
-// Cost:   a second, packed copy of the layers' weights. Each block of a product that follows a
-//         LayerNorm computes it again. A block's weights must fit in its shared memory.
+// Change: instead of one persistent kernel, five kernels per layer: q, k and v; attention; the
+//         heads' projection; the hidden units; their projection. Each starts before the previous
+//         ones end (programmatic dependent launch) and loads what no kernel of the step writes: a
+//         block its weights, in one bulk copy; attention the keys and values of earlier steps. Then
+//         it waits. LayerNorm, bias, GELU and residual are part of the products.
+// Why:    the end of a kernel is a cheaper way to exchange data than words that all blocks poll: it
+//         takes the same time whatever the batch. It needs no tags, and no grid whose blocks must
+//         all run at once.
+// Cost:   a second, packed copy of the layers' weights. Every block of a product that follows a
+//         LayerNorm recomputes it. A block's weights must fit in its shared memory.
 // Tile:   STEP_*_COLUMNS columns per block, all of K; a lane has 16 bytes of a row; 128 keys per split
 // Layout: strided
 // Role:   struct
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
-// Expect: latency is the limit at batch 1; for gpt2-xl the memory, and for batches the instructions
-//         of the products in float32.
+// Expect: latency is the bottleneck at batch 1, memory bandwidth for gpt2-xl, and the products'
+//         instructions for larger batches in float32.
 //
-// Sums are taken in float32 in an order that neither depends on timing nor on the other rows of the
-// batch. For 16-bit weights tensor cores multiply, so activations are rounded to 16 bits too. The
-// file is built for one model shape and batch size; fused.py sets the macros.
+// Sums are in float32, in an order that depends neither on timing nor on the other rows of the
+// batch. 16-bit weights are multiplied on tensor cores, so activations are rounded to 16 bits, too.
+// The file is built for one model shape and batch size; fused.py sets the macros.
 
 #include <cfloat>
 #include <cstdint>
@@ -29,7 +29,7 @@
 #include "element.cuh"
 #include "ptx.cuh"
 
-// nvcc's header and, for the CPU, emulator/cuda_pipeline.h.
+// nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
 #include <cuda_pipeline.h>
 
 namespace attention {
@@ -41,9 +41,9 @@ constexpr int kInner = STEP_INNER;
 constexpr int kHeads = STEP_HEADS;
 constexpr int kVocab = STEP_VOCAB;
 constexpr int kBatch = STEP_BATCH;           // 1, 2, 4 or 8
-constexpr int kHeadBlocks = STEP_BLOCKS;     // of the product with the embedding
-constexpr int kMaxSplits = STEP_MAX_SPLITS;  // of the keys of the longest row
-constexpr int kSmemBytes = STEP_SMEM;        // that a block may have
+constexpr int kHeadBlocks = STEP_BLOCKS;     // blocks of the product with the embedding
+constexpr int kMaxSplits = STEP_MAX_SPLITS;  // splits of the longest row's keys
+constexpr int kSmemBytes = STEP_SMEM;        // available to a block
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
@@ -53,13 +53,13 @@ static_assert(kBatch == 1 || kBatch == 2 || kBatch == 4 || kBatch == 8);
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
-// The float32 vectors of a layer, one after the other.
+// A layer's float32 vectors, contiguous.
 struct LayerVectors {
   float ln_1_weight[kEmbd], ln_1_bias[kEmbd], qkv_bias[3 * kEmbd], proj_bias[kEmbd];
   float ln_2_weight[kEmbd], ln_2_bias[kEmbd], fc_bias[kInner], fc2_bias[kEmbd];
 };
 
-// The weights of a layer, each matrix packed as its Columns say.
+// A layer's weights, packed as described at PlainProduct and TensorProduct.
 struct LayerWeights {
   Element qkv[kEmbd * 3 * kEmbd], proj[kEmbd * kEmbd], fc[kEmbd * kInner], fc2[kInner * kEmbd];
 };
@@ -70,12 +70,12 @@ constexpr bool kHoldsLayer = sizeof(LayerWeights) <= size_t{kHeadBlocks} * kSmem
 struct Best {
   float value;
   int row;
-  // NaN is larger than all; of equals the first.
+  // NaN counts as the largest; among equals the first row wins.
   __device__ void see(float v, int r) {
     const bool larger = v > value || (v != v && value == value);
     if (larger || (v == value && r < row)) value = v, row = r;
   }
-  // And what another lane has seen.
+  // Adds what another lane has seen.
   __device__ void see_lane(int width) {
     const float v = __shfl_xor_sync(kWarp, value, width);
     see(v, __shfl_xor_sync(kWarp, row, width));
@@ -85,14 +85,14 @@ struct Best {
 constexpr bool kUsesTensorCores = sizeof(Element) == 2;
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
-// What is multiplied, (batch, K) for tensor cores, else (K, batch).
+// A product's input: (batch, K) for tensor cores, otherwise (K, batch).
 using Factor = std::conditional_t<kUsesTensorCores, Element, float>;
 template <int K, int kPadding = 0>
 __device__ constexpr int factor_at(int k, int row) {
   return kUsesTensorCores ? row * (K + kPadding) + k : k * kBatch + row;
 }
 
-// What the kernels of a step leave for each other.
+// What the kernels of a step pass on to each other.
 struct Scratch {
   float x[kBatch][kEmbd];  // the residual stream
   float q[kBatch][kEmbd];
@@ -103,7 +103,7 @@ struct Scratch {
 
 }  // namespace
 
-// As fused.py's Params.
+// Must match StepParams in fused.py.
 struct StructParams {
   const LayerWeights* weights;  // (layers)
   const LayerVectors* vectors;  // (layers)
@@ -113,8 +113,8 @@ struct StructParams {
   const Element* head;  // (vocab, n_embd)
   Element* kv;          // (layers, 2, batch, heads, max_seqlen, head_dim)
   int* seqlens;         // (batch): keys in the cache; the step adds one
-  int64_t* newest;      // (batch): the tokens to read; if is_greedy, then those chosen
-  int64_t* tokens;      // (batch, capacity): if is_greedy, what is chosen is added at `lengths`
+  int64_t* newest;      // (batch): the input tokens; if is_greedy, overwritten by the chosen ones
+  int64_t* tokens;      // (batch, capacity): if is_greedy, the chosen token goes to `lengths`
   int64_t* lengths;     // (batch)
   float* logits;        // (batch, vocab)
   Scratch* scratch;
@@ -123,7 +123,7 @@ struct StructParams {
   int max_seqlen;
   int is_greedy;
   float softmax_scale;
-  int scales_by_layer;  // softmax_scale is divided by the layer's number, from 1
+  int scales_by_layer;  // divides softmax_scale by the layer's number, counted from 1
   float epsilon;
 };
 using StepParams = StructParams;
@@ -132,14 +132,14 @@ namespace {
 
 // ---- Sums ---------------------------------------------------------------------------------------
 
-// What is left of V values.
+// How many of V values each lane has after fold().
 __host__ __device__ constexpr int folded(int last, int width, int V) {
   return width < last ? V : max_of(1, V * last / width / 2);
 }
 
-// Sums V values, V a power of two, over the lanes that differ in the bits from kWidth down to kLast.
-// Each of them returns its share, or one value if there are more lanes than values: value i is with
-// the lanes whose highest of those bits are i's.
+// Sums V values (a power of two) over the lanes that differ in the bits from kWidth down to kLast.
+// Each lane returns its share of the sums, or one sum if there are more lanes than values: sum i is
+// in the lanes whose highest of those bits are those of i.
 template <int kLast, int kWidth, typename T, int V>
 __device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
   if constexpr (kWidth < kLast) {
@@ -160,8 +160,8 @@ __device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
   }
 }
 
-// One value per row of the batch. What a kernel of this step has written is read from L2, where it
-// lies, as a block reads it once. After wait_for_previous() any load would see it.
+// Loads one value per row of the batch. Results of this step's kernels are read from L2, because a
+// block reads them only once; after wait_for_previous() any load would see them.
 template <bool kFromL2>
 __device__ void load_rows(const float* from, float (&rows)[kBatch]) {
   const auto load = [](auto* address) { return kFromL2 ? __ldcg(address) : *address; };
@@ -181,12 +181,12 @@ __device__ void load_rows(const float* from, float (&rows)[kBatch]) {
 
 // ---- LayerNorm ----------------------------------------------------------------------------------
 
-// LayerNorm of x (batch, kEmbd) by a block; a thread has the elements threadIdx.x + i * kThreads.
+// LayerNorm of x (batch, kEmbd) in one block; a thread has elements threadIdx.x + i * kThreads.
 template <int kWarps>
 struct Norm {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kEach = ceil_div(kEmbd, kThreads);
-  static constexpr int kMoments = 2 * kBatch;  // of each row the sum, then of each that of squares
+  static constexpr int kMoments = 2 * kBatch;  // each row's sum, then each row's sum of squares
 
   struct Shared {
     double moments[kWarps][kMoments];
@@ -205,7 +205,7 @@ struct Norm {
       if (has(i)) weight[i] = all_weights[k_of(i)], bias[i] = all_biases[k_of(i)];
   }
 
-  // store(k, rows) takes what becomes of x[...][k].
+  // Calls store(k, rows) with the normalized x[...][k].
   template <typename Store>
   __device__ void apply(const float (*x)[kEmbd], float epsilon, Shared& shared, Store store) const {
     float v[kEach][kBatch];
@@ -214,7 +214,7 @@ struct Norm {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r) v[i][r] = has(i) ? __ldcg(&x[r][k_of(i)]) : 0.0f;
     }
-    // In float64 the variance may be a difference, so that there is one sum to wait for.
+    // In float64 the variance can be E[x^2] - E[x]^2, so the threads wait only once.
     double moments[kMoments] = {};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -230,7 +230,7 @@ struct Norm {
     fold<1, 16>(moments, moment);
     if (lane % kSame == 0) shared.moments[warp][lane / kSame] = moment[0];
     __syncthreads();
-    // Every warp adds up what all have, a lane one of the moments.
+    // Every warp adds up the moments of all warps, one moment per lane.
     moment[0] = 0.0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) moment[0] += shared.moments[w][lane % kMoments];
@@ -256,7 +256,7 @@ struct Norm {
 
 // ---- Products -----------------------------------------------------------------------------------
 
-// kColumns columns of W (K, N), for one block: one piece of memory.
+// kColumns columns of W (K, N), which one block multiplies; contiguous in memory.
 template <int K_, int N_, int kColumns_, int kWarps_>
 struct Columns {
   static constexpr int K = K_, N = N_, kColumns = kColumns_, kWarps = kWarps_;
@@ -267,17 +267,17 @@ struct Columns {
   using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
 };
 
-// In float32. Packed, W is (N / kColumns, K, kColumns). Lanes have four floats of a row, consecutive
-// lanes the row's next ones and the next rows; warps, too, have rows of their own.
+// The product in float32. Packed, W is (N / kColumns, K, kColumns). A lane has four floats of a
+// row, consecutive lanes the next four and then the next rows; each warp has its own rows.
 template <int K, int N, int kColumns, int kWarps>
 struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   using Base = Columns<K, N, kColumns, kWarps>;
   static constexpr int kPadding = 0;
   static constexpr int kRowLanes = kColumns / 4;
-  static constexpr int kWarpK = 32 / kRowLanes;   // rows of a warp
-  static constexpr int kStepK = kWarps * kWarpK;  // and of the block, at once
+  static constexpr int kWarpK = 32 / kRowLanes;   // rows per warp
+  static constexpr int kStepK = kWarps * kWarpK;  // and per block, at a time
   static constexpr int kSteps = ceil_div(K, kStepK);
-  static constexpr int kSums = 4 * kBatch;  // of a lane
+  static constexpr int kSums = 4 * kBatch;  // per lane
   static constexpr int kFolded = max_of(1, kSums / kWarpK);
 
   static __device__ int k_of(int step) { return step * kStepK + threadIdx.x / kRowLanes; }
@@ -288,7 +288,7 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   template <bool kFromL2, typename Await>
   static __device__ void multiply(const uint4* weights, const float* x, typename Base::Sums& sums,
                                   Await await_weights) {
-    constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x on their way
+    constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x in flight
     float acc[kSums] = {};
 #pragma unroll
     for (int first = 0; first < kSteps; first += kAtOnce) {
@@ -322,19 +322,19 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   }
 };
 
-// A tensor core multiplies 16 rows of a matrix A by 8 columns of B. A is W transposed, B x: its columns
-// are the rows of the batch. Which k the tensor core calls which does not matter, if both agree, so
-// lane l reads 8 neighbours of x at once, from 8 (l % 4) on, and as much of W for each product.
+// A tensor core multiplies 16 rows of A by 8 columns of B. A is W transposed; the columns of B are
+// the rows of x. The order of k does not matter if A and B agree, so lane l reads 8 adjacent
+// elements of x at once, from 8 (l % 4) on, and as many of W per product.
 //
-// With 8 columns of W, the other 8 rows of A are the same columns, 32 rows of W further down. They
-// need another B; up to 4 rows of a batch leave room for both in one.
+// If W has only 8 columns, the other 8 rows of A are the same columns, 32 rows further down in W.
+// They need a different B; up to 4 rows of a batch leave room for both in one.
 //
-// Packed, W is (N / kColumns, K / kStepK, kTiles, 2 products, 32 lanes, 2 pairs of k, 2 rows of A, 2).
+// Packed, W is (N / kColumns, K / kStepK, kTiles, 2 products, 32 lanes, 2 pairs of k, 2 rows, 2).
 template <int K, int N, int kColumns, int kWarps>
 struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr bool kIsPaired = kColumns == 8;
   static constexpr bool kSharesB = kIsPaired && kBatch <= 4;
-  static constexpr int kPadding = 32;  // of x in shared memory: two rows have all banks
+  static constexpr int kPadding = 32;  // of x in shared memory: two rows cover all banks
   static constexpr int kTiles = ceil_div(kColumns, 16);
   static constexpr int kStepK = kIsPaired ? 64 : 32;
   static constexpr int kGroups = K / kStepK, kSteps = ceil_div(kGroups, kWarps);
@@ -353,7 +353,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
       return step < kSteps - 1 ||
              (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
     };
-    constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x on their way
+    constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x in flight
     float acc[kTiles][kFactors][4] = {};
 #pragma unroll
     for (int first = 0; first < kSteps; first += kAtOnce) {
@@ -388,7 +388,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
         }
       }
     }
-    // The lane has two columns of W, or one whose second part is in another lane if B is shared.
+    // The lane has two columns of W, or one whose other half another lane has if B is shared.
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -476,14 +476,14 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   }
   const LayerNorm norm(kKind == kQkv ? vectors.ln_1_weight : vectors.ln_2_weight,
                        kKind == kQkv ? vectors.ln_1_bias : vectors.ln_2_bias);
-  // The output of this thread, if it has one
+  // This thread's output, if it has one
   const int n = blockIdx.x * P::kColumns + t % P::kColumns, row = t / P::kColumns;
   const bool has_output = t < P::kColumns * kBatch;
   const float my_bias = has_output ? bias[n] : 0.0f;
   const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
   __syncthreads();  // the barrier is initialized
 
-  // With more rows, blocks that start early disturb those that work.
+  // With more rows, blocks that start early slow down those still running.
   if (kBatch == 1) ptx::allow_next();
   ptx::wait_for_previous();
   if (kBatch > 1) ptx::allow_next();
@@ -527,20 +527,20 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 // ---- Attention ----------------------------------------------------------------------------------
 
-constexpr int kSplit = 128;  // keys that are attended to at once
+constexpr int kSplit = 128;  // keys that a block attends to at a time
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
-// Blocks that share the splits of a row and head: the more rows, the fewer, so that all run at once.
+// Blocks that share the splits of a row and head: fewer with more rows, so that all run at once.
 constexpr int kCluster = min_of(kMaxSplits, min_of(8, 16 / kBatch));
 
-// A split: O before the division, row_max and row_sum.
+// The result of a split: O before the division, row_max and row_sum.
 struct Partial {
   float o[kHeadDim];
   float row_max;
   float row_sum;
 };
 
-// Joins partials in order, a column of O per thread.
+// Joins partials in order, one column of O per thread.
 struct Join {
   float row_max = -FLT_MAX, row_sum = 0.0f, o = 0.0f;
 
@@ -559,11 +559,11 @@ struct Join {
 // Grid: kCluster, heads, rows. Consecutive lanes have the chunks of a key.
 __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
   constexpr int kKeyLanes = kHeadDim / kPerChunk;    // lanes that share a key
-  constexpr int kKeys = kAttendThreads / kKeyLanes;  // keys that the block reads at once
+  constexpr int kKeys = kAttendThreads / kKeyLanes;  // keys that the block reads at a time
   constexpr int kSteps = kSplit / kKeys;
   __shared__ Partial warps[kAttendWarps];
-  __shared__ Partial splits[kMaxSplits];  // of the cluster, in its first block
-  ptx::cluster_arrive();                  // by this all know later that the first block runs
+  __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
+  ptx::cluster_arrive();                  // later all wait for this: the first block runs
 
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int head = blockIdx.y, row = blockIdx.z;
@@ -574,7 +574,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   const auto key_of = [&](int split, int step) {
     return split * kSplit + t / kKeyLanes + step * kKeys;
   };
-  // What earlier steps have written
+  // Loads what earlier steps have written.
   const auto load = [&](const Element* from, int split, uint4(&to)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -588,7 +588,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   load(keys, split, k);
   load(values, split, v);
 
-  // Where a layer fits, blocks of the products after the next would start and be in the way.
+  // If a layer fits in shared memory, blocks of later products would start now and get in the way.
   constexpr bool kIsEarly = kBatch == 1 && !kHoldsLayer;
   if (kIsEarly) ptx::allow_next();
   ptx::wait_for_previous();
@@ -605,8 +605,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(values + at));
   bool is_first = true;
   for (; split * kSplit <= newest; split += kCluster) {
-    // S = softmax_scale * Q K^T, and its maximum in the warp. Before the first key the maximum is
-    // finite, so that a warp without a key has no inf - inf.
+    // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
+    // that a warp without keys does not compute inf - inf.
     const float scale = p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
     float s[kSteps], row_max = -FLT_MAX;
 #pragma unroll
@@ -646,7 +646,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
 #pragma unroll
       for (int i = 0; i < kPerChunk; ++i) o[i] += __shfl_xor_sync(kWarp, o[i], width);
     }
-    if (!is_first) __syncthreads();  // the last split's partials have been read
+    if (!is_first) __syncthreads();  // the previous split's partials have been read
     if (lane < kKeyLanes) {
 #pragma unroll
       for (int i = 0; i < kPerChunk; ++i) warps[warp].o[column + i] = o[i];
@@ -688,15 +688,15 @@ __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
                               to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
 }
 
-constexpr int kStride = kHeadBlocks * kWarps;  // groups of rows from one of a warp to its next
+constexpr int kStride = kHeadBlocks * kWarps;  // distance between a warp's groups of rows
 
-// A ring of stages for the logits of a warp's groups of rows of the embedding: kRows at once, kStageK
-// columns of them per stage, of which a lane has kChunks times 16 bytes. Each thread copies what it
-// multiplies, so that no barrier is needed, kStages - 1 ahead.
+// A ring buffer that streams a warp's groups of kRows rows of the embedding, to compute their
+// logits. A stage has kStageK columns, of which a lane has kChunks times 16 bytes. Each thread
+// copies what it multiplies, so no barrier is needed, and runs kStages - 1 stages ahead.
 template <int kRows_, int kStageK, int kChunks, int kMostStages, int kPadding_>
 struct Ring {
   static constexpr int kRows = kRows_, kGroups = ceil_div(kVocab, kRows);
-  static constexpr int kPadding = kPadding_;  // of x, for which a batch of 8 leaves room
+  static constexpr int kPadding = kPadding_;  // of x; kStages leaves room for a batch of 8
   static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
   static constexpr int kStages = min_of(
       kMostStages, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
@@ -712,7 +712,7 @@ struct Ring {
   __device__ uint4* slot(int stage, int chunk) const {
     return s_rows + (stage * kChunks + chunk) * kThreads + threadIdx.x;
   }
-  // A row of the group that is asked for
+  // Returns row r of the group to copy.
   __device__ const Element* row(int r) const {
     return p.head + int64_t{min(asked * kRows + r, kVocab - 1)} * kEmbd;
   }
@@ -730,10 +730,10 @@ struct Ring {
   }
 };
 
-constexpr int kPasses = ceil_div(kEmbd, 4 * 32);  // of 4 floats of a row for each lane
+constexpr int kPasses = ceil_div(kEmbd, 4 * 32);  // passes over a row, 4 floats per lane
 constexpr int kStageRows = (kSmemBytes - 4096 - 32 * kEmbd) / (16 * kPasses * kThreads);
 
-// In float32: whole rows
+// In float32: each stage has whole rows.
 constexpr int kPlainRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
 struct PlainLogits : Ring<kPlainRows, kEmbd, kPlainRows * kPasses, 4, 0> {
   __device__ bool has(int pass) const { return kEmbd % 128 == 0 || (pass * 32 + lane) * 4 < kEmbd; }
@@ -787,7 +787,7 @@ struct PlainLogits : Ring<kPlainRows, kEmbd, kPlainRows * kPasses, 4, 0> {
   }
 };
 
-// By tensor cores: 16 rows, 64 columns of them per stage. See TensorProduct.
+// On tensor cores: each stage has 64 columns of 16 rows. See TensorProduct.
 constexpr int kStageK = 64;
 struct TensorLogits : Ring<16, kStageK, 4, 8, 32> {
   static_assert(kEmbd % kStageK == 0);
@@ -804,7 +804,7 @@ struct TensorLogits : Ring<16, kStageK, 4, 8, 32> {
   }
 
   __device__ void compute(const Element* x, Best (&warp_best)[kBatch]) {
-    const int my_batch = lane % 4 * 2;  // and the next
+    const int my_batch = lane % 4 * 2;  // and the next row
     Best best[2] = {{-INFINITY, kVocab}, {-INFINITY, kVocab}};
     int stage = 0;
     for (int group = first; group < kGroups; group += kStride) {
@@ -870,7 +870,7 @@ __global__ void __launch_bounds__(kThreads) head(const StepParams p) {
   p.scratch->best[blockIdx.x][t] = best;
 }
 
-// A warp per row of the batch
+// Chooses the next tokens; one warp per row of the batch.
 __global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
   ptx::wait_for_previous();
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
@@ -913,12 +913,12 @@ struct Chain {
 
 namespace ATTENTION_VERSION {
 
-// Scratch outlives a launch: the caller keeps it.
+// The caller keeps the scratch alive between launches.
 int64_t scratch_floats(const StepParams&) { return sizeof(Scratch) / sizeof(float); }
 
 cudaError_t launch(const StepParams& p, cudaStream_t stream) {
-  // Not early: what it reads, the step before writes. That step has ended when this one begins, so
-  // every kernel may read seqlens before it waits.
+  // Not launched early, because it reads what the previous step writes. So that step has ended
+  // before this one begins, and every kernel may read seqlens before it waits.
   Chain chain{stream,
               launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
   for (int layer = 0; layer < p.layers; ++layer) {

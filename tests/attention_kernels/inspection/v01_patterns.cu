@@ -23,7 +23,7 @@ inline __device__ void store2(float* row, unsigned d, float x, float y) {
   reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
 }
 
-// Its frame is not where a function's with more arguments is.
+// Its frame is at another place than that of a function with more arguments.
 inline __device__ float inner(const float* row) { return row == nullptr ? row[0] : 0.0f; }
 inline __device__ float none(const float* row) {
   return inner(row) + (row == nullptr ? row[1] : 0.0f);

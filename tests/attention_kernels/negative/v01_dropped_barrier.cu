@@ -2,7 +2,7 @@
 //
 // Change: no barrier between the last use of a tile and the load of the next.
 // Why:    test data: the conformance suite, or the emulator, must catch it.
-// Cost:   right results by luck: some warps read the next tile's keys and values.
+// Cost:   correct results only by luck: some warps read the next tile's keys and values.
 // Tile:   kTile x kTile = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  (none)
@@ -15,7 +15,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kTile = 32;
 constexpr int kMaxHeadDim = 128;
 
-// A warp is a query; each of its lanes is a key of the tile, and head_dim / 32 columns of O.
+// A warp has one query; each lane has one key of the tile and head_dim / 32 columns of O.
 __global__ void __launch_bounds__(kTile* kTile)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int seqlen,
                      int num_heads, int head_dim, float softmax_scale, bool is_causal) {

@@ -1,12 +1,12 @@
 // v03 - keys past the end are read
 //
-// Change: the last tile is loaded whole, also where seqlen ends within it.
+// Change: the last tile is loaded completely, even if seqlen ends within it.
 // Why:    test data: the conformance suite, or the emulator, must catch it.
-// Cost:   reads of memory that is someone else's. The mask hides what was read.
+// Cost:   reads past the end of K and V. The mask hides what was read.
 // Tile:   kTile x kTile = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Flags:  (none)
-// Expect: right output, and a report by AddressSanitizer.
+// Expect: correct output, and a report by AddressSanitizer.
 
 #include "common.cuh"
 
@@ -15,7 +15,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kTile = 32;
 constexpr int kMaxHeadDim = 128;
 
-// A warp is a query; each of its lanes is a key of the tile, and head_dim / 32 columns of O.
+// A warp has one query; each lane has one key of the tile and head_dim / 32 columns of O.
 __global__ void __launch_bounds__(kTile* kTile)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int seqlen,
                      int num_heads, int head_dim, float softmax_scale, bool is_causal) {

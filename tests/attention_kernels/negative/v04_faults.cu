@@ -1,12 +1,12 @@
-// v04 - one kernel with many faults
+// v04 - a kernel with many faults
 //
-// Change: seqlen chooses the fault; each is the line that ends with its number.
-// Why:    a negative control: the emulator must end each of them and name block, thread and line.
+// Change: seqlen chooses the fault, which is in the line that ends with its number.
+// Why:    a negative control: the emulator must stop each fault and name block, thread and line.
 // Cost:   none.
 // Tile:   none, block 64
 // Layout: contiguous
 // Flags:  (none)
-// Expect: an error for every fault but the first, which is none.
+// Expect: an error, a different result or a printed line for every fault; 1 has none.
 
 #include <cassert>
 #include <cstdlib>

@@ -1,8 +1,8 @@
-// v05 - two splits of the keys that are joined without their maxima
+// v05 - two splits of the keys joined without their maxima
 //
-// Change: a decode kernel whose splits are added up as they are.
+// Change: a decode kernel that adds up its splits without rescaling them.
 // Why:    each split's O and sum are relative to its own maximum: verify must find this.
-// Cost:   wrong results, but for a row of one split and for equal maxima.
+// Cost:   wrong results, except for rows with one split or equal maxima.
 // Tile:   kSplit = 64 keys, block (head_dim)
 // Layout: strided
 // Role:   decode
@@ -15,12 +15,12 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kSplit = 64;
 
-// The beginning of one row and head.
+// Returns the start of one row and head.
 inline __device__ const float* at(const void* tensor, Strides strides) {
   return static_cast<const float*>(tensor) + blockIdx.y * strides.batch + blockIdx.x * strides.head;
 }
 
-// A thread has a column of O, and computes every score itself.
+// A thread has one column of O and computes every score itself.
 __global__ void decode_kernel(DecodeParams params, float softmax_scale) {
   const float* const gQ = at(params.q, params.q_strides);
   const float* const gK = at(params.k_cache, params.k_strides);

@@ -1,6 +1,6 @@
-// v06 - one kernel with many races
+// v06 - a kernel with many races
 //
-// Change: seqlen chooses the race; the two accesses are the lines that end with its number.
+// Change: seqlen chooses the race between the two accesses in the lines that end with its number.
 // Why:    a negative control: the emulator must name both.
 // Cost:   none.
 // Tile:   none, block 64
@@ -24,7 +24,7 @@ __global__ void races(float* o, int race) {
   const int neighbour = thread ^ 1;
   float x = 1.0f;
 
-  // What is ordered: by barriers, in halves of a warp, by atomics, by waiting for a copy.
+  // No race: ordered by barriers, within half a warp, by atomics, by waiting for a copy.
   smem[thread] = 1.0f;
   s_halfs[thread] = __float2half(1.0f);
   if (thread == 0) s_count = 0;

@@ -1,12 +1,12 @@
-// v07 - three kernels in a row that start early
+// v07 - three consecutive kernels that start early
 //
-// Change: seqlen chooses what is wrong: 1 is right.
-// Why:    a negative control: on a card they may overlap, and each passes where they do not.
+// Change: seqlen chooses the fault; 1 is correct.
+// Why:    a negative control: on a GPU they may overlap, and each passes if they do not.
 // Cost:   none.
 // Tile:   none, block 32
 // Layout: contiguous
 // Flags:  (none)
-// Expect: an error, or another result, for every fault.
+// Expect: an error or a different result for every fault.
 
 #include "ptx.cuh"
 
@@ -14,13 +14,13 @@ namespace attention::ATTENTION_VERSION {
 
 __global__ void first(float* o) { o[threadIdx.x] = 1.0f; }
 
-// 2: none of its threads waits. 3: its block 1 does not, which is right.
+// 2: no thread waits, a fault. 3: only block 1 does not wait, which is correct.
 __global__ void second(float* o, int fault) {
   if (fault == 2 || (fault == 3 && blockIdx.x == 1)) return;
   ptx::wait_for_previous();
 }
 
-// 4: it reads before it waits what the first has written.
+// 4: it reads the first kernel's output before it waits.
 __global__ void third(float* o, int fault) {
   if (fault != 4) ptx::wait_for_previous();
   const float x = o[threadIdx.x];

@@ -1,5 +1,5 @@
-// What test_emulator.py and test_tensor_cores.py ask of emulated blocks, fragments and asynchronous
-// copies, as C functions for ctypes. Built by g++ alone.
+// Operations of emulated blocks, fragments and asynchronous copies, as C functions that
+// test_emulator.py and test_tensor_cores.py call through ctypes. Built with g++ alone.
 
 #include <cuda_pipeline.h>
 #include <mma.h>
@@ -16,7 +16,7 @@ struct Matrices {
   const void* c;
   void* d;
   int lda, ldb, ldc;
-  layout_t layout;  // of c and d
+  layout_t layout;  // layout of c and d
 };
 
 template <int m, int n, int k, typename LayoutA, typename LayoutB, typename T>
@@ -49,7 +49,7 @@ cudaError_t launch_layouts(bool a_rows, bool b_rows, bool is_float, const Matric
                 : launch_types<m, n, k, col_major, col_major>(is_float, in);
 }
 
-// Scales row i of a 16 x 16 matrix by scales[i], asking a fragment which rows its elements are of.
+// Scales row i of a 16 x 16 matrix by scales[i]; a fragment tells the rows of its elements.
 __global__ void scale_rows(const float* rows, const float* scales, const float* c, float* d) {
   fragment<accumulator, 16, 16, 16, float> rRow, rC;
   load_matrix_sync(rRow, rows, 16, mem_row_major);
@@ -58,7 +58,7 @@ __global__ void scale_rows(const float* rows, const float* scales, const float* 
   store_matrix_sync(d, rC, 16, mem_row_major);
 }
 
-// Whether an accumulator's elements are those of matrix_a: on sm_80, not below.
+// Returns whether an accumulator is laid out like matrix_a: on sm_80, not below.
 __global__ void compare_uses(const half* a, const float* c, float* same) {
   fragment<matrix_a, 16, 16, 16, half, row_major> rA;
   fragment<accumulator, 16, 16, 16, float> rC;
@@ -117,7 +117,7 @@ __global__ void fail(Fault fault, half* a, float* d) {
 
 enum CopyFault { kCopied, kEarly, kNotCommitted, kSize, kAddress, kNotShared };
 
-// Two groups of 16 floats each, by 4 threads; the block reads the first as soon as it is there.
+// 4 threads copy two groups of 16 floats; the block reads the first as soon as it arrives.
 __global__ void copy(CopyFault fault, const float* from, float* to) {
   __shared__ __align__(16) float s_data[32];
   const int i = 4 * threadIdx.x;
@@ -156,7 +156,7 @@ __attribute__((noinline)) void take_stack() {
   for (volatile char& byte : frame) byte = 1;
 }
 
-// Blocks of 64 threads, each of which reverses 64 numbers through shared memory.
+// Runs blocks of 64 threads, each of which reverses 64 numbers through shared memory.
 __global__ void reverse(BlockFault fault, float* d) {
   ATTENTION_DYNAMIC_SHARED(float, smem);
   __shared__ float s_static[64];
@@ -183,8 +183,8 @@ __global__ void reverse(BlockFault fault, float* d) {
 
 extern "C" {
 
-// Types of the emulator are hidden, and so would a function be that has them. A message, or ""
-// where nothing is wrong.
+// The functions below return this message, or "" on success, because the emulator's types are
+// hidden and would hide the functions, too.
 const char* outcome(cudaError_t error) {
   static std::string message;
   message = error == cudaSuccess ? "" : cudaGetErrorName(error);

@@ -1,7 +1,7 @@
 // v01 - one warp per product
 //
-// Change: a warp multiplies the fragments that it is given, or loads matrices through ldmatrix.
-// Why:    a probe: the emulator's twins must give the bits that tensor cores give.
+// Change: a warp multiplies the fragments that it is given, or loads matrices with ldmatrix.
+// Why:    a probe: the emulator's versions must give the same bits as tensor cores.
 // Cost:   none.
 // Tile:   none, block 32
 // Layout: contiguous
@@ -13,7 +13,7 @@
 
 namespace attention {
 
-// For each product and lane 4 words of a, 2 of b and 4 sums; or 4 words of a for each load.
+// Per product and lane, 4 words of a, 2 of b and 4 sums; or per load, 4 words of a.
 struct StructParams {
   const unsigned* a;
   const unsigned* b;

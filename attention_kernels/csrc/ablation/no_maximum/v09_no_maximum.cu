@@ -1,24 +1,24 @@
-// v09 - no maximum: exp(S) as it is
+// v09 - no maximum: exp(S) directly
 //
-// Change: P = exp(S). The row maxima are gone, and the factors that correct for them.
+// Change: P = exp(S). The row maxima and the factors that correct for them are gone.
 // Why:    the document asks "Do we really need m[i]?", and finds that its largest test overflows no
-//         exponential. Without it a tile costs no pass over S for its maxima and four exponentials
-//         fewer in each row. This is step 8 and no step after it: the answer to a question.
-// Cost:   the range of float. A score above ln(FLT_MAX) = 88.72 has an infinite exponential. n keys
-//         of one score have an infinite sum from 88.72 - ln(n) on, which is 81.79 for 1,024, and
-//         values above 1 take off their logarithm too. What comes out is NaN, infinite or, where
-//         only the sum with the last tile overflows, zero, which nobody notices. Downwards, a row
-//         whose largest score is below ln(FLT_MIN) = -87.34 loses its digits, leaves its budget at
-//         about -90 and is 0 / 0 below -103.97. Step 8 has all of these rows right: softmax depends
-//         on differences of scores alone. So yes: the first weights of the bundled model had scores
-//         above 3,000.
+//         exponential. Without m[i] a tile saves a pass over S for its maxima and four exponentials
+//         per row. This is step 8 without the maximum, the answer to a question, not a later step.
+// Cost:   the range of float. A score above ln(FLT_MAX) = 88.72 has an infinite exponential. The
+//         sum over n keys of equal score is infinite from 88.72 - ln(n) on, which is 81.79 for
+//         1,024 keys, and values above 1 lower the limit by their logarithm, too. The result is
+//         NaN, infinite or, where only the sum with the last tile overflows, zero, which nobody
+//         notices. At the other end, a row whose largest score is below ln(FLT_MIN) = -87.34 loses
+//         digits, exceeds its error budget at about -90 and is 0 / 0 below -103.97. Step 8 gets all
+//         of these rows right: softmax depends only on differences of scores. So yes, we need it:
+//         the first weights of the bundled model had scores above 3,000.
 // Tile:   kBlockM x kBlockN = 32 x 32, block (32, 32)
 // Layout: contiguous
 // Takes:  float32, head_dim 32 64
 // Flags:  (none)
 // Expect: right for normal inputs up to a scale of about 4, where a score reaches 86; wrong for the
-//         conformance suite's of scale 8, so it is in a folder of its own and no backend. The
-//         smallest inputs that break it are found in test_ablation.py.
+//         conformance suite's inputs of scale 8, so it has its own folder and is no backend.
+//         test_ablation.py finds the smallest inputs that break it.
 
 #include "common.cuh"
 
@@ -28,13 +28,13 @@ constexpr int kBlockM = 32;
 constexpr int kBlockN = 32;
 constexpr int kThreads = kBlockM * kBlockN;
 
-// Floats from one row of a tile of Q, K, V or O to the next.
+// The row stride of a tile of Q, K, V or O, in floats.
 template <int kHeadDim>
 constexpr int kStride = kHeadDim + 1;
 
 // The stages. Warp threadIdx.y has one row of the tiles of Q, S, P and O; lane threadIdx.x has one
-// column of S and P, and every kBlockN-th of O. Of a row, row_sum is over the keys of earlier tiles
-// (l in the paper), tile_sum over this tile's, new_sum over both. They are in memory, and lane 0
+// column of S and P, and every kBlockN-th of O. For each row, row_sum covers the keys of earlier
+// tiles (l in the paper), tile_sum those of this tile, new_sum both. They are in memory; lane 0
 // computes them.
 
 // S = softmax_scale * Q K^T, and -infinity for keys that the row does not see. The causal mask is
@@ -95,7 +95,7 @@ inline __device__ void update_o(const float* p, const float* v, const float* row
   }
 }
 
-// Before the first tile of keys: no key has been seen.
+// Initializes O and the statistics, before the first tile of keys.
 template <int kHeadDim>
 inline __device__ void init(float* o, float* row_sum) {
   const int m = threadIdx.y;
@@ -107,12 +107,12 @@ inline __device__ void init(float* o, float* row_sum) {
   if (threadIdx.x == 0) row_sum[m] = 0.0f;
 }
 
-// The first statistic of each row becomes the second.
+// Copies one statistic of each row to another.
 inline __device__ void copy_rows(const float* from, float* to) {
   if (threadIdx.x == 0) to[threadIdx.y] = from[threadIdx.y];
 }
 
-// Between global and shared memory. A tile's rows from valid_rows on are past the end: zero.
+// Copies between global and shared memory. Rows from valid_rows on are past the end: zero.
 
 template <int kHeadDim>
 inline __device__ void load_tile(const float* g_tile, int row_stride, int valid_rows,
@@ -136,8 +136,8 @@ inline __device__ void store_tile(const float* s_tile, int row_stride, int valid
   }
 }
 
-// A block has the tile of rows blockIdx.y of the batch entry blockIdx.x: the document has them the
-// other way round, but grid.y ends at 65,535.
+// A block has tile of rows blockIdx.y of batch entry blockIdx.x. The document has them the other
+// way round, but grid.y is limited to 65,535.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     attention_kernel(const float* q, const float* k, const float* v, float* o, int num_heads,
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   load_tile<kHeadDim>(q + int64_t{m_start} * row_stride, row_stride, seqlen - m_start, sQ);
   init<kHeadDim>(sO, sRowSum);
 
-  // No row of this block sees a key from n_end on.
+  // No row of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     load_tile<kHeadDim>(k + int64_t{n_start} * row_stride, row_stride, seqlen - n_start, sK);
