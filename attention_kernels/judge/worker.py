@@ -122,6 +122,7 @@ class Timing:
     """By the worker's clock, a mean over several passes."""
     outside: float
     """By the judge's clock, a mean over the same passes."""
+    passes: int
 
 
 class Runner:
@@ -202,7 +203,12 @@ class Runner:
         between(self._take_steps(between))
         ready, once, _, often = replies
         return Timing(
-            outputs, ready.workspace, once.seconds, often.seconds / passes, seconds[3] / passes
+            outputs,
+            ready.workspace,
+            once.seconds,
+            often.seconds / passes,
+            seconds[3] / passes,
+            passes,
         )
 
     def close(self) -> None:
