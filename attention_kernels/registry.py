@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -383,8 +383,13 @@ def get_backend(name: str) -> BackendSpec:
 
 def registered(name: str) -> BackendSpec | None:
     """Return the backend of that name, like get_backend(), but import no plug-in to find it."""
+    return next((spec for spec in shipped() if spec.name == _key(name)), None)
+
+
+def shipped() -> list[BackendSpec]:
+    """Return what is registered without importing any plug-in."""
     importlib.import_module("attention_kernels.backends")
-    return _specs.get(_key(name))
+    return [*_specs.values()]
 
 
 def stand_in(name: str) -> BackendSpec:
@@ -460,7 +465,7 @@ def _discover() -> None:
         _discovered = None
         try:
             importlib.import_module("attention_kernels.backends")
-            for entry_point in _plugins():
+            for entry_point in plugins():
                 _load_plugin(entry_point)
         except BaseException:
             _discovered = False  # the next call must not use an incomplete registry
@@ -468,7 +473,23 @@ def _discover() -> None:
         _discovered = True
 
 
-def _plugins() -> importlib.metadata.EntryPoints | tuple[()]:
+def is_discovered() -> bool:
+    """Return whether the plug-ins have been imported or adopted."""
+    return _discovered is not False
+
+
+def adopt(specs: Iterable[BackendSpec]) -> None:
+    """Register the backends of plug-ins, so that nothing imports these in this process."""
+    global _discovered  # noqa: PLW0603
+    with _lock:
+        shipped()
+        for spec in specs:
+            _specs.setdefault(spec.name, spec)
+        _discovered = True
+
+
+def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
+    """Return the entry points of plug-ins; raises AttentionError for a bad setting."""
     setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
     if setting not in ("on", "off"):
         raise AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")

@@ -11,9 +11,11 @@ itself "not dumpable", which denies both to every process but root's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
+import inspect
 import math
 import multiprocessing
 import os
@@ -21,16 +23,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from attention_kernels import ladder, registry
+from attention_kernels import ladder, list_backends, registry
 from attention_kernels.child import check_time_limit, ending
 from attention_kernels.errors import (
     AttentionError,
@@ -39,23 +42,21 @@ from attention_kernels.errors import (
 )
 from attention_kernels.judge.caller import Block, Caller, failure
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
+from attention_kernels.ladder import build
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
-LARGEST_MESSAGE = 2**16
+LARGEST_MESSAGE = 2**20
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
 _PR_SET_DUMPABLE = 4
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What a worker says of its backend."""
+class Described(msgspec.Struct, frozen=True):
+    """A backend as a process that has loaded its module describes it."""
 
-    device: str
-    has_attention: bool
-    has_decode: bool
     name: str
     family: str
     summary: str
@@ -66,6 +67,37 @@ class Facts(msgspec.Struct, frozen=True):
     needs_contiguous: bool
     cuda_graphs: bool
     error_slack: float
+    reasons: dict[str, str | None]
+    """Why it cannot run on a device type, or None."""
+    files: tuple[str, ...]
+    """Its source files."""
+
+    def spec(self) -> BackendSpec:
+        """Return a spec that says the same, whose kernels are in another process."""
+        fields = msgspec.structs.asdict(self)
+        reasons, files = fields.pop("reasons"), fields.pop("files")
+        return BackendSpec(loader=Elsewhere(self.name, files), probe=reasons.get, **fields)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The loader of a backend that only its own process loads."""
+
+    name: str
+    files: tuple[str, ...]
+
+    def __call__(self) -> Any:
+        """Raise UnavailableBackendError."""
+        raise UnavailableBackendError(self.name, "its plug-in is loaded in its own process only")
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a worker says of its backend."""
+
+    device: str
+    has_attention: bool
+    has_decode: bool
+    described: Described
 
 
 class EndedError(AttentionError, RuntimeError):
@@ -90,6 +122,7 @@ class Timing:
     """By the worker's clock, a mean over several passes."""
     outside: float
     """By the judge's clock, a mean over the same passes."""
+    passes: int
 
 
 class Runner:
@@ -170,7 +203,12 @@ class Runner:
         between(self._take_steps(between))
         ready, once, _, often = replies
         return Timing(
-            outputs, ready.workspace, once.seconds, often.seconds / passes, seconds[3] / passes
+            outputs,
+            ready.workspace,
+            once.seconds,
+            often.seconds / passes,
+            seconds[3] / passes,
+            passes,
         )
 
     def close(self) -> None:
@@ -182,6 +220,48 @@ class Runner:
 
     def _reply(self) -> Reply:
         return self._caller.call(self._request.calls)
+
+
+class _Process:
+    """A process that answers messages, and the judge's end of the connection to it."""
+
+    def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
+        _hide()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._connection, theirs = context.Pipe()
+        files = [_File(fd) for fd in (2, *fds)]
+        arguments = target, theirs, files, dict(os.environ), *arguments
+        self._process = context.Process(target=_begin, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def say(self, message: bytes) -> None:
+        """Send a message; whether it arrives, the next answer says."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(message)
+
+    def answer(self, timeout_s: float) -> Reply:
+        """Return the next answer; raises EndedError."""
+        try:
+            if not self._connection.poll(timeout_s):
+                self._process.kill()
+                raise EndedError(f"it did not end within {timeout_s:g} s")
+            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
+        except (EOFError, OSError):
+            self._process.join(ENDING_TIMEOUT_S)
+        except msgspec.DecodeError:
+            pass
+        self._process.kill()
+        if (status := self._process.exitcode) is None:
+            raise EndedError("it broke off the connection to the judge")
+        raise EndedError(f"it {ending(status)}", killed=status < 0)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
 
 class Worker(Runner):
@@ -199,40 +279,24 @@ class Worker(Runner):
         known = _known(what)
         memory = _memory(), _memory()
         self._given, self._taken = map(Block, memory)
-        _hide()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._connection, theirs = context.Pipe()
-        files = [_File(fd) for fd in (*memory, 2)]
-        self._process = context.Process(
-            target=_serve, args=(theirs, files, what, device, dict(os.environ)), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        name = known.name if known else what
+        self._process = _Process(_serve, memory, what, device)
         try:
-            reply = self._receive(max(timeout_s, LOADING_TIMEOUT_S))
+            reply = self._process.answer(max(timeout_s, LOADING_TIMEOUT_S))
             if reply.status == "unknown":
                 raise UnknownBackendError(what, reply.reasons)
             if reply.status == "failed":
                 raise EndedError(reply.text)
-            reply.check(name)
+            reply.check(known.name if known else what)
             self._facts = msgspec.json.decode(reply.text, type=Facts)
-        except msgspec.DecodeError as error:
+            self.spec, self.device = known or self._facts.described.spec(), self._facts.device
+        except (msgspec.DecodeError, ValueError) as error:
             self.close()
-            raise EndedError("it answered what no worker answers") from error
+            if isinstance(error, AttentionError):
+                raise
+            raise EndedError(f"it describes itself wrongly: {error}") from error
         except BaseException:
             self.close()
             raise
-        spec = known or BackendSpec(
-            loader=functools.partial(_loaded_elsewhere, name),
-            **{
-                field: value
-                for field, value in msgspec.structs.asdict(self._facts).items()
-                if field not in ("device", "has_attention", "has_decode")
-            },
-        )
-        self.spec, self.device = spec, self._facts.device
 
     @property
     def has_attention(self) -> bool:
@@ -247,44 +311,21 @@ class Worker(Runner):
     def send(self, request: Request) -> None:
         """Start on a request."""
         super().send(request)
-        self._say(msgspec.json.encode(request.calls))
-
-    def _take_steps(self, between: Callable[[Reply], bytes]) -> Reply:
-        for _ in range(3):
-            self._say(between(self._reply()))
-        return self._reply()
+        self._process.say(msgspec.json.encode(request.calls))
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
+        self._process.close()
         self._given.close()
         self._taken.close()
 
-    def _say(self, message: bytes) -> None:
-        try:
-            self._connection.send_bytes(message)
-        except OSError:
-            self._reply()  # says how it ended
+    def _take_steps(self, between: Callable[[Reply], bytes]) -> Reply:
+        for _ in range(3):
+            self._process.say(between(self._reply()))
+        return self._reply()
 
     def _reply(self) -> Reply:
-        return self._receive(self.timeout_s)
-
-    def _receive(self, timeout_s: float) -> Reply:
-        try:
-            if not self._connection.poll(timeout_s):
-                self._process.kill()
-                raise EndedError(f"it did not end within {timeout_s:g} s")
-            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
-        except (EOFError, OSError):
-            self._process.join(ENDING_TIMEOUT_S)
-        except msgspec.DecodeError:
-            pass
-        self._process.kill()
-        if (status := self._process.exitcode) is None:
-            raise EndedError("it broke off the connection to the judge")
-        raise EndedError(f"it {ending(status)}", killed=status < 0)
+        return self._process.answer(self.timeout_s)
 
 
 def open_runner(
@@ -316,8 +357,25 @@ def _device(spec: BackendSpec) -> str:
     return "cpu" if spec.unavailable_reason("cuda") else "cuda"
 
 
-def _loaded_elsewhere(name: str) -> Any:
-    raise UnavailableBackendError(name, "it is loaded in its own process")
+def keep_plugins_out() -> None:
+    """Let another process import the plug-ins, and register here what it says of their backends.
+
+    Does nothing if this process has imported them already.
+    """
+    if registry.is_discovered() or not registry.plugins():
+        return
+    process = _Process(_list_plugins, [])
+    try:
+        described = msgspec.json.decode(
+            process.answer(LOADING_TIMEOUT_S).text, type=list[Described]
+        )
+        found = [one.spec() for one in described]
+    except (EndedError, msgspec.DecodeError, ValueError) as error:
+        reason = f"importing the plug-ins: {error}"
+        found = [registry.unavailable("PLUGINS", "plug-in", "All plug-ins.", ("cpu",), reason)]
+    finally:
+        process.close()
+    registry.adopt(found)
 
 
 @functools.cache
@@ -354,11 +412,15 @@ def _adopt(file: Any) -> _File:
 # ---- In the worker's process ---------------------------------------------------------------------
 
 
-def _serve(
-    connection: Connection, files: list[_File], what: str, device: str, environment: dict[str, str]
+def _begin(
+    target: Callable[..., None],
+    connection: Connection,
+    files: list[_File],
+    environment: dict[str, str],
+    *arguments: Any,
 ) -> None:
-    """Load a backend and answer requests until the judge ends this process."""
-    given, taken, stderr = files
+    """Set up a process of the judge's and run `target` in it."""
+    stderr, *others = files
     os.dup2(stderr.fd, 2)
     os.dup2(2, 1)  # only the judge prints the verdict
     os.environ.clear()
@@ -369,9 +431,29 @@ def _serve(
     def answer(reply: Reply) -> None:
         connection.send_bytes(msgspec.json.encode(reply))
 
-    def wait(reply: Reply) -> bytes:
+    target(answer, connection.recv_bytes, *(file.fd for file in others), *arguments)
+
+
+def _list_plugins(answer: Callable[[Reply], None], _: Callable[[], bytes]) -> None:
+    """Import the plug-ins, and describe their backends."""
+    shipped = {spec.name for spec in registry.shipped()}
+    found = [describe_spec(spec) for spec in list_backends() if spec.name not in shipped]
+    answer(Reply(text=msgspec.json.encode(found).decode()))
+
+
+def _serve(
+    answer: Callable[[Reply], None],
+    wait: Callable[[], bytes],
+    given: int,
+    taken: int,
+    what: str,
+    device: str,
+) -> None:
+    """Load a backend and answer requests until the judge ends this process."""
+
+    def tell(reply: Reply) -> bytes:
         answer(reply)
-        return connection.recv_bytes()
+        return wait()
 
     try:
         spec = ladder.resolve(what)
@@ -379,28 +461,51 @@ def _serve(
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         spec.prepare(device)
-        caller = Caller(spec, device, Block(given.fd), Block(taken.fd), wait)
-        answer(Reply(text=msgspec.json.encode(_facts(spec, device)).decode()))
+        caller = Caller(spec, device, Block(given), Block(taken), tell)
+        facts = Facts(device, spec.has_attention(), spec.has_decode(device), describe_spec(spec))
+        answer(Reply(text=msgspec.json.encode(facts).decode()))
     except UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
     except BaseException as error:
         return answer(failure(error))
     while True:
-        answer(caller.call(msgspec.json.decode(connection.recv_bytes(), type=Calls)))
+        answer(caller.call(msgspec.json.decode(wait(), type=Calls)))
 
 
-def _facts(spec: BackendSpec, device: str) -> Facts:
-    return Facts(
-        device,
-        spec.has_attention(),
-        spec.has_decode(device),
+def describe_spec(spec: BackendSpec) -> Described:
+    """Describe a backend for a process that does not import it."""
+    fields = {
+        name: getattr(spec, name)
+        for name in Described.__struct_fields__
+        if name not in ("precisions", "reasons", "files")
+    }
+    return Described(
         precisions=dict(spec.precisions),
-        **{
-            name: getattr(spec, name)
-            for name in Facts.__struct_fields__[3:]
-            if name != "precisions"
-        },
+        reasons={device: spec.unavailable_reason(device) for device in spec.device_types},
+        files=tuple(sorted({str(path) for path in source_files(spec)})),
+        **fields,
     )
+
+
+def source_files(spec: BackendSpec) -> Iterator[Path]:
+    """Yield the sources of a version's library, or a Python loader's file and package."""
+    if spec.version:
+        yield from build.sources(spec.version)
+        return
+    if isinstance(spec.loader, Elsewhere):
+        yield from map(Path, spec.loader.files)
+        return
+    loader = inspect.unwrap(spec.loader)
+    try:
+        file = Path(inspect.getsourcefile(loader) or "")
+    except TypeError:  # not a function: a partial, or another callable object
+        return
+    if not file.is_file():  # <stdin>, <string>
+        return
+    yield file
+    package = loader.__module__.partition(".")[0]
+    for folder in getattr(sys.modules.get(package), "__path__", ()):
+        yield from (path for path in Path(folder).rglob("*.py") if path.is_file())
 
 
 def _die_with_parent() -> None:

@@ -6,7 +6,6 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import os
 import platform
 import re
@@ -14,7 +13,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec
-from attention_kernels.ladder import build, compilers
+from attention_kernels.judge.worker import source_files
+from attention_kernels.ladder import compilers
 from gpt2_infer.bench.instruction_rates import instruction_tflops
 from gpt2_infer.bench.record import Gpu, Provenance
 from gpt2_infer.device_time import device_seconds
@@ -101,7 +101,7 @@ def source_digest() -> str:
 def backend_digest(spec: BackendSpec) -> str | None:
     """Return a SHA-256 over a backend's source files; None if they are unknown."""
     digest = hashlib.sha256()
-    for path in (files := sorted(set(_files_of(spec)))):
+    for path in (files := sorted(set(source_files(spec)))):
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest() if files else None
 
@@ -115,24 +115,6 @@ def version_digest(source: str) -> str:
 def token_digest(tokens: list[list[int]]) -> str:
     """Return a SHA-256 of generated tokens; equal digests mean equal texts."""
     return hashlib.sha256(repr(tokens).encode()).hexdigest()
-
-
-def _files_of(spec: BackendSpec) -> Iterator[Path]:
-    """Yield the sources of a version's library, or a Python loader's file and package."""
-    if spec.version:
-        yield from build.sources(spec.version)
-        return
-    loader = inspect.unwrap(spec.loader)
-    try:
-        file = Path(inspect.getsourcefile(loader) or "")
-    except TypeError:  # a partial or another callable that is not a function
-        return
-    if not file.is_file():  # typed at a prompt, not read from a file
-        return
-    yield file
-    package = loader.__module__.partition(".")[0]
-    for folder in getattr(sys.modules.get(package), "__path__", ()):
-        yield from (path for path in Path(folder).rglob("*.py") if path.is_file())
 
 
 def _gpu() -> Gpu | None:

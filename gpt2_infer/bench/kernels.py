@@ -12,7 +12,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.conformance import KERNEL_ERRORS
 from attention_kernels.judge.reference import check_precision
-from attention_kernels.judge.worker import EndedError, Runner, open_runner
+from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
@@ -33,6 +33,7 @@ class Kernels(Subject[KernelCell]):
 
     def __init__(self, study: KernelStudy) -> None:
         check_precision()
+        keep_plugins_out()
         self.device, specs, baseline = selection.selected(study)
         self.cells = study.cells or [
             KernelCell(n, batch, study.heads, head_dim, dtype, not study.full)
@@ -107,9 +108,12 @@ class Kernels(Subject[KernelCell]):
             raise RejectedError(f"while it was timed: {row.reason}") from error
 
     def _record(self, row: Row, error: Exception) -> None:
-        """Record a kernel's exception; the next cell starts a new process if this one has ended."""
+        """Record a kernel's exception; unless it is a refusal, the next cell has a new process.
+
+        The old one may have ended, or have a broken CUDA context.
+        """
         selection.record_failure(row, error, self.device)
-        if isinstance(error, EndedError) and (runner := self._runners.pop(row.contender, None)):
+        if row.status != "refused" and (runner := self._runners.pop(row.contender, None)):
             runner.close()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from attention_kernels import (
     ladder,
     list_backends,
 )
+from attention_kernels.child import Ended
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize
 from attention_kernels.ladder import compilers
@@ -57,7 +57,7 @@ def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
     ],
 )
 def test_the_output_of_compute_sanitizer_is_understood(tool, status, out, fault, monkeypatch):
-    done = subprocess.CompletedProcess([], status, out, "")
+    done = Ended(status, f"ended with exit status {status}", out)
     monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
     expected = [] if fault is None else [f"{tool}: {fault}"]
     assert compute_sanitizer(tool, ["CUSTOM_CUDA_VERSION_1"]) == expected
@@ -81,7 +81,7 @@ def test_what_cannot_be_sanitized_is_refused(monkeypatch):
         sanitize(["NAIVE_PYTORCH"], "cpu")
     with pytest.raises(HeaderError, match=r"there is no file /none/v01_x\.cu"):
         sanitize(["/none/v01_x.cu"], "cpu")
-    monkeypatch.setattr(compilers, "execute", lambda *_: (0, "libasan.so\n"))
+    monkeypatch.setattr(compilers, "execute", lambda *_: Ended(0, "", "libasan.so\n"))
     with pytest.raises(UnavailableBackendError, match="has no AddressSanitizer"):
         sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from attention_kernels import ArgumentError, register
@@ -101,3 +105,24 @@ def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
 def test_a_time_limit_is_a_number_of_seconds(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
         verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
+
+
+@pytest.mark.slow
+def test_the_judge_imports_no_plug_in(plugin, tmp_path):
+    """Neither to verify one of its backends nor to time it."""
+    pids = tmp_path / "pids"
+    plugin(
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
+        + PLUGIN.replace("WHAT", "pass").replace("LOADS", "")
+    )
+    judge = subprocess.Popen(
+        [sys.executable, "-m", "gpt2_infer", "verify", "strange", "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = judge.communicate()
+    assert judge.returncode == 0, out
+    assert "STRANGE" in out
+    assert " us (" in out
+    assert str(judge.pid) not in pids.read_text().split()

@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_kernels import UnknownBackendError, get_backend
+from attention_kernels import UnknownBackendError, get_backend, registry
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.bench import kernels, selection
 from gpt2_infer.bench.record import KernelCell, encode
 from gpt2_infer.bench.selection import select
 from gpt2_infer.bench.study import KernelStudy, run
 from gpt2_infer.errors import RequestError
+from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import TWO, add, by_name, off_by_one
 
 CELL = KernelCell(24, num_heads=2, head_dim=32)
@@ -93,6 +94,35 @@ def test_a_kernel_that_raises_has_failed_and_stops_no_other(after, clean_registr
     assert "raised AssertionError: not today (" in found["TEST_FAILS"].reason
     assert "\n" not in found["TEST_FAILS"].reason
     assert found["TEST_FAILS"].reason.startswith("while it was timed") == bool(after)
+
+
+BREAKS = """
+@register(name="STRANGE", family="plug-in", summary="It breaks.", device_types=("cpu", "cuda"),
+          precisions={"float32": "ieee-fp32"})
+def load():
+    def attention(q, k, v, scale, causal):
+        if q.shape[1] == 20 and q.is_cuda:  # an assertion on the device, which breaks its context
+            q.new_zeros(2)[torch.full((9,), 9, device="cuda")]
+            torch.cuda.synchronize()
+        if q.shape[1] == 20:
+            os.abort()
+        return right(q, k, v, scale, causal)
+    return Kernels(attention)
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_kernel_that_breaks_its_process_costs_its_own_cell(
+    device, plugin, clean_registry, monkeypatch
+):
+    plugin(BREAKS)
+    monkeypatch.setattr(registry, "_discovered", False)  # it is looked for in the next listing
+    cells = [KernelCell(n, num_heads=1, head_dim=32) for n in (16, 20, 24)]
+    study = KernelStudy(backends=["STRANGE"], cells=cells, device=device, rounds=2)
+    rows = [row for row in run(study).of("time") if row.contender == "STRANGE"]
+    assert [row.status for row in rows] == ["ok", "failed", "ok"], [row.reason for row in rows]
+    words = "device-side assert" if device == "cuda" else "it was killed by SIGABRT"
+    assert words in rows[1].reason
 
 
 def test_every_call_has_the_shape_of_its_cell(clean_registry):
