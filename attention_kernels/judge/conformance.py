@@ -305,6 +305,7 @@ def verify(
     timeout_s: float = TIMEOUT_S,
     progress: bool = False,
     on_failure: Callable[[Failure], object] = lambda _: None,
+    on_check: Callable[[int, int], object] = lambda done, total: None,
 ) -> Report:
     """Run the whole suite on one backend: the cases, leaks from the future, repeated calls.
 
@@ -312,7 +313,8 @@ def verify(
     own; or a spec, which is called in this process. device: "cuda", "cpu", or "" for cuda if the
     backend runs there, else cpu. dtypes: names from spec.dtypes; empty for all. seed: of all
     inputs; None draws one. max_failures: the number of failures to stop after. timeout_s: the limit
-    of each request. on_failure: called with each failure when it is found.
+    of each request. on_failure: called with each failure when it is found. on_check: called after
+    each check with the number that are done and of all; what it raises ends the suite.
 
     A case that the backend refuses is reported as a refusal; any other error is a failure. A kernel
     that ends its process or does not end in time has failed, and the suite stops there. Raises
@@ -342,9 +344,10 @@ def verify(
         refused = _Refused()
         left = (check for check in checks if check[0] not in refused)
         bar = _Progress(report) if progress else None
-        for check, found in _drive(runner, left):
+        for done, (check, found) in enumerate(_drive(runner, left), 1):
             if bar:
                 bar.update()
+            on_check(done, report.total)
             if isinstance(found, UnsupportedError):
                 report.refusals += refused.add(check, found)
                 continue

@@ -27,6 +27,7 @@ COMMANDS = {
     "diverge": "find where two backends or engines diverge, and tell a tie from a bug",
     "perplexity": "score backends by how well the model predicts a text",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
+    "mcp": "serve the judge and the inspection tools to programs, over MCP on standard streams",
     "cache": "list the cached compiled kernels, or delete them",
     "predict": "predict a kernel's time on a GPU, and what limits it, without that GPU",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
@@ -56,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        if _is_expected(error):
-            console.print_error("gpt2-infer", _message(error))
-            return console.EXIT_BAD_INPUT
-        from attention_kernels.errors import describe
+        from attention_kernels.errors import KernelError, describe
 
+        if message := console.message_of(error):
+            hint = "; --debug shows the traceback" if isinstance(error, KernelError) else ""
+            console.print_error("gpt2-infer", message + hint)
+            return console.EXIT_BAD_INPUT
         bug = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
         console.print_error("gpt2-infer", bug)
         return console.EXIT_BUG
@@ -91,26 +93,3 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 def _list_commands() -> str:
     rows = [f"  {name:<12}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
     return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
-
-
-def _message(error: Exception) -> str:
-    """Return an expected error in words, with a hint at the command or option that helps."""
-    from attention_kernels import KernelError, UnknownBackendError
-
-    if isinstance(error, OSError) and error.strerror:  # leave out the error number
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = str(error) or type(error).__name__
-    if isinstance(error, UnknownBackendError) and not error.nearest:
-        return f"{text}; see `gpt2-infer backends`"
-    return f"{text}; --debug shows the traceback" if isinstance(error, KernelError) else text
-
-
-def _is_expected(error: Exception) -> bool:
-    import torch
-
-    from attention_kernels import AttentionError
-    from gpt2_infer.errors import GPT2InferError
-
-    expected = (GPT2InferError, AttentionError, OSError, MemoryError, torch.OutOfMemoryError)
-    # PyTorch has no exception class for running out of memory on a CPU.
-    return isinstance(error, expected) or "DefaultCPUAllocator" in str(error)

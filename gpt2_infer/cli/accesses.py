@@ -6,10 +6,14 @@ import argparse
 import dataclasses
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
+
+if TYPE_CHECKING:
+    from attention_kernels.inspection.accesses import Access
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _, version = version_of(arguments.name)
     shape = {"seqlen": arguments.seqlen, **shape_of(arguments, version)}
-    found = accesses.count_accesses(version, **shape, timeout_s=arguments.timeout)
+    found = find(arguments)
     if arguments.json:
         show_json([dataclasses.asdict(access) for access in found])
         return 0
@@ -37,3 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     if any(len(access.lines) > 1 for access in found):
         show("\nLine a>b: line a of the kernel calls a function, which accesses memory in line b.")
     return 0
+
+
+def find(arguments: argparse.Namespace) -> list[Access]:
+    """Return the accesses for the options of the command; raises those of count_accesses()."""
+    from attention_kernels.inspection import accesses
+
+    _, version = version_of(arguments.name)
+    shape = shape_of(arguments, version)
+    return accesses.count_accesses(
+        version, seqlen=arguments.seqlen, **shape, timeout_s=arguments.timeout
+    )

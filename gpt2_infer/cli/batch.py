@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpt2_infer.cli.console import EXIT_NO_ROW, print_error, show
+from gpt2_infer.cli.console import EXIT_NO_ROW, print_error, show, show_json
 from gpt2_infer.cli.generate import BACKEND
 from gpt2_infer.cli.options import (
     POSITIVE,
@@ -62,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--batch-size", type=batch_size, metavar="N", help=BATCH_SIZE)
     add("--part-rows", type=POSITIVE, default=1000, metavar="N", help=PART_ROWS)
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def batch_size(text: str) -> int | None:
@@ -99,7 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
         rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
         print(f"batches of {job.batch}", file=sys.stderr)
     files = len([*out.glob(f"*.{settings.format}")])
-    show(f"rows: {rows}, errors: {errors}, files: {files}, in {out}")
+    if arguments.json:
+        show_json({"rows": rows, "errors": errors, "files": files, "out": str(out)})
+    else:
+        show(f"rows: {rows}, errors: {errors}, files: {files}, in {out}")
     print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     if errors < rows:
         return 0

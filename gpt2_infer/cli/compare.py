@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS
 from gpt2_infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from gpt2_infer.bench.record import File
 
 MODES = ("recompute", "kv-cache")
 MAX_TOKENS = "text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to 64)"
 SEQLENS = "sequence lengths in tokens (default: 64 to 4096; on a CPU, to 512)"
 HEAD_DIMS = "head dimensions (default: 64)"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a kernel alone in one shape, in microseconds per call."""
+
+    backend: str
+    dtype: str
+    batch: int
+    num_heads: int
+    seqlen: int
+    head_dim: int
+    is_causal: bool
+    status: Literal["ok", "failed", "refused", "emulated"]
+    """Only "ok" has a time: the outputs of the timed calls were judged, and were right."""
+    reason: str
+    """Why there is no time."""
+    median_us: float | None = None
+    min_us: float | None = None
+    max_us: float | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="dtypes (default: float32)")
     add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="batch sizes (default: 1)")
     add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")
+    add("--json", action="store_true", help="print the results as JSON, not as a table")
     text = parser.add_argument_group("generation").add_argument
     text("--max-tokens", nargs="+", type=POSITIVE, metavar="N", help=MAX_TOKENS)
     text("--modes", nargs="+", choices=MODES, help="modes (default: recompute)")
@@ -45,23 +71,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from gpt2_infer.bench import study
+    import msgspec
+
     from gpt2_infer.bench.show import tables
 
-    others = {"task", "out", "name", "debug"}
-    options = {name: value for name, value in vars(arguments).items() if name not in others}
-    task, out = arguments.task, arguments.out
-    kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
-    for name in options:
-        if name not in kind.__struct_fields__:
-            raise RequestError(f"--{name.replace('_', '-')} is not for --task {task}")
+    out = arguments.out
     try:
-        file = study.run(kind(**options), getattr(arguments, "name", task), out)
+        file = find(arguments)
     except KeyboardInterrupt:
         partial = out.with_name(f"{out.name}.partial")
         kept = f"rerun to resume from {partial}" if partial.exists() else "nothing was saved"
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise
-    show(tables.render(str(out), file))
+    if "json" in arguments:
+        show_json(msgspec.to_builtins(file))
+    else:
+        show(tables.render(str(out), file))
     print(f"wrote {out}", file=sys.stderr)
     return 0
+
+
+def find(arguments: argparse.Namespace) -> File:
+    """Return the results for the options of the command; options not given are absent.
+
+    out: None writes no file. Raises RequestError and the errors of study.run().
+    """
+    from gpt2_infer.bench import study
+
+    others = {"task", "out", "name", "debug", "json"}
+    options = {name: value for name, value in vars(arguments).items() if name not in others}
+    task = arguments.task
+    kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
+    for name in options:
+        if name not in kind.__struct_fields__:
+            raise RequestError(f"--{name.replace('_', '-')} is not for --task {task}")
+    return study.run(kind(**options), getattr(arguments, "name", task), arguments.out)
+
+
+def timings(file: File) -> list[Timing]:
+    """Return the times in the results of a KernelStudy."""
+    found = []
+    for row in file.of("time"):
+        cell = row.kernel
+        times = (row.median, *row.spread) if row.samples else ()
+        shape = (cell.dtype, cell.batch, cell.num_heads, cell.seqlen, cell.head_dim, cell.is_causal)
+        found.append(Timing(row.contender, *shape, row.status, row.reason, *times))
+    return found

@@ -35,8 +35,9 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
 
 def show_json(value: object) -> None:
-    """Write a value to standard output as JSON."""
-    show(json.dumps(value, indent=2))
+    """Write a value to standard output as JSON; null for a number that is not finite."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    show(json.dumps(finite, indent=2))
 
 
 def prepare_streams() -> None:
@@ -59,3 +60,21 @@ def print_error(program: str, message: str) -> None:
     # A message may quote a file, whose escape sequences must not reach the terminal.
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     print(f"{program}: error: {safe}", file=sys.stderr)
+
+
+def message_of(error: Exception) -> str | None:
+    """Return an expected error in words, with a hint at what helps; None for a bug."""
+    import torch
+
+    from attention_kernels import AttentionError, UnknownBackendError
+
+    expected = (GPT2InferError, AttentionError, OSError, MemoryError, torch.OutOfMemoryError)
+    # PyTorch has no exception class for running out of memory on a CPU.
+    if not isinstance(error, expected) and "DefaultCPUAllocator" not in str(error):
+        return None
+    if isinstance(error, OSError) and error.strerror:  # leave out the error number
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error) or type(error).__name__
+    if isinstance(error, UnknownBackendError) and not error.nearest:
+        return f"{text}; see `gpt2-infer backends`"
+    return text

@@ -12,6 +12,7 @@ from gpt2_infer.cli.options import DEFAULT_PROMPT, MAX_NEW_TOKENS, POSITIVE, add
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
+    from gpt2_infer.diverge.report import Divergence, Side
     from gpt2_infer.request import Mode
 
 PROMPT = f"text to complete, only one (default: {DEFAULT_PROMPT!r})"
@@ -31,6 +32,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    result = find(arguments)
+    if arguments.json:
+        show_json(result.to_json())
+    else:
+        show(result)
+    return 0 if result.passed else EXIT_FAILED
+
+
+def find(arguments: argparse.Namespace) -> Divergence[Side]:
+    """Return where two backends or engines part, for the options of the command.
+
+    Raises RequestError, UnsupportedError, and what loading the model raises.
+    """
     prompts = arguments.prompt or [DEFAULT_PROMPT]
     if len(prompts) > 1:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
@@ -38,7 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     from attention_kernels import ladder
     from gpt2_infer.diverge.backends import diverge
     from gpt2_infer.diverge.engines import diverge_engines
-    from gpt2_infer.diverge.report import Divergence, Side
     from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b
@@ -54,16 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = {"prompts": prompts, "max_new_tokens": new_tokens}
     model, checked = load(arguments, request=request, attention=attention)
     (prompt,) = checked.rows
-    result: Divergence[Side]
     if engines:
-        result = diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
-    else:
-        progress = sys.stderr.isatty()
-        result = diverge(
-            model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress
-        )
-    if arguments.json:
-        show_json(result.to_json())
-    else:
-        show(result)
-    return 0 if result.passed else EXIT_FAILED
+        return diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
+    progress = sys.stderr.isatty()
+    return diverge(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress)

@@ -14,6 +14,7 @@ from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
+    from attention_kernels.inspection.resources import Resources
     from attention_kernels.ladder.header import VersionHeader
 
 NAMES = "backend names or version files, *.cu (default: a whole ladder)"
@@ -43,6 +44,21 @@ def arch(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from attention_kernels.inspection import resources
+
+    rows = find(arguments)
+    if arguments.json:
+        show_json([dataclasses.asdict(row) for row in rows])
+    else:
+        show(resources.format_table(rows))
+    return 0
+
+
+def find(arguments: argparse.Namespace) -> list[Resources]:
+    """Return what the compiler says for the options of the command.
+
+    Raises RequestError, UnsupportedError for host code, or BuildError.
+    """
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import resources
 
@@ -63,16 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown := {*(arguments.head_dim or ())} - taken:
         of = ", ".join(arguments.names) or family
         raise RequestError(f"no version of {of} supports head_dim {', '.join(map(str, unknown))}")
-    rows = resources.resource_table(
+    return resources.resource_table(
         list(versions.values()),
         arguments.arch or resources.ARCHS,
         arguments.head_dim or sorted(taken),
     )
-    if arguments.json:
-        show_json([dataclasses.asdict(row) for row in rows])
-    else:
-        show(resources.format_table(rows))
-    return 0
 
 
 def version_of(what: str) -> tuple[str, VersionHeader]:

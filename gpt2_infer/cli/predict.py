@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import describe, shape_of, version_of
@@ -38,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from tabulate import tabulate
 
-    from attention_kernels.inspection import predict
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
     from gpt2_infer.bench.record import KernelCell
@@ -47,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     name, version = version_of(arguments.name)
     files = [] if arguments.json else _read_results(arguments.results)
     shape = shape_of(arguments, version)
-    found = predict.predict(version, gpu, arguments.seqlen, **shape)
+    found = find(arguments)
     if arguments.json:
-        show_json([dataclasses.asdict(one) | {"bound": one.bound} for one in found])
+        show_json([to_json(one) for one in found])
         return 0
     show(f"{version.path.name} on {gpu.name}: {describe(shape)}; microseconds\n")
     digest = environment.version_digest(version.source)
@@ -65,6 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     return 0
+
+
+def find(arguments: argparse.Namespace) -> list[Prediction]:
+    """Return a prediction per length for the options of the command.
+
+    Raises RequestError for an unknown GPU, and the errors of predict().
+    """
+    from attention_kernels.inspection import predict
+    from gpt2_infer.bench.prediction import find_gpu
+
+    gpu = find_gpu(arguments.gpu)
+    _, version = version_of(arguments.name)
+    return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
+
+
+def to_json(one: Prediction) -> dict[str, Any]:
+    """Return every field, and what limits the time."""
+    return dataclasses.asdict(one) | {"bound": one.bound}
 
 
 def _read_results(folder: Path | None) -> list[File]:

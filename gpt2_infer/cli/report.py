@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gpt2_infer.cli.console import show
+from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
 from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--full", action="store_true", help="omit the causal mask")
     add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,5 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout,
     )
     arguments.out.write_text(page, "utf-8")
-    show(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1024:.0f} KiB")
+    size = arguments.out.stat().st_size
+    if arguments.json:
+        show_json({"out": str(arguments.out), "bytes": size})
+    else:
+        show(f"wrote {arguments.out}, {size / 1024:.0f} KiB")
     return 0

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
+import dataclasses
 import re
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpt2_infer.cli.console import EXIT_FAILED, show
-from gpt2_infer.cli.kernels import usual_head_dim
+from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
 if TYPE_CHECKING:
-    from attention_kernels import BackendSpec
-    from attention_kernels.judge.conformance import Case, DecodeCase, Failure, Report
-    from attention_kernels.ladder.header import VersionHeader
+    from gpt2_infer.cli.verdict import Failure, Findings, Verdicts
 
 SHOWN_FAILURES = 5
 SANITIZE = (
     "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
     "compute-sanitizer on a GPU"
 )
-NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,96 +36,76 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--sanitize", action="store_true", help=SANITIZE)
     add("--no-timing", action="store_true", help="only check; emulated kernels are never timed")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels import registry
+    from gpt2_infer.cli.verdict import verdicts
 
-    names = [arguments.name]
-    if (spec := registry.registered(arguments.name)) and spec.chooses is not None:
-        import torch
-
-        device = arguments.device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
-        rungs = {
-            spec.chosen(torch.float32, head_dim, device, seqlen).name
-            for head_dim, seqlen in itertools.product(spec.head_dims, (1, None))
-        }
-        names = sorted(rungs)
-    passed = [_verify(arguments, name) for name in names]
-    show("PASSED" if all(passed) else "FAILED")
-    return 0 if all(passed) else EXIT_FAILED
-
-
-def _verify(arguments: argparse.Namespace, name: str) -> bool:
-    """Check one backend, by name or version file, and print the findings."""
-    from attention_kernels.judge.conformance import verify
-
-    if arguments.sanitize and not _sanitized(name, arguments.device):
-        return False
-    report = verify(
-        name,
-        arguments.device or "",
-        dtypes=tuple(arguments.dtypes or ()),
+    found: Verdicts = verdicts(
+        arguments.name,
+        device=arguments.device,
+        dtypes=arguments.dtypes or (),
         seed=arguments.seed,
         timeout_s=arguments.timeout,
+        sanitize=arguments.sanitize,
+        timing=not arguments.no_timing,
         progress=True,
     )
-    spec, device = report.spec, report.device
-    is_emulated = device in spec.emulated_on
-    sanitized = ", sanitized" if arguments.sanitize else ""
-    ran = f"{report.checks} of {report.total}" if report.stopped else report.checks
-    counted = f": {ran} checks, seed {report.seed}" if report.total else ""
-    show(f"{_where(spec, device)}{counted}{sanitized}")
-    if spec.error_slack != 1:
-        show(f"  its budgets are {spec.error_slack:g} times its precision class's, as it declares")
-    _print_findings(report)
-    if report.worst:
-        show(f"  a budget is {_rule(spec, report.worst[0])}")
-    if report.killed and is_emulated and not arguments.sanitize:
-        show("  probably an access out of bounds: --sanitize shows where")
-    passed = report.passed
-    if passed and is_emulated and spec.version:
-        passed = _nvcc_compiles(spec.version)
-    if passed and is_emulated:
-        show("  no timing: it ran in the CPU emulator, which says nothing about its speed")
-    elif passed and not arguments.no_timing and report.has_attention:
-        dtypes = tuple(arguments.dtypes or spec.dtypes)
-        passed = _short_timing(spec, name, device, dtypes)
-    return passed
+    if arguments.json:
+        show_json(dataclasses.asdict(found))
+    else:
+        for findings in found.backends:
+            _show(findings)
+        show("PASSED" if found.passed else "FAILED")
+    return 0 if found.passed else EXIT_FAILED
 
 
-def _where(spec: BackendSpec, device: str) -> str:
-    return f"{spec.name} on {device}{', emulated' if device in spec.emulated_on else ''}"
-
-
-def _sanitized(name: str, device: str | None) -> bool:
-    """Print what the sanitizers of the device find; return whether that is nothing."""
-    from attention_kernels import ladder
-    from attention_kernels.inspection.sanitize import sanitize
-
-    spec = ladder.resolve(name)
-    device = device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
-    where = _where(spec, device)
-    print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
-    faults = sanitize([name], device)
-    if faults:
-        show(f"{where}, sanitized")
+def _show(findings: Findings) -> None:
+    """Print what was found about one backend."""
+    emulated = ", emulated" if findings.emulated else ""
+    sanitized = ", sanitized" if findings.sanitized else ""
+    ran = f"{findings.checks} of {findings.total}" if findings.stopped else findings.checks
+    counted = f": {ran} checks, seed {findings.seed}" if findings.total else ""
+    show(f"{findings.name} on {findings.device}{emulated}{counted}{sanitized}")
+    stages: dict[str, list[Failure]] = {}
+    for failure in findings.failures:
+        stages.setdefault(failure.stage, []).append(failure)
+    if faults := stages.get("sanitizers"):
         for fault in faults:
-            show(f"  FAILED: {fault}")
-        show("  the suite did not run")
-    return not faults
-
-
-def _print_findings(report: Report) -> None:
-    """Print the refusals and the first few failures; similar failures are shown once."""
-    for refusal in report.refusals:
+            show(f"  FAILED: {fault.why}")
+        return show("  the suite did not run")
+    if findings.error_slack != 1:
+        times = f"{findings.error_slack:g} times"
+        show(f"  its budgets are {times} its precision class's, as it declares")
+    for refusal in findings.refusals:
         show(f"  refused: {refusal}")
-    if report.total and report.failures:
-        stopped = ", and the suite stopped there" if report.stopped else ""
-        show(f"  {len(report.failures)} of them failed{stopped}")
+    suite = stages.get("suite", [])
+    _show_failures(suite, findings)
+    if findings.budget_rule:
+        show(f"  a budget is {findings.budget_rule}")
+    if findings.killed and emulated and not sanitized:
+        show("  probably an access out of bounds: --sanitize shows where")
+    if findings.nvcc:
+        show(f"  {findings.nvcc}")
+    for failure in stages.get("nvcc", []):
+        show(f"  FAILED: {failure.what}: {failure.why}")
+    if findings.passed and emulated:
+        show("  no timing: it ran in the CPU emulator, which says nothing about its speed")
+    _show_timing(findings)
+    for failure in stages.get("timing", []):
+        show(f"  FAILED: {failure.what}\n          {failure.why}")
+    return None
+
+
+def _show_failures(failures: list[Failure], findings: Findings) -> None:
+    """Print the first few failures of the suite, similar ones once; without any, the worst case."""
+    if findings.total and failures:
+        stopped = ", and the suite stopped there" if findings.stopped else ""
+        show(f"  {len(failures)} of them failed{stopped}")
     alike: dict[str, list[Failure]] = {}
-    for failure in report.failures:
+    for failure in failures:
         numberless = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)
         alike.setdefault(numberless, []).append(failure)
     groups = list(alike.values())
@@ -142,67 +115,22 @@ def _print_findings(report: Report) -> None:
             show(f"          and {len(others)} more like it")
     if more := sum(map(len, groups[SHOWN_FAILURES:])):
         show(f"  and {more} more failures")
-    if report.passed and report.worst:
-        case, verdict = report.worst
-        show(f"  {'worst' if verdict.status == 'passed' else 'borderline'}: {case}")
-        for name, error, budget, naive in (
-            ("error", verdict.error, verdict.budget, verdict.naive_error),
-            ("by row", verdict.row_error, verdict.row_budget, verdict.naive_row_error),
-            ("by column", verdict.column_error, verdict.column_budget, verdict.naive_column_error),
-        ):
-            if budget < math.inf:
-                show(f"    {name:<9} {error:.2e}, budget {budget:.2e}, plain PyTorch's {naive:.2e}")
+    if findings.worst and not failures:
+        worst = findings.worst
+        show(f"  {'worst' if worst.status == 'passed' else worst.status}: {worst.case}")
+        for one in worst.errors:
+            measured, budget, naive = f"{one.error:.2e}", f"{one.budget:.2e}", one.naive_error
+            show(f"    {one.rule:<9} {measured}, budget {budget}, plain PyTorch's {naive:.2e}")
 
 
-def _rule(spec: BackendSpec, case: Case | DecodeCase) -> str:
-    """Return the rule for error budgets in words."""
-    from attention_kernels.contract import dtype_name
-    from attention_kernels.judge.reference import budget_factor
-
-    times = spec.error_slack * budget_factor(spec.precisions[dtype_name(case.dtype)])
-    return (
-        f"{times:g} times the distance of plain PyTorch from float64, or what rounding the scores "
-        "explains, and a few units in the last place"
-    )
-
-
-def _nvcc_compiles(version: VersionHeader) -> bool:
-    """Print whether nvcc compiles an emulated version; return False only if it does not."""
-    from attention_kernels.inspection import resources
-    from attention_kernels.ladder import compilers
-
-    if compilers.find_nvcc() is None:
-        show("  nvcc not found: its flags were not tried")
-        return True
-    try:
-        summary = resources.compile_summary(version, NVCC_ARCH)
-    except compilers.BuildError as error:
-        show(f"  FAILED: nvcc does not compile it for sm_{NVCC_ARCH}: {error}")
-        return False
-    show(f"  nvcc: compiles for sm_{NVCC_ARCH}, {summary}")
-    return True
-
-
-def _short_timing(spec: BackendSpec, name: str, device: str, dtypes: Sequence[str]) -> bool:
-    """Print the time next to plain PyTorch's; return whether the check before it passed."""
-    from gpt2_infer.bench.record import KernelCell
-    from gpt2_infer.bench.study import KernelStudy, run
-
-    head_dim = usual_head_dim(spec)
-    seqlen = 1024 if device == "cuda" else 256
-    cells = [KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
-    study = KernelStudy(backends=[name], cells=cells, dtypes=[*dtypes])
-    study.device = "cuda" if device == "cuda" else "cpu"
-    found = run(study)
-    for dtype in dtypes:
-        show(f"  time of the kernel alone, N={seqlen} H=12 head_dim={head_dim}, {dtype}:")
-        for row in found.of("time"):
-            if row.samples and row.kernel.dtype == dtype:
-                low, high = row.spread
-                show(f"    {row.contender:<34} {row.median:9.1f} us ({low:.1f} .. {high:.1f})")
-    mine = (row for row in found.of("time") if row.contender == spec.name)
-    failed = [row for row in mine if row.status == "failed"]
-    for row in failed:
-        show(f"  FAILED: N={seqlen} H=12 head_dim={head_dim}, {row.kernel.dtype}")
-        show(f"          {row.reason}")
-    return not failed
+def _show_timing(findings: Findings) -> None:
+    """Print the time of the kernel alone next to plain PyTorch's."""
+    dtype = ""
+    for one in findings.timing:
+        if one.dtype != dtype:
+            dtype = one.dtype
+            where = f"N={one.seqlen} H={one.num_heads} head_dim={one.head_dim}, {dtype}"
+            show(f"  time of the kernel alone, {where}:")
+        if one.median_us is not None:
+            spread = f"{one.min_us:.1f} .. {one.max_us:.1f}"
+            show(f"    {one.backend:<34} {one.median_us:9.1f} us ({spread})")

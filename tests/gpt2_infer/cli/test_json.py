@@ -1,0 +1,161 @@
+"""--json of every command is one JSON value on standard output."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from attention_kernels import ladder
+from attention_kernels.inspection import accesses, predict, resources
+from attention_kernels.judge.cases import Case
+from attention_kernels.judge.conformance import Failure, Report
+from attention_kernels.judge.reference import Verdict
+from gpt2_infer.cli import COMMANDS
+from tests.gpt2_infer.bench.common import kernels
+from tests.gpt2_infer.cli.program import ROOT, run
+from tests.gpt2_infer.cli.test_predict import FOUND
+
+MODEL = ["--model", "demo", "--device", "cpu"]
+ACCESS = accesses.Access(
+    (3,), "sK[j]", "shared", "load", 4, 1, 2, 1, 2, 0, 0, accesses.MemoryRequest(0, 0, 2, "sK", ())
+)
+RESOURCES = resources.Resources(
+    "v01", "90", "float32", "kernel", 64, 128, 32, 0, 0, 0, 0, 4, 64, 64, "warps"
+)
+FINDINGS = {
+    *("name", "device", "emulated", "sanitized", "seed", "passed", "total", "checks", "cases"),
+    *("stopped", "killed", "error_slack", "budget_rule", "failures", "refusals", "worst"),
+    *("nvcc", "timing"),
+}
+COMMAND = {  # the words, and the names of the fields
+    "accesses": (["CUSTOM_CUDA_VERSION_1"], {*vars(ACCESS)}),
+    "backends": (
+        [],
+        {
+            *("name", "family", "summary", "precisions", "head_dims", "devices"),
+            *("emulated_on", "unavailable"),
+        },
+    ),
+    "batch": (
+        ["examples/prompts.jsonl", "--model", "demo", "--devices", "cpu", "--max-new-tokens", "1"],
+        {"rows", "errors", "files", "out"},
+    ),
+    "cache": ([], {"folder", "entries", "freed_bytes"}),
+    "compare": (
+        [
+            *("--task", "kernel", "--device", "cpu", "--seqlens", "8", "--heads", "1"),
+            *("--rounds", "2", "--backends", "naive-pytorch", "--out", "OUT"),
+        ],
+        {"task", "study", "provenance", "rows"},
+    ),
+    "diverge": (
+        ["naive-pytorch", "pytorch-sdpa-math", *MODEL, "--max-new-tokens", "1"],
+        {
+            *("verdict", "device", "dtype", "mode", "prompt_tokens", "new_tokens", "step"),
+            *("position", "a", "b", "untried", "seqlen", "logits_difference", "apart"),
+        },
+    ),
+    "generate": ([*MODEL, "--max-new-tokens", "1"], {"report", "results"}),
+    "kernels": (["CUSTOM_CUDA_VERSION_1"], {*vars(RESOURCES)}),
+    "perplexity": (
+        [*MODEL, "--max-tokens", "8"],
+        {"model", "dtype", "input", "bytes", "window", "stride", "scores"},
+    ),
+    "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound"}),
+    "report": (["RESULTS", "--out", "OUT"], {"out", "bytes"}),
+    "verify": (["NAIVE_PYTORCH", "--device", "cpu", "--no-timing"], {"passed", "backends"}),
+}
+
+
+def parsed(text):
+    """Parse strictly: NaN and Infinity are no JSON."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Replace what takes long by what it could have found."""
+    monkeypatch.setattr(accesses, "count_accesses", lambda *_, **__: [ACCESS])
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
+    monkeypatch.setattr(resources, "resource_table", lambda *_, **__: [RESOURCES])
+    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of())
+
+
+def report_of(**found):
+    def verify(what, device, **_):
+        spec = ladder.resolve(what)
+        return Report(spec, device, seed=7, total=2, checks=2, cases=1, **found)
+
+    return verify
+
+
+def test_every_command_has_json():
+    assert {*COMMAND} == {*COMMANDS} - {"mcp"}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("command", COMMAND)
+def test_json_has_the_documented_fields(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words, fields = COMMAND[command]
+    if command == "report":
+        pytest.importorskip("jinja2")
+        pytest.importorskip("pygments")
+        kernels().write(tmp_path / "results.json")
+    places = {"OUT": str(tmp_path / "out"), "RESULTS": str(tmp_path / "results.json")}
+    words = [places.get(word, word) for word in words]
+    if command == "batch":
+        words += ["--out", str(tmp_path / "texts")]
+    status, out, _ = run(capsys, command, *words, "--json")
+    assert status == 0
+    value = parsed(out)
+    assert {*(value[0] if isinstance(value, list) else value)} == fields
+
+
+def test_verify_tells_a_program_what_failed(capsys, monkeypatch):
+    case = Case(8, 32)
+    found = {
+        "failures": [Failure(str(case), "the output is not finite")],
+        "refusals": ["seqlen 1, head_dim 8, float32: head_dim 8"],
+        "worst": (case, Verdict(math.inf, 1e-6, 1e-7)),
+    }
+    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of(**found))
+    status, out, _ = run(capsys, "verify", "NAIVE_PYTORCH", "--device", "cpu", "--json")
+    assert status == 1
+    value = parsed(out)
+    (backend,) = value["backends"]
+    assert {*backend} == FINDINGS
+    assert value["passed"] is backend["passed"] is False
+    why = "the output is not finite"
+    assert backend["failures"] == [{"stage": "suite", "what": str(case), "why": why}]
+    assert backend["refusals"] == found["refusals"]
+    assert backend["worst"]["case"] == str(case)
+    assert backend["worst"]["status"] == "failed"
+    error = {"rule": "error", "error": None, "budget": 1e-6, "naive_error": 1e-7}
+    assert backend["worst"]["errors"] == [error]
+    assert backend["timing"] == []
+
+
+def test_verify_tells_a_program_the_times(capsys, monkeypatch):
+    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of(has_attention=True))
+    words = ["pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32", "--json"]
+    status, out, _ = run(capsys, "verify", *words)
+    assert status == 0
+    first, second = parsed(out)["backends"][0]["timing"]
+    assert {first["backend"], second["backend"]} == {"NAIVE_PYTORCH", "PYTORCH_SDPA_MATH"}
+    for one in (first, second):
+        assert one["status"] == "ok"
+        assert 0 < one["min_us"] <= one["median_us"] <= one["max_us"]
+        assert (one["dtype"], one["seqlen"], one["head_dim"]) == ("float32", 256, 64)
+
+
+def test_without_a_verdict_there_is_no_json(capsys):
+    status, out, err = run(capsys, "verify", "nothing", "--json")
+    assert (status, out) == (2, "")
+    assert "unknown attention backend 'nothing'" in err

@@ -1,0 +1,123 @@
+"""The server, run as `gpt2-infer mcp` and called with the SDK's own client."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from attention_kernels.ladder import compilers
+from tests.gpt2_infer.cli.program import ROOT, run
+
+WRONG = ROOT / "tests" / "attention_kernels" / "negative" / "v02_off_by_one_mask.cu"
+RIGHT = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "v01_warp_per_row.cu"
+TOOLS = ["backends", "verify", "accesses", "predict", "kernels", "compare", "diverge"]
+# The first checks alone; all of them are the judge's tests' business.
+SERVER = """
+from attention_kernels.judge import conformance
+from gpt2_infer.cli import main
+everything = conformance.checks_of
+conformance.checks_of = lambda *arguments: everything(*arguments)[:12]
+raise SystemExit(main(["mcp"]))
+"""
+LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+HANG = """  FILE* file = fopen("PLACE", "w");
+  fprintf(file, "%d\\n", getpid());
+  fclose(file);
+  for (;;) sleep(1);
+"""
+
+
+@pytest.fixture
+def session():
+    """session(use): start the server and await use(client)."""
+    anyio = pytest.importorskip("anyio")
+    mcp = pytest.importorskip("mcp")
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = mcp.StdioServerParameters(command=sys.executable, args=["-c", SERVER], env=environment)
+
+    async def main(use):
+        async with mcp.Client(mcp.stdio_client(server)) as client:
+            await use(client)
+
+    return lambda use: anyio.run(main, use)
+
+
+@pytest.mark.slow
+def test_a_program_lists_verifies_and_predicts(session):
+    async def use(client):
+        tools = (await client.list_tools()).tools
+        assert [tool.name for tool in tools] == TOOLS
+        assert all(tool.description and tool.output_schema for tool in tools)
+        rows = (await client.call_tool("backends", {})).structured_content["result"]
+        assert "CUSTOM_CUDA_VERSION_1" in {row["name"] for row in rows}
+
+        refused = await client.call_tool("verify", {"name": "nothing"})
+        assert refused.is_error
+        assert "unknown attention backend 'nothing'" in refused.content[0].text
+
+        told = []
+
+        async def progress(done, total, _):
+            told.append((done, total))
+
+        right = {"name": str(RIGHT), "device": "cpu", "seed": 0}
+        found = await client.call_tool("verify", right, progress_callback=progress)
+        verdict = found.structured_content
+        assert verdict["passed"], verdict
+        assert verdict["backends"][0]["checks"] == 12
+        assert verdict["backends"][0]["worst"]["status"] == "passed"
+        assert told == [(done, 12) for done in range(1, 13)]
+
+        found = await client.call_tool("verify", {"name": str(WRONG), "device": "cpu"})
+        assert not found.is_error
+        assert not found.structured_content["passed"]
+        failures = found.structured_content["backends"][0]["failures"]
+        assert any("change earlier rows" in failure["why"] for failure in failures)
+
+        if compilers.find_nvcc():
+            shape = {"name": str(RIGHT), "seqlens": [64], "heads": 1}
+            found = await client.call_tool("predict", shape)
+            (prediction,) = found.structured_content["result"]
+            assert prediction["time_us"] > 0
+            assert prediction["bound"]
+
+    session(use)
+
+
+@pytest.mark.slow
+def test_cancelling_ends_the_kernels_process(session, tmp_path):
+    place, hanging = tmp_path / "pid", tmp_path / "v01_hangs.cu"
+    text = RIGHT.read_text().replace(LAUNCH, LAUNCH + HANG.replace("PLACE", str(place)))
+    hanging.write_text(
+        text.replace('#include "', '#include <unistd.h>\n#include <cstdio>\n#include "', 1)
+    )
+
+    async def use(client):
+        import anyio
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(client.call_tool, "verify", {"name": str(hanging), "device": "cpu"})
+            with anyio.fail_after(60):
+                while not (place.exists() and place.read_text().endswith("\n")):
+                    await anyio.sleep(0.05)
+            group.cancel_scope.cancel()
+        process = Path("/proc") / place.read_text().strip()
+        with anyio.fail_after(10):
+            while process.exists():
+                await anyio.sleep(0.05)
+        found = await client.call_tool("backends", {})  # it is the next call's turn
+        assert not found.is_error
+
+    session(use)
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "gpt2_infer.cli.tools", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
+    message = "gpt2-infer: error: mcp needs the MCP SDK: install gpt2-infer[mcp]\n"
+    assert run(capsys, "mcp") == (2, "", message)
