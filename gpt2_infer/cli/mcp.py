@@ -1,4 +1,4 @@
-"""gpt2-infer mcp."""
+"""The command `gpt2-infer mcp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt2-infer verify."""
+"""The command `gpt2-infer verify`."""
 
 from __future__ import annotations
 

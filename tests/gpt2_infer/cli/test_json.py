@@ -13,7 +13,7 @@ from attention_kernels.judge.cases import Case
 from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.judge.reference import Verdict
 from gpt2_infer.cli import COMMANDS
-from tests.gpt2_infer.bench.common import kernels
+from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_predict import FOUND
 
@@ -143,16 +143,25 @@ def test_verify_tells_a_program_what_failed(capsys, monkeypatch):
 
 
 def test_verify_tells_a_program_the_times(capsys, monkeypatch):
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of(has_attention=True))
-    words = ["pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32", "--json"]
-    status, out, _ = run(capsys, "verify", *words)
-    assert status == 0
-    first, second = parsed(out)["backends"][0]["timing"]
-    assert {first["backend"], second["backend"]} == {"NAIVE_PYTORCH", "PYTORCH_SDPA_MATH"}
-    for one in (first, second):
-        assert one["status"] == "ok"
-        assert 0 < one["min_us"] <= one["median_us"] <= one["max_us"]
-        assert (one["dtype"], one["seqlen"], one["head_dim"]) == ("float32", 256, 64)
+    mine = "PYTORCH_SDPA_MATH"
+    verify = report_of(has_attention=True)
+    monkeypatch.setattr("attention_kernels.judge.conformance.verify", verify)
+    rejected = kernel(mine, [], status="failed", reason="the clocks disagree")
+    for row, status, times in (
+        (kernel(mine, [4.0, 2.0, 3.0]), 0, (3.0, 2.0, 4.0)),
+        (rejected, 1, (None, None, None)),
+    ):
+        file = file_of("kernel", [kernel("NAIVE_PYTORCH", [9.0]), row])
+        monkeypatch.setattr("gpt2_infer.bench.study.run", lambda _, file=file: file)
+        found, out, _ = run(capsys, "verify", mine, "--device", "cpu", "--json")
+        value = parsed(out)
+        assert (found, value["passed"]) == (status, not status)
+        naive, timing = value["backends"][0]["timing"]
+        assert (naive["backend"], naive["median_us"]) == ("NAIVE_PYTORCH", 9.0)
+        assert (timing["backend"], timing["status"]) == (mine, row.status)
+        assert tuple(timing[name] for name in ("median_us", "min_us", "max_us")) == times
+        whys = [failure["why"] for failure in value["backends"][0]["failures"]]
+        assert whys == ([row.reason] if status else [])
 
 
 def test_without_a_verdict_there_is_no_json(capsys):
