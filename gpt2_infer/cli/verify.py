@@ -75,7 +75,8 @@ def _show(findings: Findings) -> None:
     if faults := stages.get("sanitizers"):
         for fault in faults:
             show(f"  FAILED: {fault.why}")
-        return show("  the suite did not run")
+        show("  the suite did not run")
+        return
     if findings.error_slack != 1:
         times = f"{findings.error_slack:g} times"
         show(f"  its budgets are {times} its precision class's, as it declares")
@@ -96,7 +97,6 @@ def _show(findings: Findings) -> None:
     _show_timing(findings)
     for failure in stages.get("timing", []):
         show(f"  FAILED: {failure.what}\n          {failure.why}")
-    return None
 
 
 def _show_failures(failures: list[Failure], findings: Findings) -> None:
