@@ -255,7 +255,8 @@ async def diverge(
     """Find the first step in which the texts of two backends or engines differ: a tie or a bug.
 
     A tie means that rounding explains the difference. Equal texts rule out no bug; `untried` says
-    what they did not exercise. model: a hub id, a folder, or demo, which is bundled.
+    what they did not exercise. The kernels run in the server's process: verify them first. model: a
+    hub id, a folder, or demo, which is bundled.
     """
     options = Namespace(
         a=a,
