@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from attention_kernels.judge import conformance
 from attention_kernels.judge.cases import Case
-from attention_kernels.judge.conformance import future_leaks, verify
+from attention_kernels.judge.conformance import future_leaks
+from attention_kernels.judge.reference import judge
 from tests.attention_kernels.judge.right_kernels import RIGHT, run
 
+SEEDS = int(os.environ.get("RIGHT_KERNEL_SEEDS", "2"))
 every_kernel = pytest.mark.parametrize("kernel", RIGHT, ids=lambda kernel: kernel.name)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(1, 3), pytest.param(range(1000, 1010), marks=pytest.mark.slow)]
-)
-def test_no_false_alarm(seeds):
-    _, outcomes = run(seeds)
+def spec_of(name):
+    (spec,) = (kernel.spec() for kernel in RIGHT if kernel.name.upper() == name)
+    return spec
+
+
+def test_no_false_alarm():
+    _, outcomes = run(range(1, 1 + SEEDS))
     assert len(outcomes) >= 30
     assert not {name: found.alarms for name, found in outcomes.items() if found.alarms}
-    assert all(outcome.cases > len(seeds) for outcome in outcomes.values())
+    assert all(outcome.cases > SEEDS for outcome in outcomes.values())
 
 
 @every_kernel
@@ -29,10 +34,14 @@ def test_keys_that_a_row_does_not_see_change_nothing(kernel):
         assert future_leaks(kernel.spec(), case, "cpu", 41) is None
 
 
-@pytest.mark.slow
-@every_kernel
-def test_the_whole_suite_passes(kernel, monkeypatch):
-    monkeypatch.setattr(conformance, "REPEATS", 50)
-    report = verify(kernel.spec(), "cpu", seed=0)
-    assert report.passed, report.failures[:3]
-    assert not report.refusals
+@pytest.mark.parametrize(
+    ("kind", "softmax_scale"), [("offset", None), ("offset", 0.3), ("offset", 0.6), ("normal", 0.6)]
+)
+@pytest.mark.parametrize("name", ["ONE_KEY_AT_A_TIME", "TRANSPOSED"])
+def test_a_long_row_may_be_summed_key_by_key(name, kind, softmax_scale):
+    """Small weights are lost one by one, and the largest of many drifts is five times the usual."""
+    q, k, v = Case(2048, 64, kind=kind, seed=5).inputs("cpu")
+    q, scale = q[:, -128:], softmax_scale or 64**-0.5
+    o = spec_of(name).load().attention(q, k, v, scale, False)
+    verdict = judge(o, q, k, v, scale, False)
+    assert verdict.status == "passed", verdict
