@@ -22,8 +22,9 @@ out of the verdict. eps is the precision of the dtype, eps' that of the sums (fl
 dtypes).
 
 condition: how far rounding of the scores moves the output. A score s_ij = scale * q_i.k_j has a
-    rounding error of about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2): from the
-    sum over head_dim, then from the result. Since do_i = sum_j p_ij d_ij (v_j - o_i), independent
+    rounding error of about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2 + eps'^2):
+    from the sum over head_dim, from the result, and from exp, whose relative error of p_ij equals
+    an error of the score. Since do_i = sum_j p_ij d_ij (v_j - o_i), independent
     roundings move the output by sqrt(sum_j (p_ij d_ij (v_j - o_i))^2). It is large where the
     softmax is peaky and two scores nearly tie, because rounding then decides which of them wins. A
     16-bit kernel also rounds p_ij before it multiplies v_j, but not in the row's sum:
@@ -416,6 +417,7 @@ def _rounding(
     q_norms, k_norms = (x.square().sum(3).transpose(1, 2) for x in (q, k))
     rounded = sum_eps**2 + (eps / 2) ** 2 / q.shape[3]
     scores.addcmul_(q_norms[..., None], k_norms[:, :, None], value=rounded * scale**2)
+    scores.add_(sum_eps**2)
     weights.mul_(scores)
     # (v - o)^2 is expanded, so that the sum over keys is a matrix product.
     total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from attention_kernels.judge.cases import Case
-from attention_kernels.judge.conformance import future_leaks
+from attention_kernels.judge.cases import Case, DecodeCase
+from attention_kernels.judge.conformance import future_leaks, run_case
 from attention_kernels.judge.reference import judge
 from tests.attention_kernels.judge.right_kernels import RIGHT, run
 
@@ -32,6 +33,15 @@ def test_keys_that_a_row_does_not_see_change_nothing(kernel):
     for dtype in kernel.dtypes:
         case = Case(65, 32, dtype=dtype)
         assert future_leaks(kernel.spec(), case, "cpu", 41) is None
+
+
+@pytest.mark.parametrize("name", ["KEYS_IN_RANDOM_ORDER", "EVERY_EIGHTH_KEY_PER_LANE"])
+def test_one_number_that_cancels_is_not_judged_by_luck(name):
+    """Plain PyTorch's error is small here by luck, and so are the scores and the output."""
+    lengths = (18, 13, 10, 2, 12, 2, 17, 3)
+    case = DecodeCase(1, torch.float32, 615, lengths, 49, 1, scale=0.02, softmax_scale=-0.5)
+    verdict = run_case(spec_of(name), case, "cpu")
+    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(
