@@ -10,7 +10,8 @@ import torch
 from attention_kernels.judge.cases import Case, DecodeCase
 from attention_kernels.judge.conformance import future_leaks, run_case
 from attention_kernels.judge.reference import judge
-from tests.attention_kernels.judge.right_kernels import RIGHT, run
+from tests.attention_kernels.judge.false_alarms import run
+from tests.attention_kernels.judge.right_kernels import RIGHT
 
 SEEDS = int(os.environ.get("RIGHT_KERNEL_SEEDS", "2"))
 every_kernel = pytest.mark.parametrize("kernel", RIGHT, ids=lambda kernel: kernel.name)
