@@ -22,16 +22,20 @@ out of the verdict. eps is the precision of the dtype, eps' that of the sums (fl
 dtypes).
 
 condition: how far rounding of the scores moves the output. A score s_ij = scale * q_i.k_j has a
-    rounding error of about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2): from the
-    sum over head_dim, then from the result. Since do_i = sum_j p_ij d_ij (v_j - o_i), independent
+    rounding error of about d_ij = sqrt((eps' scale ||q_i|| ||k_j||)^2 + (eps/2 s_ij)^2 + eps'^2):
+    from the sum over head_dim, from the result, and from exp, whose relative error of p_ij equals
+    an error of the score. Since do_i = sum_j p_ij d_ij (v_j - o_i), independent
     roundings move the output by sqrt(sum_j (p_ij d_ij (v_j - o_i))^2). It is large where the
     softmax is peaky and two scores nearly tie, because rounding then decides which of them wins. A
     16-bit kernel also rounds p_ij before it multiplies v_j, but not in the row's sum:
     sqrt(sum_j (eps/2 p_ij v_j)^2).
-sums: eps'/2 sqrt(n) |ref|, where n = 1 / sum_j p_ij^2 is the effective number of keys in a row. n
-    sums that round to nearest drift by about sqrt(n) roundings. A kernel that rescales or divides
-    its sums in every tile stays within that. One that truncates drifts by n roundings and fails.
-    The float64 reference drifts like the output, so float64 gets twice the term.
+sums: (eps' sqrt(sum_j min(1, p_ij/u)^2) + sum_j p_ij [p_ij < u]) |ref|, with u = eps'/2. Adding
+    p_ij to a sum of up to 1 loses at most min(p_ij, u). Where p_ij >= u, n roundings to nearest
+    drift by about sqrt(n) of them: a third of a rounding each, and five times that for the largest
+    of all rows, in O and in the row's sum. A smaller p_ij may be lost altogether, and all such
+    losses have the same sign. A kernel that adds one key at a time stays within that, and so does
+    one that rescales or divides its sums in every tile. One that truncates drifts by n roundings
+    and fails. The float64 reference drifts like the output, so float64 gets twice the term.
 
 A version file whose algorithm needs more says how much and why (`Error: 2x: ...` in its header);
 all budgets are then multiplied by BackendSpec.error_slack.
@@ -403,14 +407,17 @@ def _rounding(
     v = v.transpose(1, 2)
     o = weights @ v
     size = weights @ v.abs()
+    unit = sum_eps / 2
+    drift = 2 * weights.clamp(max=unit).norm(dim=3)
+    lost = weights.where(weights < unit, 0.0).sum(3)
+    sums = (drift + lost) * (2 if is_float64 else 1)
     weights.square_()
-    drift = sum_eps if is_float64 else sum_eps / 2
-    sums = drift * weights.sum(3).rsqrt()
     stored = weights @ v.square() if eps > sum_eps else 0.0  # effect of rounding p to 16 bits
     scores.masked_fill_(weights == 0, 0.0).square_().mul_((eps / 2) ** 2)
     q_norms, k_norms = (x.square().sum(3).transpose(1, 2) for x in (q, k))
     rounded = sum_eps**2 + (eps / 2) ** 2 / q.shape[3]
     scores.addcmul_(q_norms[..., None], k_norms[:, :, None], value=rounded * scale**2)
+    scores.add_(sum_eps**2)
     weights.mul_(scores)
     # (v - o)^2 is expanded, so that the sum over keys is a matrix product.
     total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))
