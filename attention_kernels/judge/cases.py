@@ -3,18 +3,19 @@
 every length up to 257, causal and full: two tiles of 128 and their edges (every_length)
 every number of heads up to 32, 48 and 64; every batch up to 33, and larger ones (every_width)
 values where rounding shows, values of any size, GPT-2's own shapes (hard_cases, extreme_cases)
-all combinations of bands of batch, heads and length with the mask, all triples of these, dtype and
-    layout, and all pairs of these, head_dim, softmax_scale and kind of numbers (random_cases)
+each range of lengths with small and large batches and numbers of heads (every_shape)
+all pairs of values of any two dimensions, and triples of short lengths (random_cases)
 
-Everything else is drawn from a seed that every case prints.
+Everything else is drawn from a seed that every case prints. table() lists the values.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.contract import dtype_name
+from attention_kernels.judge.cover import Cover, Group
 
 Kind = Literal[
     "normal", "offset", "equal", "tiny", "huge", "alternating", "halves", "one large column"
@@ -32,17 +34,37 @@ SCALES = (0.02, 1.0, 8.0)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
-LONGEST, LONGEST_EMULATED = 2500, 1025
+LONGEST_EMULATED = 1025
 # Numbers of heads and batch sizes. `batch` completes 32 prompts at once on a CPU, 512 on a GPU.
 WIDTHS = (*range(1, 33), 48, 64)
 BATCHES = (*range(1, 34), 64, 128, 512)
 LARGEST_EMULATED_BATCH = 128
-# Bands of batch sizes and of numbers of heads: a kernel may change its code path between them.
-BATCH_BANDS = ((1, 2), (3, 32))
-HEAD_BANDS = ((1, 5), (6, 15), (16, 32))
+# Values that are combined. A kernel may change its code path between two ranges, or at the edges
+# of tiles: 48 is a multiple of 16, 64 of 16 and 32, and 128 of all three.
+SHORT_RANGES = ((1, 1), (2, 15), (16, 46), (50, 62), (66, 126), (130, 256), (257, 512))
+TILE_EDGES = (47, 48, 49, 63, 64, 65, 127, 128, 129)
+LONG_RANGES = ((513, 1024), (1025, 1280), (1281, 2500))
+LONG_RANGES_EMULATED = ((513, LONGEST_EMULATED),)
+DECODE_RANGES = (
+    (1, 1),
+    (2, 15),
+    (16, 46),
+    (50, 62),
+    (66, 126),
+    (130, 512),
+    (513, 1024),
+    (1025, 1200),
+)
+BATCH_RANGES = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 9, 2), range(9, 33))
+HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(16, 33))
+# The batches and numbers of heads that every length is combined with, causal and full.
+SHAPE_BATCHES = BATCH_RANGES[0], BATCH_RANGES[2]
+SHAPE_HEADS = HEAD_RANGES[0], HEAD_RANGES[-1]
 # For a backend that takes any head_dim: small, odd, not multiples of 16, and above 128.
+LONGEST_IN_TRIPLES, LONGEST_WIDE_IN_TRIPLES = 512, 126
+MOST_COMBINED_HEAD_DIMS = 3  # in triples
 ANY_HEAD_DIM = (32, 64, 128, 1, 8, 20, 33, 80, 96, 160, 192, 256)
-SOFTMAX_SCALES = (None, 0.05, 0.3, 1.0, 3.0, 0.0, -0.5)
+SOFTMAX_SCALES = ((None,), (0.05, 0.3, 1.0), (3.0,), (0.0,), (-0.5,))
 LARGEST_SOFTMAX_SCALE = 1.0  # at scale 8; above, 16-bit dtypes round scores by more than 16
 NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 0.02),
@@ -54,11 +76,14 @@ EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one larg
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
-# The most multiplications of a score by a value: in a case of every_length() with more than one
-# head, in a random case whose length is free within its band, and in any random case.
+# The most multiplications of a score by a value, in a case of: every_length() with more than one
+# head; a triple; a pair, if emulated; random sizes that are free within their ranges; any shape.
 SMALL_WORK = 5e5
-USUAL_WORK, USUAL_EMULATED_WORK = 6e7, 8e6
+LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
+USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
+CALL_WORK = 5e5  # what a call costs in addition, in the emulator
+ONE_LENGTH = 4.0  # see attention_cases()
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,11 @@ class DecodeCase:
     """The memory layout of the cache; see arrange()."""
     kind: Kind = "normal"
     """The kind of values; see of_kind()."""
+
+    @property
+    def work(self) -> float:
+        """About as many multiplications of attention() cost as much in the emulator."""
+        return 5.0 * len(self.lengths) * max(self.lengths) * self.num_heads * self.head_dim
 
     @property
     def seqlen(self) -> int:
@@ -275,33 +305,164 @@ def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case
         yield Case(100, head_dim, is_causal=is_causal, dtype=dtype, seed=seed, kind=kind)
 
 
-def every_length(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int
-) -> Iterator[Case]:
-    """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
+class Drawn:
+    """Draws the cases of attention from a seed.
 
-    The head_dims take turns, so that each remainder modulo a tile's width is tried with several.
+    Its methods share the combinations that are still open, so call them in the order below.
     """
-    draw = random.Random(f"every length {seed}")
-    for seqlen in range(1, EVERY_LENGTH_TO + 1):
-        for is_causal in (True, False):
-            head_dim = head_dims[(seqlen // 32 + is_causal) % len(head_dims)]
-            if seqlen > 128:  # keep long cases small
-                head_dim = min(head_dim, usual_head_dim(head_dims))
-            width = max(1, min(12, int(SMALL_WORK / (seqlen**2 * head_dim))))
-            batch = draw.randint(1, min(4, width))
-            heads = draw.randint(1, width // batch)
-            yield _drawn(draw, dtypes, seed, seqlen, head_dim, batch, heads, is_causal)
+
+    def __init__(
+        self,
+        head_dims: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        seed: int,
+        *,
+        is_emulated: bool,
+    ) -> None:
+        self.head_dims, self.seed, self.is_emulated = head_dims, seed, is_emulated
+        self.draw = random.Random(f"cases {seed}")
+        self.dimensions = attention_dimensions(head_dims, dtypes, is_emulated=is_emulated)
+        self.usual, self.largest, self.largest_of_pair = (
+            (USUAL_EMULATED_WORK, LARGEST_EMULATED_WORK, LARGEST_WORK_OF_PAIR)
+            if is_emulated
+            else (USUAL_WORK, LARGEST_WORK, LARGEST_WORK)
+        )
+
+        def cost(chosen: Mapping[str, Any]) -> float:
+            return CALL_WORK + _least_work(chosen) if _is_moderate(chosen) else math.inf
+
+        self.cover = Cover(self.dimensions, attention_groups(self.dimensions), self.draw, cost)
+
+    def every_length(self) -> Iterator[Case]:
+        """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
+
+        Every remainder of a tile of up to 64 meets up to three head_dims with each mask. The
+        longest have the first head_dim, so that they stay small.
+        """
+        turns = [*reversed(self.head_dims)]
+        for seqlen in range(1, EVERY_LENGTH_TO + 1):
+            turn = min(seqlen * len(turns) // 192, len(turns) - 1)
+            for is_causal in (True, False):
+                # The masks do not meet the same ones at the same length.
+                head_dim = turns[1 - turn if is_causal and len(turns) > 2 > turn else turn]
+                width = max(1, min(12, int(SMALL_WORK / (seqlen**2 * head_dim))))
+                batch = self.draw.randint(1, min(4, width))
+                heads = self.draw.randint(1, width // batch)
+                yield self._case(seqlen, head_dim, batch, heads, is_causal)
+
+    def every_width(self) -> Iterator[Case]:
+        """Yield a short case of each number of heads and of each batch size."""
+        for batch, heads in _widths(self.draw, is_emulated=self.is_emulated):
+            seqlen, head_dim = self.draw.randint(1, 20), self.draw.choice(self.head_dims)
+            yield self._case(seqlen, head_dim, batch, heads, self.draw.random() < 0.5)
+
+    def _case(self, seqlen: int, head_dim: int, batch: int, heads: int, is_causal: bool) -> Case:
+        """Return a case of a given shape that closes as many combinations as possible."""
+        fixed = {
+            "seqlen": next(x for x in self.dimensions["seqlen"] if seqlen in x),
+            "batch": next((x for x in BATCH_RANGES if batch in x), BATCH_RANGES[-1]),
+            "num_heads": next((x for x in HEAD_RANGES if heads in x), HEAD_RANGES[-1]),
+            "head_dim": head_dim,
+            "is_causal": is_causal,
+        }
+        chosen = self.cover.choose(fixed)
+        assert chosen is not None
+        chosen |= {"seqlen": seqlen, "batch": batch, "num_heads": heads}
+        return self._with_numbers(chosen)
+
+    def every_shape(self) -> Iterator[Case]:
+        """Yield a case of each combination of SHAPES that is not too large."""
+        lengths = [x for x in self.dimensions["seqlen"] if len(x) > 1]
+        shapes = itertools.product(lengths, SHAPE_BATCHES, SHAPE_HEADS, (True, False))
+        for shape in shapes:
+            fixed = dict(zip(("seqlen", "batch", "num_heads", "is_causal"), shape, strict=True))
+            fixed["head_dim"] = self.head_dims[0]
+            if (chosen := self.cover.choose(fixed, self.largest)) is not None:
+                yield self._sized(chosen)
+
+    def random_cases(self) -> Iterator[Case]:
+        """Yield cases until every combination of the groups has occurred."""
+        limits = CALL_WORK + self.largest_of_pair, CALL_WORK + LARGEST_WORK_OF_TRIPLE
+        while (chosen := self.cover.next(*limits)) is not None:
+            yield self._sized(chosen)
+
+    def _sized(self, chosen: dict[str, Any]) -> Case:
+        """Draw batch, num_heads and seqlen from their ranges, and the smallest if it is large."""
+        room = self.usual / _least_work(chosen)
+        for name, power in (("batch", 1), ("num_heads", 1), ("seqlen", 2)):
+            values = chosen[name]
+            least = values[0]
+            most = max(least, int(least * max(room, 0.0) ** (1 / power)))
+            chosen[name] = self.draw.choice([x for x in values if x <= most])
+            room *= (least / chosen[name]) ** power
+        return self._with_numbers(chosen)
+
+    def _with_numbers(self, chosen: dict[str, Any]) -> Case:
+        (kind, scale), softmax_scales = chosen.pop("numbers"), chosen.pop("softmax_scale")
+        return Case(
+            kind=kind,
+            scale=scale,
+            softmax_scale=self.draw.choice(softmax_scales),
+            seed=self.seed,
+            **chosen,
+        )
 
 
-def every_width(
+def attention_dimensions(
+    head_dims: Sequence[Any], dtypes: Sequence[Any], *, is_emulated: bool
+) -> dict[str, Sequence[Any]]:
+    """Return the values of each dimension that are combined; those of a range are one value."""
+    ranges = (*SHORT_RANGES, *(LONG_RANGES_EMULATED if is_emulated else LONG_RANGES))
+    lengths = [range(edge, edge + 1) for edge in TILE_EDGES]
+    return {
+        "seqlen": [*lengths, *(range(low, high + 1) for low, high in ranges)],
+        "batch": BATCH_RANGES,
+        "num_heads": HEAD_RANGES,
+        "head_dim": head_dims,
+        "is_causal": (True, False),
+        "layout": LAYOUTS,
+        "softmax_scale": SOFTMAX_SCALES,
+        "numbers": NUMBERS,
+        "dtype": dtypes,
+    }
+
+
+def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
+    """Return the groups whose combinations all occur: pairs, and triples of short lengths."""
+
+    def among(longest: int, *without: str) -> dict[str, Sequence[Any]]:
+        if len(dimensions["head_dim"]) > MOST_COMBINED_HEAD_DIMS:
+            without = (*without, "head_dim")
+        found = {name: values for name, values in dimensions.items() if name not in without}
+        return {**found, "seqlen": [x for x in dimensions["seqlen"] if x[-1] <= longest]}
+
+    def groups(values: Group, count: int) -> list[Group]:
+        chosen = itertools.combinations(values, count)
+        return [{name: values[name] for name in names} for names in chosen]
+
+    return [
+        *groups(dimensions, 2),
+        *groups(among(LONGEST_IN_TRIPLES, "batch", "num_heads"), 3),
+        *groups(among(LONGEST_WIDE_IN_TRIPLES), 3),
+    ]
+
+
+def attention_cases(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
-) -> Iterator[Case]:
-    """Yield a short case of each number of heads and of each batch size."""
-    draw = random.Random(f"every width {seed}")
-    for batch, heads in _widths(draw, is_emulated=is_emulated):
-        seqlen, head_dim = draw.randint(1, 20), draw.choice(head_dims)
-        yield _drawn(draw, dtypes, seed, seqlen, head_dim, batch, heads, draw.random() < 0.5)
+) -> list[tuple[float, Case]]:
+    """Return every case of attention, each with its rank: those of lower rank run first.
+
+    The rank is the cost, but a case of every_length() finds little else than errors at its own
+    length, so its rank is ONE_LENGTH times as high.
+    """
+    drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated)
+    found = [(ONE_LENGTH, case) for case in drawn.every_length()]
+    others = [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
+    for dtype in dtypes:
+        others += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
+        others += extreme_cases(usual_head_dim(head_dims), dtype, seed)
+    found += [(1.0, case) for case in others]
+    return [(times * (CALL_WORK + case.work), case) for times, case in found]
 
 
 def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, int]]:
@@ -313,86 +474,15 @@ def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, in
             yield batch, draw.randint(1, 3)
 
 
-def _drawn(
-    draw: random.Random,
-    dtypes: Sequence[torch.dtype],
-    seed: int,
-    seqlen: int,
-    head_dim: int,
-    batch: int,
-    num_heads: int,
-    is_causal: bool,
-) -> Case:
-    """Return a case of the given shape, with everything else drawn."""
-    kind, scale = draw.choice(NUMBERS)
-    softmax_scale = draw.choice([x for x in SOFTMAX_SCALES if _is_moderate(scale, x)])
-    return Case(
-        seqlen,
-        head_dim,
-        scale,
-        batch,
-        num_heads,
-        is_causal,
-        softmax_scale,
-        draw.choice(dtypes),
-        seed,
-        kind,
-        draw.choice(LAYOUTS),
-    )
+def _is_moderate(chosen: Mapping[str, Any]) -> bool:
+    """Return whether scores stay so small that 16-bit dtypes round them by less than 16."""
+    largest = max(x or 0 for x in chosen["softmax_scale"])
+    return chosen["numbers"][1] <= 1 or largest <= LARGEST_SOFTMAX_SCALE
 
 
-def _is_moderate(scale: float, softmax_scale: float | None) -> bool:
-    return scale <= 1 or (softmax_scale or 0) <= LARGEST_SOFTMAX_SCALE
-
-
-def random_cases(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
-) -> Iterator[Case]:
-    """Yield random cases that cover the combinations listed in the module's docstring."""
-    draw = random.Random(f"random cases {seed}")
-    largest = LARGEST_EMULATED_WORK if is_emulated else LARGEST_WORK
-    usual = USUAL_EMULATED_WORK if is_emulated else USUAL_WORK
-    # The upper ends of the bands of lengths; the lower ends follow from them.
-    ends: tuple[int, ...] = (64, 128, 256, 512, 1024, 1280, LONGEST)
-    if is_emulated:
-        ends = (16, 64, 128, 256, LONGEST_EMULATED)
-    conditions: dict[str, Sequence[Any]] = {
-        "band": [(low + 1, high) for low, high in itertools.pairwise((0, *ends))],
-        "batch": BATCH_BANDS,
-        "num_heads": HEAD_BANDS,
-        "is_causal": (True, False),
-        "dtype": dtypes,
-        "layout": LAYOUTS,
-        "head_dim": head_dims,
-        "softmax_scale": SOFTMAX_SCALES,
-        "numbers": NUMBERS,
-    }
-    shape = ("band", "batch", "num_heads", "is_causal")
-    groups = [
-        shape,
-        *itertools.combinations((*shape, "dtype", "layout"), 3),
-        *itertools.combinations(conditions, 2),
-    ]
-
-    def least_work(chosen: Mapping[str, Any]) -> float:
-        seqlen, batch, heads = (chosen[name][0] for name in shape[:3])
-        return float(batch * heads * seqlen**2 * chosen["head_dim"])
-
-    def fits(chosen: Mapping[str, Any]) -> bool:
-        is_moderate = _is_moderate(chosen["numbers"][1], chosen["softmax_scale"])
-        return is_moderate and least_work(chosen) <= largest
-
-    for chosen in combinations(conditions, groups, draw, fits):
-        (low, high), (kind, scale) = chosen.pop("band"), chosen.pop("numbers")
-        room = usual / least_work({**chosen, "band": (1, high)})  # for seqlen^2, batch and heads
-        for name in ("batch", "num_heads"):
-            least, most = chosen[name]
-            chosen[name] = draw.randint(least, max(least, min(most, int(least * room / low**2))))
-            room *= least / chosen[name]
-        seqlen = draw.randint(low, max(low, min(high, int(room**0.5))))
-        if draw.random() < 0.5 and seqlen // 64 * 64 >= low:
-            seqlen = min(high, seqlen // 64 * 64 + draw.choice((0, 0, 1)))  # at a tile's edge
-        yield Case(seqlen, scale=scale, kind=kind, seed=seed, **chosen)
+def _least_work(chosen: Mapping[str, Any]) -> float:
+    seqlen, batch, heads = (chosen[name][0] for name in ("seqlen", "batch", "num_heads"))
+    return float(batch * heads * seqlen**2 * chosen["head_dim"])
 
 
 def decode_cases(
@@ -417,89 +507,115 @@ def decode_cases(
         if dtype in (torch.float32, torch.float64):  # 16-bit dtypes round scores of 1e8 too much
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
-    free: dict[str, Sequence[Any]] = {
-        "lengths": ("drawn", "equal", "ones"),
-        "head_dim": head_dims,
-        "softmax_scale": SOFTMAX_SCALES,
-        "scale": SCALES,
-        "layout": LAYOUTS,
-        "dtype": dtypes,
-    }
+    dimensions = decode_dimensions(head_dims, dtypes)
 
-    def fits(chosen: Mapping[str, Any]) -> bool:
-        return _is_moderate(chosen["scale"], chosen["softmax_scale"])
+    def cost(chosen: Mapping[str, Any]) -> float:
+        is_one_length = chosen["batch"] == BATCH_RANGES[0] or chosen["longest"][0] == 1
+        if not _is_moderate(chosen) or (is_one_length and chosen["lengths"] != "equal"):
+            return math.inf
+        return float(chosen["longest"][0] * chosen["batch"][0] * chosen["num_heads"][0]) + 1e3
 
+    cover = Cover(dimensions, decode_groups(dimensions), draw, cost)
     for batch, heads in _widths(draw, is_emulated=is_emulated):
-        chosen = next(combinations(free, [()], draw, fits)) | {"lengths": "drawn"}
-        yield _decode_case(draw, (1, 20), batch, seed, num_heads=heads, **chosen)
-    ends = (32, 70, 128, 512, 1024, 1200)
-    conditions = {
-        "band": [(low + 1, high) for low, high in itertools.pairwise((0, *ends))],
-        "batch": BATCH_BANDS,
-        "num_heads": HEAD_BANDS,
-        **free,
+        fixed = {
+            "longest": draw.choice(dimensions["longest"][1:3]),
+            "lengths": draw.choice(dimensions["lengths"][1:] if batch > 1 else ("equal",)),
+            "batch": next((x for x in BATCH_RANGES if batch in x), BATCH_RANGES[-1]),
+            "num_heads": next((x for x in HEAD_RANGES if heads in x), HEAD_RANGES[-1]),
+        }
+        chosen = cover.choose(fixed)
+        assert chosen is not None
+        yield _decode_case(draw, seed, {**chosen, "batch": [batch], "num_heads": [heads]})
+    while (chosen := cover.next()) is not None:
+        yield _decode_case(draw, seed, chosen)
+
+
+def decode_dimensions(head_dims: Sequence[Any], dtypes: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Return the values of each dimension that are combined; those of a range are one value."""
+    return {
+        "longest": [
+            *(range(low, high + 1) for low, high in DECODE_RANGES),
+            *(range(edge, edge + 1) for edge in TILE_EDGES),
+        ],
+        "lengths": ("equal", "the first is the longest", "a later one is the longest"),
+        "batch": BATCH_RANGES,
+        "num_heads": HEAD_RANGES,
+        "head_dim": head_dims,
+        "layout": LAYOUTS,
+        "softmax_scale": SOFTMAX_SCALES,
+        "numbers": NUMBERS,
+        "dtype": dtypes,
+        "room": ((0,), (1, 31)),
     }
-    for chosen in combinations(conditions, [*itertools.combinations(conditions, 2)], draw, fits):
-        batch, heads = (draw.randint(*chosen.pop(name)) for name in ("batch", "num_heads"))
-        yield _decode_case(draw, chosen.pop("band"), batch, seed, num_heads=heads, **chosen)
 
 
-def _decode_case(
-    draw: random.Random,
-    band: tuple[int, int],
-    batch: int,
-    seed: int,
-    *,
-    lengths: str,
-    **chosen: Any,
-) -> DecodeCase:
-    longest = draw.randint(*band)
+def decode_groups(dimensions: Group) -> list[Group]:
+    """Return the groups whose combinations all occur: pairs, and triples of the batch's shape."""
+    names = [
+        *itertools.combinations(dimensions, 2),
+        *itertools.combinations(("lengths", "batch", "num_heads", "head_dim", "layout"), 3),
+    ]
+    return [{name: dimensions[name] for name in group} for group in names]
+
+
+def _decode_case(draw: random.Random, seed: int, chosen: dict[str, Any]) -> DecodeCase:
+    longest, batch, num_heads, softmax_scale, room = (
+        draw.choice(chosen.pop(name))
+        for name in ("longest", "batch", "num_heads", "softmax_scale", "room")
+    )
+    (kind, scale), lengths = chosen.pop("numbers"), chosen.pop("lengths")
     rows = [longest] * batch
-    if lengths == "drawn":
-        rows[1:] = [draw.randint(1, longest) for _ in rows[1:]]
-        draw.shuffle(rows)
-    elif lengths == "ones":
-        rows = [1] * batch
-    max_seqlen = longest + draw.choice((0, 1, 31))
-    return DecodeCase(seed=seed, lengths=tuple(rows), max_seqlen=max_seqlen, **chosen)
+    if lengths != "equal":
+        rows[1:] = [draw.randint(1, max(1, longest - 1)) for _ in rows[1:]]
+    if lengths == "a later one is the longest":
+        place = draw.randrange(batch // 2, batch)
+        rows[0], rows[place] = rows[place], rows[0]
+    return DecodeCase(
+        seed=seed,
+        lengths=tuple(rows),
+        max_seqlen=longest + room,
+        num_heads=num_heads,
+        softmax_scale=softmax_scale,
+        kind=kind,
+        scale=scale,
+        **chosen,
+    )
 
 
-def combinations(
-    conditions: Mapping[str, Sequence[Any]],
-    groups: Sequence[tuple[str, ...]],
-    draw: random.Random,
-    fits: Callable[[Mapping[str, Any]], bool] = lambda _: True,
-) -> Iterator[dict[str, Any]]:
-    """Yield choices of one value per condition until every group's combinations are covered.
+def table() -> str:
+    """Return the values of each dimension as a Markdown table; those in brackets are one value."""
+    head_dims, dtypes = ("each that is declared",), ("each that is declared",)
+    columns = [
+        attention_dimensions(head_dims, dtypes, is_emulated=False),
+        attention_dimensions(head_dims, dtypes, is_emulated=True),
+        decode_dimensions(head_dims, dtypes),
+    ]
+    names = {"longest": "seqlen", "lengths": "lengths in a batch", "room": "room in the cache"}
+    rows: dict[str, list[str]] = {}
+    for at, dimensions in enumerate(columns):
+        for name, values in dimensions.items():
+            texts = rows.setdefault(names.get(name, name), ["", "", ""])
+            texts[at] = ", ".join(map(_text, values))
+    lines = ["| dimension | attention | attention, emulated | decode |", "|---|---|---|---|"]
+    for name, texts in rows.items():
+        same = ["the same" if text and text == texts[0] else text for text in texts[1:]]
+        lines.append(f"| {' | '.join([name, texts[0], *same])} |")
+    return "\n".join(lines)
 
-    groups: tuples of conditions whose values must all be combined. Greedy: of up to 20 random
-    choices that contain the first open combination, take the one that closes most. fits: returns
-    whether a choice is allowed; a combination is given up if none of 200 random choices is allowed.
-    """
-    open_ones = {
-        tuple(zip(group, values, strict=True)): None  # a dict keeps the order, and so the draw
-        for group in groups
-        for values in itertools.product(*(conditions[name] for name in group))
-    }
 
-    def closed_by(chosen: Mapping[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
-        held = (tuple((name, chosen[name]) for name in group) for group in groups)
-        return [one for one in held if one in open_ones]
-
-    while open_ones:
-        first = next(iter(open_ones))
-        drawn = (
-            {name: draw.choice(values) for name, values in conditions.items()} | dict(first)
-            for _ in range(200)
-        )
-        candidates = list(itertools.islice(filter(fits, drawn), 20))
-        if not candidates:
-            del open_ones[first]
-            continue
-        best = max(candidates, key=lambda chosen: len(closed_by(chosen)))
-        for one in closed_by(best):
-            del open_ones[one]
-        yield best
+def _text(value: Any) -> str:
+    """Return a value of a dimension; a range or a tuple of which one is drawn is in brackets."""
+    if isinstance(value, range):
+        if len(value) > 3:
+            return f"[{value[0]} to {value[-1]}]"
+        texts = [str(x) for x in value]
+        return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+    if isinstance(value, tuple) and isinstance(value[0], str):
+        return f"{value[0]} times {value[1]:g}"
+    if isinstance(value, tuple):
+        texts = ["default" if x is None else f"{x:g}" for x in value]
+        return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+    return {"True": "causal", "False": "full"}.get(str(value), str(value))
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -38,19 +38,15 @@ from attention_kernels.judge.caller import threads
 from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
+    CALL_WORK,
     LARGE,
     LENGTHS,
     SCALES,
     Case,
     DecodeCase,
+    attention_cases,
     cases,
     decode_cases,
-    every_length,
-    every_width,
-    extreme_cases,
-    hard_cases,
-    random_cases,
-    usual_head_dim,
 )
 from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
@@ -81,8 +77,11 @@ MOST_FAILURES = 20
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
-# How many cases run before the other checks. The cases are sorted by their work.
+# How many cases run before repeated calls.
 CHEAP = 200
+# The highest rank of a case in a quick run, and the share of planted faults that show in it; see
+# tests/attention_kernels/judge/faults.py.
+QUICK_RANK, QUICK_RANK_EMULATED, QUICK_SHARE = 7e6, 5e6, 0.95
 What: TypeAlias = Case | DecodeCase | str
 """A case, or the name of another check."""
 Found: TypeAlias = Verdict | str | None
@@ -262,30 +261,33 @@ class Report:
             self.worst = what, found
 
 
-def suite(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> list[Case | DecodeCase]:
-    """Return every case for a backend, cheap ones first."""
+def suite(
+    runner: Runner, dtypes: Sequence[torch.dtype], seed: int, *, quick: bool = False
+) -> list[Case | DecodeCase]:
+    """Return every case for a backend, those that find the most in their time first.
+
+    quick: leave out those of the highest ranks.
+    """
     is_emulated = runner.is_emulated
     head_dims = runner.spec.head_dims or ANY_HEAD_DIM
-    decoding: list[DecodeCase] = []
+    found: list[tuple[float, Case | DecodeCase]] = []
+    if runner.has_attention:
+        found += attention_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
     if runner.has_decode:
-        decoding += decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
-    if not runner.has_attention:
-        return [*decoding]
-    found: list[Case] = []
-    for dtype in dtypes:
-        found += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
-        found += extreme_cases(usual_head_dim(head_dims), dtype, seed)
-    found += every_length(head_dims, dtypes, seed)
-    found += every_width(head_dims, dtypes, seed, is_emulated=is_emulated)
-    found += random_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
-    found.sort(key=lambda case: case.work)
-    return [*found[: CHEAP // 2], *decoding, *found[CHEAP // 2 :]]
+        decoding = decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
+        found += ((CALL_WORK + case.work, case) for case in decoding)
+    found.sort(key=lambda ranked: ranked[0])
+    highest = QUICK_RANK_EMULATED if is_emulated else QUICK_RANK
+    return [case for rank, case in found if not quick or rank <= highest]
 
 
-def checks_of(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> list[Check]:
-    """Return every check of a backend, those that find the most first."""
+def checks_of(
+    runner: Runner, dtypes: Sequence[torch.dtype], seed: int, *, quick: bool = False
+) -> list[Check]:
+    """Return the checks of a backend, those that find the most first."""
     found: list[Check] = [
-        (case, functools.partial(judged, runner, case)) for case in suite(runner, dtypes, seed)
+        (case, functools.partial(judged, runner, case))
+        for case in suite(runner, dtypes, seed, quick=quick)
     ]
     found[CHEAP:CHEAP] = _more_checks(runner, dtypes[0], seed)
     if runner.is_emulated and runner.spec.version is not None:
@@ -301,6 +303,7 @@ def verify(
     *,
     dtypes: tuple[str, ...] = (),
     seed: int | None = None,
+    quick: bool = False,
     max_failures: int = MOST_FAILURES,
     timeout_s: float = TIMEOUT_S,
     progress: bool = False,
@@ -312,9 +315,10 @@ def verify(
     what: the name of a backend or a version file, which is loaded and called in a process of its
     own; or a spec, which is called in this process. device: "cuda", "cpu", or "" for cuda if the
     backend runs there, else cpu. dtypes: names from spec.dtypes; empty for all. seed: of all
-    inputs; None draws one. max_failures: the number of failures to stop after. timeout_s: the limit
-    of each request. on_failure: called with each failure when it is found. on_check: called after
-    each check with the number that are done and of all; what it raises ends the suite.
+    inputs; None draws one. quick: leave out the cases that find the least in their time.
+    max_failures: the number of failures to stop after. timeout_s: the limit of each request.
+    on_failure: called with each failure when it is found. on_check: called after each check with
+    the number that are done and of all; what it raises ends the suite.
 
     A case that the backend refuses is reported as a refusal; any other error is a failure. A kernel
     that ends its process or does not end in time has failed, and the suite stops there. Raises
@@ -331,6 +335,7 @@ def verify(
     except EndedError as error:
         report = Report(registry.stand_in(str(what)), device, seed)
         report.note("loading it", error)
+        on_failure(report.failures[0])
         return report
     # The rest of the cores is the kernel's: both compute at the same time.
     with threads(max(1, torch.get_num_threads() // 2)), contextlib.closing(runner):
@@ -339,7 +344,7 @@ def verify(
             reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
             raise UnsupportedError(spec.name, [reason])
         wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
-        checks = checks_of(runner, wanted, seed)
+        checks = checks_of(runner, wanted, seed, quick=quick)
         report = Report(spec, runner.device, seed, runner.has_attention, len(checks))
         refused = _Refused()
         left = (check for check in checks if check[0] not in refused)

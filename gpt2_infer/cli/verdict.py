@@ -14,6 +14,7 @@ from gpt2_infer.cli.kernels import usual_head_dim
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
+    from attention_kernels.judge import conformance
     from attention_kernels.judge.conformance import Case, DecodeCase, Report
     from attention_kernels.judge.reference import Verdict
     from attention_kernels.ladder.header import VersionHeader
@@ -59,6 +60,8 @@ class Findings:
     emulated: bool
     sanitized: bool
     """Whether the sanitizers ran; if they found something, the suite did not run."""
+    quick: bool = False
+    """Whether only the beginning of the suite ran."""
     seed: int | None = None
     """The seed of the inputs; None if the suite did not run."""
     total: int = 0
@@ -103,7 +106,9 @@ def verdicts(
     timeout_s: float = 300.0,
     sanitize: bool = False,
     timing: bool = True,
+    quick: bool = False,
     progress: bool = False,
+    on_failure: Callable[[conformance.Failure], object] = lambda _: None,
     on_check: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verdicts:
     """Verify a backend or version file; for an alias, every backend that it stands for.
@@ -125,10 +130,13 @@ def verdicts(
             dtypes=tuple(dtypes),
             seed=seed,
             timeout_s=timeout_s,
+            quick=quick,
             progress=progress,
+            on_failure=on_failure,
             on_check=on_check,
         )
         findings = _findings(report, sanitized=sanitize)
+        findings.quick = quick
         spec = report.spec
         if findings.passed and findings.emulated and spec.version:
             _compile(findings, spec.version)

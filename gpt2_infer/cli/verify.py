@@ -11,6 +11,7 @@ from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
 if TYPE_CHECKING:
+    from attention_kernels.judge import conformance
     from gpt2_infer.cli.verdict import Failure, Findings, Verdicts
 
 SHOWN_FAILURES = 5
@@ -18,6 +19,8 @@ SANITIZE = (
     "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
     "compute-sanitizer on a GPU"
 )
+
+QUICK = "run only the checks that find the most in their time, and say so"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seconds per check (default: 300)",
     )
     add("--sanitize", action="store_true", help=SANITIZE)
+    add("--quick", action="store_true", help=QUICK)
     add("--no-timing", action="store_true", help="only check; emulated kernels are never timed")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -43,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from gpt2_infer.cli.verdict import verdicts
 
+    failures = _Failures()
     found: Verdicts = verdicts(
         arguments.name,
         device=arguments.device,
@@ -51,19 +56,40 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout,
         sanitize=arguments.sanitize,
         timing=not arguments.no_timing,
+        quick=arguments.quick,
         progress=True,
+        on_failure=failures.note if arguments.json else failures.show,
     )
     if arguments.json:
         show_json(dataclasses.asdict(found))
     else:
         for findings in found.backends:
-            _show(findings)
+            _show(findings, failures)
         show("PASSED" if found.passed else "FAILED")
     return 0 if found.passed else EXIT_FAILED
 
 
-def _show(findings: Findings) -> None:
-    """Print what was found about one backend."""
+class _Failures:
+    """Prints the first few failures of the suite when they are found, similar ones once."""
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+        self.shown = 0
+
+    def note(self, failure: object) -> None:
+        """Print nothing: JSON comes at the end."""
+
+    def show(self, failure: conformance.Failure) -> None:
+        """Print a failure, unless a similar one was printed."""
+        kind = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)
+        if kind not in self.kinds and len(self.kinds) < SHOWN_FAILURES:
+            show(f"  FAILED: {failure.what}\n          {failure.why}")
+            self.shown += 1
+        self.kinds.add(kind)
+
+
+def _show(findings: Findings, printed: _Failures) -> None:
+    """Print what was found about one backend, except the failures that were printed already."""
     emulated = ", emulated" if findings.emulated else ""
     sanitized = ", sanitized" if findings.sanitized else ""
     ran = f"{findings.checks} of {findings.total}" if findings.stopped else findings.checks
@@ -77,13 +103,18 @@ def _show(findings: Findings) -> None:
             show(f"  FAILED: {fault.why}")
         show("  the suite did not run")
         return
+    if findings.quick:
+        from attention_kernels.judge.conformance import QUICK_SHARE
+
+        share = f"{QUICK_SHARE:.0%} of the planted faults"
+        show(f"  quick: the beginning of the suite, in which {share} show")
     if findings.error_slack != 1:
         times = f"{findings.error_slack:g} times"
         show(f"  its budgets are {times} its precision class's, as it declares")
     for refusal in findings.refusals:
         show(f"  refused: {refusal}")
     suite = stages.get("suite", [])
-    _show_failures(suite, findings)
+    _show_outcome(suite, findings, printed)
     if findings.budget_rule:
         show(f"  a budget is {findings.budget_rule}")
     if findings.killed and emulated and not sanitized:
@@ -99,22 +130,13 @@ def _show(findings: Findings) -> None:
         show(f"  FAILED: {failure.what}\n          {failure.why}")
 
 
-def _show_failures(failures: list[Failure], findings: Findings) -> None:
-    """Print the first few failures of the suite, similar ones once; without any, the worst case."""
+def _show_outcome(failures: list[Failure], findings: Findings, printed: _Failures) -> None:
+    """Print how many checks of the suite failed; without any, the worst case."""
     if findings.total and failures:
         stopped = ", and the suite stopped there" if findings.stopped else ""
-        show(f"  {len(failures)} of them failed{stopped}")
-    alike: dict[str, list[Failure]] = {}
-    for failure in failures:
-        numberless = re.sub(r"-?\d[\d.]*(e[+-]\d+)?", "#", failure.why)
-        alike.setdefault(numberless, []).append(failure)
-    groups = list(alike.values())
-    for first, *others in groups[:SHOWN_FAILURES]:
-        show(f"  FAILED: {first.what}\n          {first.why}")
-        if others:
-            show(f"          and {len(others)} more like it")
-    if more := sum(map(len, groups[SHOWN_FAILURES:])):
-        show(f"  and {more} more failures")
+        more = len(failures) - printed.shown
+        similar = f"; {more} of them, most like those above, are not shown" if more > 0 else ""
+        show(f"  {len(failures)} of them failed{stopped}{similar}")
     if findings.worst and not failures:
         worst = findings.worst
         show(f"  {'worst' if worst.status == 'passed' else worst.status}: {worst.case}")

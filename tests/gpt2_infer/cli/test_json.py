@@ -25,7 +25,18 @@ RESOURCES = resources.Resources(
     "v01", "90", "float32", "kernel", 64, 128, 32, 0, 0, 0, 0, 4, 64, 64, "warps"
 )
 FINDINGS = {
-    *("name", "device", "emulated", "sanitized", "seed", "passed", "total", "checks", "cases"),
+    *(
+        "name",
+        "device",
+        "emulated",
+        "sanitized",
+        "quick",
+        "seed",
+        "passed",
+        "total",
+        "checks",
+        "cases",
+    ),
     *("stopped", "killed", "error_slack", "budget_rule", "failures", "refusals", "worst"),
     *("nvcc", "timing"),
 }

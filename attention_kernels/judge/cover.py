@@ -1,0 +1,103 @@
+"""Choose values of several dimensions such that all of their combinations occur."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# Of how many random choices the best is taken, and how many are drawn for them.
+CANDIDATES, TRIES = 30, 60
+Group: TypeAlias = Mapping[str, Sequence[Any]]
+"""Values of some dimensions, whose combinations must all occur."""
+
+
+class Cover:
+    """Choices of one value per dimension, until every combination in every group has occurred.
+
+    cost: what a choice costs; infinite if it is not allowed.
+    """
+
+    def __init__(
+        self,
+        dimensions: Mapping[str, Sequence[Any]],
+        groups: Sequence[Group],
+        draw: random.Random,
+        cost: Callable[[Mapping[str, Any]], float],
+    ) -> None:
+        self._dimensions, self._draw, self._cost = dimensions, draw, cost
+        self._names = [*dimensions]
+        # Combination i of group g is element _first[g] + i of _open.
+        sizes = [[len(dimensions[name]) for name in group] for group in groups]
+        self._first = np.cumsum([0, *map(math.prod, sizes)])
+        self._open = np.zeros(self._first[-1], dtype=bool)
+        self._weights = np.zeros((len(dimensions), len(groups)), dtype=np.int64)
+        self._groups = [(*group,) for group in groups]
+        self._sizes = sizes
+        for g, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+            wanted = np.zeros(size, dtype=bool)
+            places = [
+                [dimensions[name].index(value) for value in values]
+                for name, values in group.items()
+            ]
+            wanted[np.ix_(*places)] = True
+            self._open[self._first[g] : self._first[g + 1]] = wanted.ravel()
+            for at, name in enumerate(group):
+                self._weights[self._names.index(name), g] = math.prod(size[at + 1 :])
+
+    def choose(
+        self, fixed: Mapping[str, Any], most: float = math.inf, tries: int = TRIES
+    ) -> dict[str, Any] | None:
+        """Return the choice with the fixed values that closes most combinations for its cost.
+
+        It is the best of up to CANDIDATES random ones; None if none of `tries` costs at most
+        `most`.
+        """
+        places = {name: self._dimensions[name].index(value) for name, value in fixed.items()}
+        found: list[tuple[list[int], float]] = []
+        for _ in range(tries):
+            drawn = [
+                places.get(name, -1) if name in places else self._draw.randrange(len(values))
+                for name, values in self._dimensions.items()
+            ]
+            cost = self._cost(self._values(drawn))
+            if cost <= most and cost < math.inf:
+                found.append((drawn, cost))
+            if len(found) == CANDIDATES:
+                break
+        if not found:
+            return None
+        closed = np.array([drawn for drawn, _ in found]) @ self._weights + self._first[:-1]
+        costs = np.array([cost for _, cost in found])
+        best = int((self._open[closed].sum(1) / costs).argmax())
+        self._open[closed[best]] = False
+        return self._values(found[best][0])
+
+    def next(
+        self, most: float = math.inf, most_of_triple: float = math.inf
+    ) -> dict[str, Any] | None:
+        """Return a choice that contains an open combination; None if there is none left.
+
+        A combination is given up if no random choice with it costs at most `most`, or
+        `most_of_triple` if it has three values.
+        """
+        while self._open.any():
+            first = int(self._open.argmax())
+            g = int(np.searchsorted(self._first, first, "right")) - 1
+            places = np.unravel_index(first - self._first[g], self._sizes[g])
+            fixed = {
+                name: self._dimensions[name][place]
+                for name, place in zip(self._groups[g], places, strict=True)
+            }
+            self._open[first] = False
+            limit = most if len(fixed) == 2 else most_of_triple
+            if (chosen := self.choose(fixed, limit, 10 * TRIES)) is not None:
+                return chosen
+        return None
+
+    def _values(self, places: Sequence[int]) -> dict[str, Any]:
+        pairs = zip(self._dimensions.items(), places, strict=True)
+        return {name: values[place] for (name, values), place in pairs}
