@@ -301,7 +301,7 @@ def ignores_the_scale(q, k, v, scale, causal):
     return right(q, k, v, None, causal)
 
 
-@attention("softmax_scale 1.0")
+@attention("softmax_scale [13].0")
 def clamps_the_scale(q, k, v, scale, causal):
     return right(q, k, v, min(scale, 0.5), causal)
 

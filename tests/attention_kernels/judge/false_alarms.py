@@ -54,14 +54,11 @@ class Outcome:
 def _pool(seed: int) -> list[list[Case | DecodeCase]]:
     """Return the drawn cases of the suite that are small enough, by kind."""
     arguments = suite.ANY_HEAD_DIM, DTYPES, seed
-    lengths = suite.every_length(*arguments)
-    widths = suite.every_width(*arguments, is_emulated=True)
-    mixed = suite.random_cases(*arguments, is_emulated=True)
+    drawn = [case for _, case in suite.attention_cases(*arguments, is_emulated=True)]
     decoding = suite.decode_cases(*arguments, is_emulated=True)
     return [
-        [case for case in lengths if case.work <= SMALL],
-        [*widths],
-        [case for case in mixed if case.work <= MEDIUM],
+        [case for case in drawn if case.work <= SMALL and case.scale < 1e3],
+        [case for case in drawn if SMALL < case.work <= MEDIUM],
         [case for case in decoding if case.max_seqlen * len(case.lengths) <= 500],
     ]
 
@@ -78,7 +75,7 @@ def cases_of(seed: int) -> Iterator[Case | DecodeCase]:
             fixed += suite.extreme_cases(64, dtype, seed)
         yield from (case for case in fixed if case.work <= limit)
     draw = random.Random(f"right kernels {seed}")
-    for cases, count in zip(_pool(seed // SEEDS_PER_POOL), (8, 3, 3, 3), strict=True):
+    for cases, count in zip(_pool(seed // SEEDS_PER_POOL), (11, 3, 3), strict=True):
         for case in draw.sample(cases, count):
             yield dataclasses.replace(case, seed=seed)
 
