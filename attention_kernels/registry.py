@@ -383,7 +383,8 @@ def get_backend(name: str) -> BackendSpec:
 
 def registered(name: str) -> BackendSpec | None:
     """Return the backend of that name, like get_backend(), but import no plug-in to find it."""
-    return next((spec for spec in shipped() if spec.name == _key(name)), None)
+    shipped()
+    return _specs.get(_key(name))
 
 
 def shipped() -> list[BackendSpec]:
@@ -399,6 +400,11 @@ def stand_in(name: str) -> BackendSpec:
 
 def _key(name: str) -> str:
     return name.strip().upper().replace("-", "_")
+
+
+def preferred_device(spec: BackendSpec) -> str:
+    """Return "cuda" if a backend can run there, else "cpu"."""
+    return "cpu" if spec.unavailable_reason("cuda") else "cuda"
 
 
 def _nearest(key: str) -> list[str]:

@@ -142,14 +142,15 @@ class Request:
         self.block, storages, views = pack(sets)
         self.calls = Calls(op, storages, views, **{"order": [0], **options})
 
-    def outputs(self, given: Tensor, taken: Tensor) -> Outputs:
-        """Copy the outputs from the blocks, which a kernel may still write to."""
-        after = given[: len(self.block)].clone()
-        found = self.calls.outputs(taken[: self.calls.taken_bytes].clone())
+    def outputs(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy the outputs, and the first of them again, from a block that a kernel can change."""
+        found = self.calls.outputs(block[: self.calls.taken_bytes].clone())
         count = len(self.calls.order)
-        return Outputs(found[:count], found[count:], self._changed(after))
+        return found[:count], found[count:]
 
-    def _changed(self, after: Tensor) -> str:
+    def fault(self, block: Tensor) -> str:
+        """Return which input the calls changed, given the block of inputs after them; else ''."""
+        after = block[: len(self.block)].clone()
         if torch.equal(after, self.block):
             return ""
         names, storages = NAMES[self.calls.op], self.calls.storages

@@ -360,8 +360,8 @@ class Drawn:
         """Return a case of a given shape that closes as many combinations as possible."""
         fixed = {
             "seqlen": next(x for x in self.dimensions["seqlen"] if seqlen in x),
-            "batch": next((x for x in BATCH_RANGES if batch in x), BATCH_RANGES[-1]),
-            "num_heads": next((x for x in HEAD_RANGES if heads in x), HEAD_RANGES[-1]),
+            "batch": _range_of(batch, BATCH_RANGES),
+            "num_heads": _range_of(heads, HEAD_RANGES),
             "head_dim": head_dim,
             "is_causal": is_causal,
         }
@@ -474,6 +474,11 @@ def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, in
             yield batch, draw.randint(1, 3)
 
 
+def _range_of(value: int, ranges: Sequence[range]) -> range:
+    """Return the range that contains a value; the last one for a larger value."""
+    return next((x for x in ranges if value in x), ranges[-1])
+
+
 def _is_moderate(chosen: Mapping[str, Any]) -> bool:
     """Return whether scores stay so small that 16-bit dtypes round them by less than 16."""
     largest = max(x or 0 for x in chosen["softmax_scale"])
@@ -520,8 +525,8 @@ def decode_cases(
         fixed = {
             "longest": draw.choice(dimensions["longest"][1:3]),
             "lengths": draw.choice(dimensions["lengths"][1:] if batch > 1 else ("equal",)),
-            "batch": next((x for x in BATCH_RANGES if batch in x), BATCH_RANGES[-1]),
-            "num_heads": next((x for x in HEAD_RANGES if heads in x), HEAD_RANGES[-1]),
+            "batch": _range_of(batch, BATCH_RANGES),
+            "num_heads": _range_of(heads, HEAD_RANGES),
         }
         chosen = cover.choose(fixed)
         assert chosen is not None

@@ -23,6 +23,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.cases import Case, Layout
+from attention_kernels.judge.conformance import request_of
 from attention_kernels.judge.reference import truth
 from attention_kernels.judge.worker import Runner, Timing
 
@@ -58,14 +59,8 @@ class Numbers:
                 dataclasses.replace(case, seed=self._seed + number).inputs("cpu")
                 for number in range(self.sets)
             ]
-            self._requests[contiguous] = Request(
-                "attention",
-                inputs,
-                order=[*range(self.sets)],
-                softmax_scale=case.softmax_scale,
-                is_causal=case.is_causal,
-                clock=True,
-            )
+            order = [*range(self.sets)]
+            self._requests[contiguous] = request_of(case, inputs, order=order, clock=True)
         return self._requests[contiguous]
 
 
@@ -127,7 +122,7 @@ class Clock:
         )
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Judge some rows of one head of every output, drawn anew for each sample."""
+        """Judge some rows of one head of every output; which ones is drawn for each sample."""
         case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
         entry, head = secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)
         end = 1 + secrets.randbelow(case.seqlen)

@@ -116,7 +116,7 @@ def run_check(runner: Runner, steps: Steps) -> Found:
 
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
     """Run one case and judge its output; a changed input is a failure. options: of Calls."""
-    request = request_of([case], **options)
+    request = request_of(case, [case.inputs("cpu")], **options)
     found = yield request
     if found.fault:
         return Verdict(math.inf, math.inf, math.inf, fault=found.fault)
@@ -133,13 +133,7 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
         sets = [case.inputs("cpu") for _ in range(2)]
         for later in (x[:, cut:] for x in sets[1][1:]):
             later.copy_(later.sign() * -LARGE[case.dtype])
-        found = yield Request(
-            "attention",
-            sets,
-            order=[0, 1, 0, 0, 0],
-            softmax_scale=case.softmax_scale,
-            is_causal=case.is_causal,
-        )
+        found = yield request_of(case, sets, order=[0, 1, 0, 0, 0])
         before, after, *others = found.o
         changed = before[:, :cut] != after[:, :cut]  # NaN is not equal to itself
         if found.fault:
@@ -171,7 +165,8 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
     order[:count] = range(count)
     for half in range(2):
         inputs = [dataclasses.replace(case, seed=case.seed + 1000 * half) for case in cases]
-        request = request_of(inputs, order=order, again=count)
+        sets = [case.inputs("cpu") for case in inputs]
+        request = request_of(inputs[0], sets, order=order, again=count)
         found = yield request
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
             if call < count or not torch.equal(o, found.o[place]):
@@ -187,14 +182,15 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
     return None
 
 
-def request_of(cases: Sequence[Case | DecodeCase], **options: Any) -> Request:
-    """Return a request for the inputs of these cases, which differ in nothing but their inputs."""
-    case = cases[0]
+def request_of(
+    case: Case | DecodeCase, sets: Sequence[Sequence[Tensor]], **options: Any
+) -> Request:
+    """Return a request to call a backend as in a case, on sets of inputs."""
     options["softmax_scale"] = case.softmax_scale
     if isinstance(case, Case):
         options["is_causal"] = case.is_causal
     op: Op = "attention" if isinstance(case, Case) else "decode"
-    return Request(op, [one.inputs("cpu") for one in cases], **options)
+    return Request(op, sets, **options)
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,7 @@ def verify(
         bar = _Progress(report) if progress else None
         for done, (check, found) in enumerate(_drive(runner, left), 1):
             if bar:
-                bar.update()
+                bar.update(done)
             on_check(done, report.total)
             if isinstance(found, UnsupportedError):
                 report.refusals += refused.add(check, found)
@@ -413,16 +409,15 @@ class _Progress:
     """Shows how many checks are done: a bar on a terminal, else a line now and then."""
 
     def __init__(self, report: Report) -> None:
-        self._report, self._done, self._told = report, 0, time.monotonic()
+        self._report, self._told = report, time.monotonic()
         self._bar = tqdm(total=report.total, desc=report.spec.name, unit="check", disable=None)
 
-    def update(self) -> None:
-        """Count one more check."""
-        self._done += 1
-        self._bar.update()
+    def update(self, done: int) -> None:
+        """Show the number of checks that are done."""
+        self._bar.update(done - self._bar.n)
         if self._bar.disable and time.monotonic() - self._told > PROGRESS_S:
             self._told = time.monotonic()
-            line = f"{self._report.spec.name}: {self._done} of {self._report.total} checks"
+            line = f"{self._report.spec.name}: {done} of {self._report.total} checks"
             print(line, file=sys.stderr, flush=True)
 
 
@@ -468,7 +463,7 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
     """Yield calls of a version that is built for the emulator to report shared-memory races."""
 
     def races(case: Case | DecodeCase) -> Steps:
-        yield request_of([case], races=True)
+        yield request_of(case, [case.inputs("cpu")], races=True)
         return None
 
     for dtype, head_dim in itertools.product(dtypes, runner.spec.head_dims):

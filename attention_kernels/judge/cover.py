@@ -60,7 +60,7 @@ class Cover:
         found: list[tuple[list[int], float]] = []
         for _ in range(tries):
             drawn = [
-                places.get(name, -1) if name in places else self._draw.randrange(len(values))
+                places[name] if name in places else self._draw.randrange(len(values))
                 for name, values in self._dimensions.items()
             ]
             cost = self._cost(self._values(drawn))
@@ -79,7 +79,7 @@ class Cover:
     def next(
         self, most: float = math.inf, most_of_triple: float = math.inf
     ) -> dict[str, Any] | None:
-        """Return a choice that contains an open combination; None if there is none left.
+        """Return a choice that contains an open combination; None if all have occurred.
 
         A combination is given up if no random choice with it costs at most `most`, or
         `most_of_triple` if it has three values.

@@ -168,7 +168,9 @@ class Runner:
         Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
         """
         self._reply().check(self.spec.name)
-        return self._request.outputs(self._given.tensor, self._taken.tensor)
+        return Outputs(
+            *self._request.outputs(self._taken.tensor), self._request.fault(self._given.tensor)
+        )
 
     def call(self, request: Request) -> Outputs:
         """Send a request and receive its outputs."""
@@ -194,7 +196,7 @@ class Runner:
             reply.check(self.spec.name)
             replies.append(reply)
             if len(replies) == 3:
-                outputs.extend(request.outputs(self._given.tensor, self._taken.tensor).o)
+                outputs.extend(request.outputs(self._taken.tensor)[0])
                 wanted = PASSES_S / max(replies[1].seconds, PASSES_S / MOST_PASSES)
                 passes = math.ceil(wanted)
             started = time.perf_counter()
@@ -336,7 +338,7 @@ def open_runner(
     Raises the errors of Worker.
     """
     if isinstance(what, BackendSpec):
-        device = device or _device(what)
+        device = device or registry.preferred_device(what)
         if reason := what.unavailable_reason(device):
             raise UnavailableBackendError(what.name, reason)
         return Runner(what, device)
@@ -351,10 +353,6 @@ def open_runner(
 def _known(what: str) -> BackendSpec | None:
     """Return the backend without importing any plug-in; None if only a plug-in can have it."""
     return ladder.resolve(what) if what.endswith(".cu") else registry.registered(what)
-
-
-def _device(spec: BackendSpec) -> str:
-    return "cpu" if spec.unavailable_reason("cuda") else "cuda"
 
 
 def keep_plugins_out() -> None:
@@ -457,7 +455,7 @@ def _serve(
 
     try:
         spec = ladder.resolve(what)
-        device = device or _device(spec)
+        device = device or registry.preferred_device(spec)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         spec.prepare(device)

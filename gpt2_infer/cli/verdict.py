@@ -156,7 +156,7 @@ def _stands_for(name: str, device: str | None) -> list[str]:
         return [name]
     import torch
 
-    device = device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    device = device or registry.preferred_device(spec)
     rungs = {
         spec.chosen(torch.float32, head_dim, device, seqlen).name
         for head_dim, seqlen in itertools.product(spec.head_dims, (1, None))
@@ -166,11 +166,11 @@ def _stands_for(name: str, device: str | None) -> list[str]:
 
 def _sanitized(name: str, device: str | None) -> Findings | None:
     """Return what the sanitizers of the device find, if anything."""
-    from attention_kernels import ladder
+    from attention_kernels import ladder, registry
     from attention_kernels.inspection.sanitize import sanitize
 
     spec = ladder.resolve(name)
-    device = device or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
+    device = device or registry.preferred_device(spec)
     emulated = device in spec.emulated_on
     where = f"{spec.name} on {device}{', emulated' * emulated}"
     print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
