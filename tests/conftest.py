@@ -104,15 +104,15 @@ def remembered_truth() -> Iterator[None]:
 
     compute, known = conformance.truth, dict[object, Truth]()
 
-    def truth(q, k, v, softmax_scale=None, is_causal=True):
+    def truth(q, k, v, softmax_scale=None, is_causal=True, *seqlens):
         if q.numel() > 2**19 or q.device.type != "cpu":
-            return compute(q, k, v, softmax_scale, is_causal)
+            return compute(q, k, v, softmax_scale, is_causal, *seqlens)
         digest = hashlib.sha256()
-        for x in (q, k, v):
+        for x in (q, k, v, *seqlens):
             digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
         key = (q.shape, k.shape, q.dtype, softmax_scale, is_causal, digest.digest())
         if key not in known:
-            known[key] = compute(q, k, v, softmax_scale, is_causal)
+            known[key] = compute(q, k, v, softmax_scale, is_causal, *seqlens)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

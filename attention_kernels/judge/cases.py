@@ -11,24 +11,16 @@ Everything else is drawn from a seed that every case prints. table() lists the v
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from attention_kernels.contract import dtype_name
 from attention_kernels.judge.cover import Cover, Group
-
-Kind = Literal[
-    "normal", "offset", "equal", "tiny", "huge", "alternating", "halves", "one large column"
-]
-Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
+from attention_kernels.judge.inputs import Case, DecodeCase, Kind, Layout
 
 SCALES = (0.02, 1.0, 8.0)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
@@ -60,9 +52,10 @@ HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(
 # The batches and numbers of heads that every length is combined with, causal and full.
 SHAPE_BATCHES = BATCH_RANGES[0], BATCH_RANGES[2]
 SHAPE_HEADS = HEAD_RANGES[0], HEAD_RANGES[-1]
-# For a backend that takes any head_dim: small, odd, not multiples of 16, and above 128.
+# The longest of triples, and of triples with batch or num_heads; the most head_dims of triples.
 LONGEST_IN_TRIPLES, LONGEST_WIDE_IN_TRIPLES = 512, 126
-MOST_COMBINED_HEAD_DIMS = 3  # in triples
+MOST_COMBINED_HEAD_DIMS = 3
+# For a backend that takes any head_dim: small, odd, not multiples of 16, and above 128.
 ANY_HEAD_DIM = (32, 64, 128, 1, 8, 20, 33, 80, 96, 160, 192, 256)
 SOFTMAX_SCALES = ((None,), (0.05, 0.3, 1.0), (3.0,), (0.0,), (-0.5,))
 LARGEST_SOFTMAX_SCALE = 1.0  # at scale 8; above, 16-bit dtypes round scores by more than 16
@@ -73,8 +66,6 @@ NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("offset", 1.0),
 )
 EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one large column")
-# The size of the values where a kernel must not look: finite, even when multiplied by 8.
-LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
 # The most multiplications of a score by a value, in a case of: every_length() with more than one
 # head; a triple; a pair, if emulated; random sizes that are free within their ranges; any shape.
@@ -84,159 +75,6 @@ USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
 CALL_WORK = 5e5  # what a call costs in addition, in the emulator
 ONE_LENGTH = 4.0  # see attention_cases()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One input of attention(); equal cases have equal inputs."""
-
-    seqlen: int
-    head_dim: int
-    scale: float = 1.0
-    """The standard deviation of q, k and v: from a flat softmax (0.02) to a peaky one (8)."""
-    batch: int = 1
-    num_heads: int = 2
-    is_causal: bool = True
-    softmax_scale: float | None = None
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    kind: Kind = "normal"
-    """The kind of values; see of_kind()."""
-    layout: Layout = "fused"
-    """The memory layout of q, k and v; see arrange()."""
-
-    @property
-    def work(self) -> float:
-        """The number of multiplications of a score by a value, if nothing were masked."""
-        return float(self.batch * self.num_heads * self.seqlen**2 * self.head_dim)
-
-    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw q, k and v, strided views of (batch, seqlen, num_heads, head_dim).
-
-        The numbers are drawn on the CPU, so that every device gets the same ones.
-        """
-        shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
-        qkv = of_kind(_normal(shape, self.seed + 1) * self.scale, self.kind, self.scale)
-        return arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
-
-    def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
-        kind = "causal" if self.is_causal else "full"
-        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
-        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
-        layout = "" if self.layout == "fused" else f"{self.layout} layout, "
-        return (
-            f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{self.num_heads} heads, {kind}, scale {self.scale}, {softmax}{unusual}{layout}"
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
-        )
-
-
-@dataclass(frozen=True)
-class DecodeCase:
-    """One input of decode(): a cache whose rows hold sequences of different lengths."""
-
-    head_dim: int
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    lengths: tuple[int, ...] = (1, 37, 70)
-    max_seqlen: int = 70
-    num_heads: int = 2
-    scale: float = 1.0
-    softmax_scale: float | None = None
-    layout: Layout = "transposed"
-    """The memory layout of the cache; see arrange()."""
-    kind: Kind = "normal"
-    """The kind of values; see of_kind()."""
-
-    @property
-    def work(self) -> float:
-        """About as many multiplications of attention() cost as much in the emulator."""
-        return 5.0 * len(self.lengths) * max(self.lengths) * self.num_heads * self.head_dim
-
-    @property
-    def seqlen(self) -> int:
-        """The length of the cache."""
-        return self.max_seqlen
-
-    def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
-        shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
-        generator = torch.Generator().manual_seed(self.seed)
-        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
-        q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
-        for row, length in zip(qkv, self.lengths, strict=True):
-            row[length:] = row[length:].sign() * LARGE[self.dtype]
-        _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
-        seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
-
-    def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
-        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
-        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
-        lengths = ", ".join(map(str, self.lengths))
-        return (
-            f"decode, head_dim {self.head_dim}, {self.num_heads} heads, lengths {lengths} of "
-            f"{self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
-        )
-
-
-@functools.lru_cache(maxsize=1)  # a comparison runs many backends on the same case
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    """Turn normal numbers, (batch, seqlen, 3, num_heads, head_dim), into a kind, in place.
-
-    offset: the mean of v is 2.5. equal: all scores are equal, and v is 1 in the first half and 3 in
-    the second. tiny and huge: v at the ends of float32's range. alternating and halves: rows of v
-    of very different sizes. one large column: one row of v is 0 except for its first number, which
-    is multiplied by 2^30.
-    """
-    v, half = qkv[:, :, 2], qkv.shape[1] // 2
-    if kind == "offset":
-        v += 2.5
-    elif kind == "equal":
-        qkv[:, :, :2] = scale
-        v[:] = 1.0
-        v[:, half:] = 3.0
-    elif kind == "tiny":
-        v *= 1e-30
-    elif kind == "huge":
-        v *= 1e36
-    elif kind == "alternating":
-        v[:, ::2] *= 1e-19
-        v[:, 1::2] *= 1e19
-    elif kind == "halves":
-        v[:, :half] *= 1e-25
-        v[:, half:] *= 1e16
-    elif kind == "one large column":
-        v[:, half, :, 0] *= 2.0**30
-        v[:, half, :, 1:] = 0.0
-    return qkv
-
-
-def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v with a memory layout.
-
-    fused: views of one projection, as in GPT-2. contiguous: three contiguous tensors. transposed:
-    heads before positions. gaps: NaN around every head, row and sequence, more for k than for q and
-    more for v than for k; each view begins 16 bytes or more into its storage. mixed: a different
-    layout for each. Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
-    """
-    q, k, v = qkv.unbind(2)
-    if layout == "contiguous":
-        return q.contiguous(), k.contiguous(), v.contiguous()
-    if layout == "transposed":
-        return _transposed(q), _transposed(k), _transposed(v)
-    if layout == "gaps":
-        return _with_gaps(q, 1), _with_gaps(k, 2), _with_gaps(v, 3)
-    if layout == "mixed":
-        return _transposed(q), _with_gaps(k, 1), v.contiguous()
-    return q, k, v
 
 
 def cases(
@@ -621,15 +459,3 @@ def _text(value: Any) -> str:
         texts = ["default" if x is None else f"{x:g}" for x in value]
         return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
     return {"True": "causal", "False": "full"}.get(str(value), str(value))
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _with_gaps(x: Tensor, width: int) -> Tensor:
-    batch, seqlen, num_heads, head_dim = x.shape
-    pad = width * 16 // x.element_size()
-    shape = (batch + 1, seqlen + width, num_heads + 1, head_dim + pad)
-    view = x.new_full(shape, torch.nan)[:batch, width:, :num_heads, pad:]
-    return view.copy_(x)

@@ -39,15 +39,13 @@ from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
     CALL_WORK,
-    LARGE,
     LENGTHS,
     SCALES,
-    Case,
-    DecodeCase,
     attention_cases,
     cases,
     decode_cases,
 )
+from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
 from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
 from attention_kernels.registry import BackendSpec
@@ -313,8 +311,8 @@ def verify(
 ) -> Report:
     """Run the whole suite on one backend: the cases, leaks from the future, repeated calls.
 
-    what: the name of a backend or a version file, which is loaded and called in a process of its
-    own; or a spec, which is called in this process. device: "cuda", "cpu", or "" for cuda if the
+    what: the name of a backend, a version file, or a spec. It is loaded and called in a process of
+    its own, unless only this process knows it. device: "cuda", "cpu", or "" for cuda if the
     backend runs there, else cpu. dtypes: names from spec.dtypes; empty for all. seed: of all
     inputs; None draws one. quick: leave out the cases that find the least in their time.
     max_failures: the number of failures to stop after. timeout_s: the limit of each request.
@@ -500,29 +498,10 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
 
 
 def _judge(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor], o: Tensor) -> Verdict:
-    """Judge an output; for decode, judge each row against its own keys and return the worst."""
     spec = runner.spec
-    precision = spec.precisions[dtype_name(case.dtype)]
-    q, k, v = (x.to(runner.device) for x in inputs[:3])
-    o = o.to(runner.device)
-    if isinstance(case, Case):
-        right = truth(q, k, v, case.softmax_scale, case.is_causal)
-        return right.judge(o, precision, spec.error_slack)
-    rows = [slice(row, row + 1) for row in range(len(case.lengths))]
-    truths = [
-        truth(q[row], k[row, :n], v[row, :n], case.softmax_scale, is_causal=False)
-        for row, n in zip(rows, case.lengths, strict=True)
-    ]
-    # The largest of all rows, as in attention.
-    naive_error = max(right.rows.naive_error for right in truths)
-    verdicts = []
-    for row, (length, right) in enumerate(zip(case.lengths, truths, strict=True)):
-        of_rows = dataclasses.replace(right.rows, naive_error=naive_error)
-        verdict = dataclasses.replace(right, rows=of_rows).judge(
-            o[rows[row]], precision, spec.error_slack
-        )
-        if verdict.where:  # it names a place in a batch of one
-            where = f"sequence {row}, of {length} tokens: {verdict.where}"
-            verdict = dataclasses.replace(verdict, where=where)
-        verdicts.append(verdict)
-    return max(verdicts, key=lambda verdict: verdict.nearness)
+    q, k, v, *seqlens = (x.to(runner.device) for x in inputs)
+    is_causal = isinstance(case, Case) and case.is_causal
+    right = truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+    return right.judge(
+        o.to(runner.device), spec.precisions[dtype_name(case.dtype)], spec.error_slack
+    )

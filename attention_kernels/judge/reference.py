@@ -47,7 +47,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -264,31 +264,46 @@ class Truth:
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    seqlens: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in plain PyTorch, in the dtype of its inputs.
 
     Shapes are (batch, seqlen, num_heads, head_dim). If q has fewer rows than k, the causal mask is
-    bottom-right aligned.
+    bottom-right aligned. seqlens: the number of keys of each batch entry, (batch,); all by default.
     """
-    weights = torch.softmax(_scores(q, k, softmax_scale, is_causal), dim=3)
+    weights = torch.softmax(_scores(q, k, softmax_scale, is_causal, seqlens), dim=3)
     return (weights @ v.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    seqlens: Tensor | None = None,
 ) -> Tensor:
     """Compute naive_attention() in float64, whatever the dtype of the inputs."""
-    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal)
+    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal, seqlens)
 
 
 def truth(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, is_causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    seqlens: Tensor | None = None,
 ) -> Truth:
     """Compute the reference output of a call and the terms of its budgets.
 
-    q may have fewer rows than k, as in naive_attention(). Whatever the shape, only a few gigabytes
-    of scores exist at once.
+    The arguments are those of naive_attention(). Whatever the shape, only a few gigabytes of scores
+    exist at once.
     """
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     rounding = torch.empty_like(reference)
@@ -299,11 +314,10 @@ def truth(
     for batch, rows, heads in _parts(q, k.shape[1]):
         part = batch, rows, heads
         seen = batch, slice(offset + rows.stop if is_causal else None), heads
-        inputs = q[part], k[seen], v[seen]
-        reference[part], rounding[part], sizes[part], row_sums[part] = _rounding(
-            *inputs, softmax_scale, is_causal
-        )
-        naive[part] = _naive_difference(*inputs, softmax_scale, is_causal, reference[part])
+        lengths = None if seqlens is None else seqlens[batch]
+        arguments = q[part], k[seen], v[seen], softmax_scale, is_causal, lengths
+        reference[part], rounding[part], sizes[part], row_sums[part] = _rounding(*arguments)
+        naive[part] = _naive_difference(reference[part], *arguments)
     sums = row_sums[..., None] * reference.abs()
     # A row may cancel to nothing; its float64 reference is then no more precise than this.
     resolution = torch.finfo(torch.float64).eps * sizes
@@ -384,25 +398,35 @@ def extent(wrong: Tensor) -> str:
     return f"{count}, in {', '.join(ranges)}" if ranges else count
 
 
-def _scores(q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool) -> Tensor:
-    """Return the scores, (batch, num_heads, rows, keys), -inf where the mask hides a key."""
+def _scores(
+    q: Tensor, k: Tensor, softmax_scale: float | None, is_causal: bool, seqlens: Tensor | None
+) -> Tensor:
+    """Return the scores, (batch, num_heads, rows, keys), -inf where a key does not count."""
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * scale
     if is_causal:
         ones = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
         scores.masked_fill_(ones.triu(1 + k.shape[1] - q.shape[1]), -torch.inf)
+    if seqlens is not None:
+        past = torch.arange(k.shape[1], device=scores.device) >= seqlens[:, None]
+        scores.masked_fill_(past[:, None, None], -torch.inf)
     return scores
 
 
 def _rounding(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    is_causal: bool,
+    seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the reference, each element's condition and size, and each row's term for sums."""
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     eps, sum_eps = _eps(q.dtype), _sum_eps(q.dtype)
     is_float64 = q.dtype == torch.float64
     q, k, v = (x.double() for x in (q, k, v))
-    scores = _scores(q, k, softmax_scale, is_causal)
+    scores = _scores(q, k, softmax_scale, is_causal, seqlens)
     weights = torch.softmax(scores, dim=3)
     v = v.transpose(1, 2)
     o = weights @ v
@@ -428,12 +452,7 @@ def _rounding(
 
 
 def _naive_difference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    is_causal: bool,
-    reference: Tensor,
+    reference: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> Tensor:
     """Return the error of plain PyTorch in the dtype of its inputs, element by element.
 
@@ -442,9 +461,9 @@ def _naive_difference(
     scale = 1.0
     if q.dtype == torch.float64:
         q, k, v = q.float(), k.float(), v.float()
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        reference = reference_attention(q, k, v, *arguments)
         scale = _eps(torch.float64) / _eps(torch.float32)
-    out = naive_attention(q, k, v, softmax_scale, is_causal)
+    out = naive_attention(q, k, v, *arguments)
     return scale * (out.double() - reference).abs()
 
 

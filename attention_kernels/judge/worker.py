@@ -333,21 +333,29 @@ class Worker(Runner):
 def open_runner(
     what: str | BackendSpec, device: str = "", *, timeout_s: float = TIMEOUT_S
 ) -> Runner:
-    """Return a Worker, or a Runner for a spec or a backend that only this process has registered.
+    """Return a Worker, or a Runner for a backend that only this process knows.
 
     Raises the errors of Worker.
     """
-    if isinstance(what, BackendSpec):
-        device = device or registry.preferred_device(what)
-        if reason := what.unavailable_reason(device):
-            raise UnavailableBackendError(what.name, reason)
-        return Runner(what, device)
+    spec, name = (_known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
-        return Worker(what, device, timeout_s=timeout_s)
+        if name:
+            return Worker(name, device, timeout_s=timeout_s)
     except UnknownBackendError:
-        if spec := _known(what):
-            return open_runner(spec, device)
-        raise
+        if spec is None:
+            raise
+    assert spec is not None
+    device = device or registry.preferred_device(spec)
+    if reason := spec.unavailable_reason(device):
+        raise UnavailableBackendError(spec.name, reason)
+    return Runner(spec, device)
+
+
+def _name(spec: BackendSpec) -> str:
+    """Return what another process loads a backend by; "" if it cannot."""
+    if spec.version and spec.family == "file":
+        return str(spec.version.path)
+    return spec.name if registry.registered(spec.name) is spec else ""
 
 
 def _known(what: str) -> BackendSpec | None:

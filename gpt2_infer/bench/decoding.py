@@ -57,7 +57,7 @@ class Decoding(Subject[DecodeCell]):
             )
         ]
 
-    def limits(self) -> dict[str, float]:
+    def limits(self, *, is_recorded: bool) -> dict[str, float]:
         """Measure the GPU's read bandwidth."""
         found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
         torch.cuda.empty_cache()

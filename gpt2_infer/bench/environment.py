@@ -66,11 +66,12 @@ def provenance(*, besides: Path | None = None) -> Provenance:
     )
 
 
-def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
+def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]:
     """Measure the GPU's limits: copy_gbps and, per dtype, matmul_<dtype>_tflops.
 
-    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product. With nvcc
-    and compute capability 8.0 or higher, also those of instruction_tflops(). Raises BuildError.
+    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product.
+    instructions: also those of instruction_tflops(), which are built first; with nvcc and compute
+    capability 8.0 or higher only. Raises BuildError.
     """
 
     def seconds(work: Callable[[], Any]) -> float:
@@ -83,7 +84,8 @@ def gpu_limits(dtypes: Iterable[str]) -> dict[str, float]:
         out = torch.empty_like(x)
         work = functools.partial(torch.mm, x, x, out=out)
         limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds(work) / 1e12
-    if torch.cuda.get_device_capability() >= (8, 0) and not compilers.missing_compiler("cuda"):
+    can_build = not compilers.missing_compiler("cuda")
+    if instructions and can_build and torch.cuda.get_device_capability() >= (8, 0):
         limits |= instruction_tflops()
     return {key: float(f"{value:.4g}") for key, value in limits.items()}
 

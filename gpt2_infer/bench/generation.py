@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -15,7 +16,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
 from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
-from attention_kernels.judge.worker import Runner
+from attention_kernels.judge.worker import open_runner
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
@@ -195,7 +196,8 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
         Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
         for n in (length, *between, cell.max_tokens)
     ]
-    selection.check(row, Runner(spec, model.device.type), cases, decode=cell.mode == "kv-cache")
+    with contextlib.closing(open_runner(spec, model.device.type)) as runner:
+        selection.check(row, runner, cases, decode=cell.mode == "kv-cache")
 
 
 def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]) -> _Text:

@@ -54,10 +54,11 @@ class Kernels(Subject[KernelCell]):
         self._limits: dict[str, float] = {}
         self.facts = {"device": self.device, "baseline": first.name}
 
-    def limits(self) -> dict[str, float]:
-        """Measure the GPU's bandwidth and arithmetic."""
+    def limits(self, *, is_recorded: bool) -> dict[str, float]:
+        """Measure the GPU's bandwidth and arithmetic; no dtype is faster than float16."""
         if self.device == "cuda":
-            self._limits = environment.gpu_limits(sorted({cell.dtype for cell in self.cells}))
+            dtypes = {"float16", *(cell.dtype for cell in self.cells if is_recorded)}
+            self._limits = environment.gpu_limits(sorted(dtypes), instructions=is_recorded)
         return self._limits
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
@@ -85,9 +86,7 @@ class Kernels(Subject[KernelCell]):
 
     def _runner(self, spec: BackendSpec) -> Runner:
         if spec.name not in self._runners:
-            is_file = spec.version is not None and spec.family == "file"
-            what = str(spec.version.path) if is_file and spec.version else spec.name
-            self._runners[spec.name] = open_runner(what, self.device)
+            self._runners[spec.name] = open_runner(spec, self.device)
         return self._runners[spec.name]
 
     def _floor_us(self, cell: KernelCell) -> float:

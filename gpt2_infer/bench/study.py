@@ -271,8 +271,8 @@ class Subject(Generic[Cell]):
 
         return {spec.name: backend_digest(spec) for spec in self.specs}
 
-    def limits(self) -> dict[str, float]:
-        """Measure the limits of the device in this run."""
+    def limits(self, *, is_recorded: bool) -> dict[str, float]:
+        """Measure the limits of the device in this run; all of them for a file of results."""
         return {}
 
     def contenders(self, cell: Cell) -> Iterable[Contender]:
@@ -305,8 +305,7 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     with contextlib.closing(subject):
         progress = Progress(out, file, subject)
         ladder.build_all(subject.device, subject.specs)
-        if out:
-            file.provenance.limits = subject.limits()
+        file.provenance.limits = subject.limits(is_recorded=out is not None)
         file.rows = time_cells(subject, progress)
     if out:
         file.write(out)

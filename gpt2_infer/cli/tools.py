@@ -6,6 +6,7 @@ Calls run one after the other, each in a thread, so that no call disturbs what a
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
@@ -18,16 +19,16 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
+from attention_kernels.child import ending
 from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.resources import Resources
 from gpt2_infer import __version__
 from gpt2_infer.cli import accesses as accesses_command
 from gpt2_infer.cli import backends as backends_command
 from gpt2_infer.cli import compare as compare_command
-from gpt2_infer.cli import diverge as diverge_command
 from gpt2_infer.cli import kernels as kernels_command
 from gpt2_infer.cli import predict as predict_command
-from gpt2_infer.cli.console import message_of
+from gpt2_infer.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, message_of
 from gpt2_infer.cli.options import DEFAULT_PROMPT
 from gpt2_infer.cli.verdict import Verdicts, verdicts
 
@@ -109,6 +110,7 @@ async def verify(
     dtypes: list[Dtype] | None = None,
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None,
     timeout_s: Seconds = 300.0,
+    quick: bool = False,
     sanitize: bool = False,
     timing: bool = True,
 ) -> Verdicts:
@@ -117,8 +119,9 @@ async def verify(
     Passed means that no check of a suite, with inputs drawn from `seed`, found an error over its
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
-    and reported, to repeat the run. Emulated kernels are not timed. Progress is the number of
-    checks. Cancelling ends the kernel's process.
+    and reported, to repeat the run. quick: leave out the cases that find the least in their time.
+    Emulated kernels are not timed. Progress is the number of checks. Cancelling ends the kernel's
+    process.
     """
 
     def on_check(done: int, total: int) -> None:
@@ -132,6 +135,7 @@ async def verify(
             dtypes=dtypes or (),
             seed=seed,
             timeout_s=timeout_s,
+            quick=quick,
             sanitize=sanitize,
             timing=timing,
             on_check=on_check,
@@ -255,23 +259,18 @@ async def diverge(
     """Find the first step in which the texts of two backends or engines differ: a tie or a bug.
 
     A tie means that rounding explains the difference. Equal texts rule out no bug; `untried` says
-    what they did not exercise. The kernels run in the server's process: verify them first. model: a
-    hub id, a folder, or demo, which is bundled.
+    what they did not exercise. Model and kernels run in a process of their own. model: a hub id, a
+    folder, or demo, which is bundled.
     """
-    options = Namespace(
-        a=a,
-        b=b,
-        model=model,
-        revision=None,
-        random_weights=False,
-        prompt=[prompt],
-        max_new_tokens=max_new_tokens,
-        kv_cache=kv_cache,
-        device=device,
-        dtype=dtype,
-    )
-    found = await _run(lambda: diverge_command.find(options))
-    return Divergence.model_validate(found.to_json())
+    command = [sys.executable, "-m", "gpt2_infer", "diverge", "--json", "--model", model]
+    command += ["--prompt", prompt, "--max-new-tokens", str(max_new_tokens), "--dtype", dtype]
+    command += ["--kv-cache"] * kv_cache + (["--device", device] if device else [])
+    async with _turn:
+        done = await anyio.run_process([*command, "--", a, b], check=False)
+    if done.returncode not in (0, EXIT_FAILED):
+        error = done.stderr.decode().rpartition("error: ")[2].strip()
+        raise ToolError(error if done.returncode == EXIT_BAD_INPUT else ending(done.returncode))
+    return Divergence.model_validate_json(done.stdout)
 
 
 async def _run(work: Callable[[], T]) -> T:

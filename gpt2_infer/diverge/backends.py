@@ -21,6 +21,7 @@ rounding does not explain the token it wrote.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -34,7 +35,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.contract import dtype_name
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
-from attention_kernels.judge.worker import Runner
+from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.diverge import report
 from gpt2_infer.engines.base import CPU_LENGTH_STEP
 from gpt2_infer.errors import RequestError
@@ -217,8 +218,14 @@ def examine(
         found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
         return found.double()
 
-    layers = _Layers(specs)
-    reference = logits(report.unregistered(layers.attention))
+    with contextlib.ExitStack() as runners:
+        layers = _Layers(
+            [
+                runners.enter_context(contextlib.closing(open_runner(spec, model.device.type)))
+                for spec in specs
+            ]
+        )
+        reference = logits(report.unregistered(layers.attention))
     naive_error = _distance(logits(report.unregistered(naive_attention)), reference)
     if not math.isfinite(naive_error):
         raise RequestError(report.no_budget("the logits", model.dtype))
@@ -270,10 +277,10 @@ class _Layers:
     the two backends.
     """
 
-    def __init__(self, specs: Sequence[BackendSpec]) -> None:
-        self.specs = specs
+    def __init__(self, runners: Sequence[Runner]) -> None:
+        self.runners = runners
         self.dtype = ""
-        self.places: list[list[Place]] = [[] for _ in specs]
+        self.places: list[list[Place]] = [[] for _ in runners]
         self.apart: list[Place] = []
 
     def attention(
@@ -285,8 +292,8 @@ class _Layers:
         options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
         request = Request("attention", [(q, k, v)], **options)
         outputs, budget = [], 0.0
-        for spec, places in zip(self.specs, self.places, strict=True):
-            found = Runner(spec, q.device.type).call(request)
+        for runner, places in zip(self.runners, self.places, strict=True):
+            found, spec = runner.call(request), runner.spec
             o = found.o[0].to(q.device)
             verdict = right.judge(o, spec.precisions[self.dtype], spec.error_slack)
             if not 0 < verdict.budget < math.inf:

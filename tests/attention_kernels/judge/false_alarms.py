@@ -19,13 +19,12 @@ from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.judge import cases as suite
 from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import Case, DecodeCase
-from attention_kernels.judge.reference import Truth, Verdict, truth
+from attention_kernels.judge.reference import Verdict, truth
 from tests.attention_kernels.judge.right_kernels import RIGHT, RightKernel
 
 DTYPES = (*[torch.float32] * 3, torch.float16, torch.bfloat16, torch.float64)
@@ -82,16 +81,8 @@ def cases_of(seed: int) -> Iterator[Case | DecodeCase]:
 
 def verdicts(case: Case | DecodeCase) -> Iterator[tuple[RightKernel, Verdict]]:
     """Run each kernel that takes the case's dtype and judge its output; the truth is shared."""
-    known: dict[object, Truth] = {}
-
-    def truth_once(q: Tensor, k: Tensor, v: Tensor, *arguments: object, **named: object) -> Truth:
-        key = q.data_ptr(), k.shape
-        if key not in known:
-            known[key] = truth(q, k, v, *arguments, **named)
-        return known[key]
-
     inputs = case.inputs("cpu")
-    with mock.patch.object(conformance, "truth", truth_once):
+    with mock.patch.object(conformance, "truth", functools.cache(truth)):
         for kernel in RIGHT:
             precision = kernel.precisions.get(dtype_name(case.dtype))
             if precision is None or (precision == "tf32" and case.scale > LARGEST_TF32_SCALE):

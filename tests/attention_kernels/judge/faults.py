@@ -23,13 +23,9 @@ from numpy.typing import NDArray
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
-from attention_kernels.judge.cases import (
-    LARGEST_WORK_OF_PAIR,
-    LARGEST_WORK_OF_TRIPLE,
-    Case,
-    DecodeCase,
-)
+from attention_kernels.judge.cases import LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE
 from attention_kernels.judge.conformance import suite
+from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.worker import Runner
 
 Condition: TypeAlias = Callable[[Any], bool]

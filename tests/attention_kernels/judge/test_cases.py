@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention_kernels.judge.cases import Case, DecodeCase
 from attention_kernels.judge.conformance import QUICK_SHARE
+from attention_kernels.judge.inputs import Case, DecodeCase
 from tests.attention_kernels.judge.faults import cases_of, met_by
 
 SEEDS = range(2)

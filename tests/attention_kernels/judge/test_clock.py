@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from attention_kernels.judge.cases import Case
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.conformance import KERNEL_ERRORS, describe_error, judged, run_check
+from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.worker import Worker
 from tests.conftest import DEVICES
 

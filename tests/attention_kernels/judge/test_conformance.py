@@ -124,8 +124,7 @@ def test_a_decode_that_is_wrong_says_where():
     )
     verdict = run_case(spec, DecodeCase(32), "cpu")
     assert not verdict.passed
-    assert verdict.where.startswith("sequence 1, of 37 tokens: ")
-    assert "at batch 0, row 0, head 1, column 3; over the budget are 1 of 64" in verdict.where
+    assert "at batch 1, row 0, head 1, column 3; over the budget are 1 of 192" in verdict.where
     (failure,) = verify(spec, "cpu", seed=0, max_failures=1).failures
     assert failure.what.startswith("decode, head_dim 32")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.judge.cases import EXTREMES, Case
+from attention_kernels.judge.cases import EXTREMES
+from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.reference import (
     Verdict,
     error_budget,

@@ -9,8 +9,8 @@ import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import accesses, predict, resources
-from attention_kernels.judge.cases import Case
 from attention_kernels.judge.conformance import Failure, Report
+from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.reference import Verdict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels

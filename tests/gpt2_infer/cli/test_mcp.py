@@ -116,6 +116,20 @@ def test_cancelling_ends_the_kernels_process(session, tmp_path):
     session(use)
 
 
+@pytest.mark.slow
+def test_diverge_runs_in_a_process_of_its_own(session):
+    async def use(client):
+        texts = {"a": "NAIVE_PYTORCH", "b": "PYTORCH_SDPA_MATH", "max_new_tokens": 2}
+        found = await client.call_tool("diverge", texts)
+        assert found.structured_content["verdict"] == "equal", found
+        assert found.structured_content["new_tokens"] == 2
+        refused = await client.call_tool("diverge", {**texts, "a": "-nothing"})
+        assert refused.is_error
+        assert "unknown attention backend '-nothing'" in refused.content[0].text
+
+    session(use)
+
+
 def test_without_the_extra_one_sentence_says_what_to_install(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "gpt2_infer.cli.tools", raising=False)
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
