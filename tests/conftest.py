@@ -6,6 +6,7 @@ workers seconds sooner.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -95,8 +96,8 @@ def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, st
 
 
 @pytest.fixture(scope="session", autouse=True)
-def remembered_truth() -> Iterator[None]:
-    """Cache the judge's truth, a function of a call's inputs alone, for all backends."""
+def remembered() -> Iterator[None]:
+    """Cache for all backends the judge's cases and truth, functions of their arguments alone."""
     import torch
 
     from attention_kernels.judge import conformance
@@ -117,7 +118,16 @@ def remembered_truth() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "truth", truth)
+        patch.setattr(conformance, "attention_cases", _of_lists(conformance.attention_cases))
         yield
+
+
+def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache a function whose arguments may be lists."""
+    cached = functools.cache(function)
+    return lambda *arguments, **named: cached(
+        *(tuple(x) if isinstance(x, list) else x for x in arguments), **named
+    )
 
 
 def usable(name: str, device: str) -> BackendSpec:

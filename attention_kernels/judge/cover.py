@@ -57,12 +57,15 @@ class Cover:
         `most`.
         """
         places = {name: self._dimensions[name].index(value) for name, value in fixed.items()}
+        # The first place and the number of places to draw from, per dimension.
+        ranges = [
+            (places[name], 1) if name in places else (0, len(values))
+            for name, values in self._dimensions.items()
+        ]
+        random = self._draw.random
         found: list[tuple[list[int], float]] = []
         for _ in range(tries):
-            drawn = [
-                places[name] if name in places else self._draw.randrange(len(values))
-                for name, values in self._dimensions.items()
-            ]
+            drawn = [first + int(random() * count) for first, count in ranges]
             cost = self._cost(self._values(drawn))
             if cost <= most and cost < math.inf:
                 found.append((drawn, cost))

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -235,7 +236,8 @@ class _Process:
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
-        self._process.start()
+        with _without_main():
+            self._process.start()
         theirs.close()
 
     def say(self, message: bytes) -> None:
@@ -270,18 +272,21 @@ class Worker(Runner):
     """A backend in a process of its own: a name, or a version file of no ladder.
 
     device: "cuda", "cpu", or "" for cuda if the backend runs there, else cpu. timeout_s: the limit
-    of a request in seconds. Raises UnavailableBackendError if the backend cannot be built or
+    of a request in seconds. races: build what finds races at once, for an emulated version, and
+    not when it is first called. Raises UnavailableBackendError if the backend cannot be built or
     loaded, EndedError if loading it ends the process, UnknownBackendError, HeaderError or
     ArgumentError.
     """
 
-    def __init__(self, what: str, device: str = "", *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, what: str, device: str = "", *, timeout_s: float = TIMEOUT_S, races: bool = False
+    ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
         known = _known(what)
         memory = _memory(), _memory()
         self._given, self._taken = map(Block, memory)
-        self._process = _Process(_serve, memory, what, device)
+        self._process = _Process(_serve, memory, what, device, races)
         try:
             reply = self._process.answer(max(timeout_s, LOADING_TIMEOUT_S))
             if reply.status == "unknown":
@@ -331,16 +336,20 @@ class Worker(Runner):
 
 
 def open_runner(
-    what: str | BackendSpec, device: str = "", *, timeout_s: float = TIMEOUT_S
+    what: str | BackendSpec,
+    device: str = "",
+    *,
+    timeout_s: float = TIMEOUT_S,
+    races: bool = False,
 ) -> Runner:
     """Return a Worker, or a Runner for a backend that only this process knows.
 
-    Raises the errors of Worker.
+    The arguments are those of Worker, whose errors it raises.
     """
     spec, name = (_known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
         if name:
-            return Worker(name, device, timeout_s=timeout_s)
+            return Worker(name, device, timeout_s=timeout_s, races=races)
     except UnknownBackendError:
         if spec is None:
             raise
@@ -382,6 +391,17 @@ def keep_plugins_out() -> None:
     finally:
         process.close()
     registry.adopt(found)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the main module, a user's script, in a new process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @functools.cache
@@ -454,6 +474,7 @@ def _serve(
     taken: int,
     what: str,
     device: str,
+    races: bool,
 ) -> None:
     """Load a backend and answer requests until the judge ends this process."""
 
@@ -466,8 +487,10 @@ def _serve(
         device = device or registry.preferred_device(spec)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
-        spec.prepare(device)
         caller = Caller(spec, device, Block(given), Block(taken), tell)
+        if races and spec.version and device in spec.emulated_on:
+            ladder.build_all(device, [spec, caller.race_checked])
+        spec.prepare(device)
         facts = Facts(device, spec.has_attention(), spec.has_decode(device), describe_spec(spec))
         answer(Reply(text=msgspec.json.encode(facts).decode()))
     except UnknownBackendError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
@@ -45,6 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    _start_server()
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -67,6 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
             _show(findings, failures)
         show("PASSED" if found.passed else "FAILED")
     return 0 if found.passed else EXIT_FAILED
+
+
+def _start_server() -> None:
+    """Have the server that workers are forked from import torch while this process does."""
+    forkserver.set_forkserver_preload(["attention_kernels.judge.worker"])
+    forkserver.ensure_running()
 
 
 class _Failures:

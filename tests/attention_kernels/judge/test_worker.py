@@ -90,6 +90,21 @@ def test_a_loader_hides_no_failure(strange, capfd):
 
 
 @pytest.mark.slow
+def test_a_worker_does_not_run_the_script_that_starts_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from attention_kernels.judge.worker import Worker\n"
+        "print('once')\n"
+        "Worker('NAIVE_PYTORCH', 'cpu').close()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
+
+
+@pytest.mark.slow
 def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     def wrong(q, k, v, softmax_scale, is_causal):
         return naive_attention(q, k, v, softmax_scale, is_causal) + 1
