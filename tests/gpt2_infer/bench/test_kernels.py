@@ -102,10 +102,10 @@ BREAKS = """
           precisions={"float32": "ieee-fp32"})
 def load():
     def attention(q, k, v, scale, causal):
-        if q.shape[1] == 20 and q.is_cuda:  # an assertion on the device, which breaks its context
+        if q.shape[1] == 80 and q.is_cuda:  # an assertion on the device, which breaks its context
             q.new_zeros(2)[torch.full((9,), 9, device="cuda")]
             torch.cuda.synchronize()
-        if q.shape[1] == 20:
+        if q.shape[1] == 80:
             os.abort()
         return right(q, k, v, scale, causal)
     return Kernels(attention)
@@ -120,7 +120,7 @@ def test_a_kernel_that_breaks_its_process_costs_its_own_cell(
     monkeypatch.setattr(registry, "_discovered", False)  # it is looked for in the next listing
     monkeypatch.setitem(clock.OUTSIDE, "cuda", 9.0)  # other tests use the GPU at the same time
     monkeypatch.setitem(clock.REPEATED, "cuda", 9.0)
-    cells = [KernelCell(n, num_heads=1, head_dim=32) for n in (16, 20, 24)]
+    cells = [KernelCell(n) for n in (64, 80, 96)]
     study = KernelStudy(backends=["STRANGE"], cells=cells, device=device, rounds=2)
     rows = [row for row in run(study).of("time") if row.contender == "STRANGE"]
     assert [row.status for row in rows] == ["ok", "failed", "ok"], [row.reason for row in rows]
