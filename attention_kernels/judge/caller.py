@@ -22,7 +22,7 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge.calls import Calls, Reply, describe_error, unpack
+from attention_kernels.judge.calls import Calls, Reply, describe_error, multiply, split, unpack
 from attention_kernels.registry import BackendSpec
 
 
@@ -84,21 +84,15 @@ class Caller:
 
         The judge is told before and after each of these, and has a clock of its own.
         """
-        on_host = [self.given.storage(*place) for place in calls.storages]
+        on_host = self.given.tensor[: calls.given_bytes]
         layout = calls.storages, calls.sets
         if self._timed is None or self._timed.layout != layout:
             self._timed = None  # frees its memory first
-            self._timed = _Timed(
-                layout,
-                self._kernel(calls),
-                on_host,
-                calls,
-                self.device,
-                graph=self.spec.cuda_graphs,
-            )
+            kernel = self._kernel(calls)
+            self._timed = _Timed(kernel, on_host, calls, self.device, graph=self.spec.cuda_graphs)
         timed, outputs = self._timed, calls.outputs(self.taken.tensor)
         timed.renew(on_host)
-        self.wait(Reply(workspace=timed.workspace))
+        timed.multiply(int(self.wait(Reply(workspace=timed.workspace))))
         self.wait(Reply(seconds=timed.run()))
         timed.hand_over(outputs)
         passes = int(self.wait(Reply()))
@@ -159,19 +153,19 @@ class _Timed:
 
     def __init__(
         self,
-        layout: object,
         kernel: Callable[..., Tensor],
-        on_host: Sequence[Tensor],
+        on_host: Tensor,
         calls: Calls,
         device: str,
         *,
         graph: bool,
     ) -> None:
-        self.layout, self.workspace = layout, 0
+        self.layout, self.workspace = (calls.storages, calls.sets), 0
         self.is_cuda = device == "cuda"
-        self._storages = [storage.to(device, copy=True) for storage in on_host]
-        unpacked = unpack(self._storages, calls.sets)
+        self._block = on_host.to(device, copy=True)
+        unpacked = unpack(split(self._block, calls.storages), calls.sets)
         sets = [unpacked[place] for place in calls.order]
+        self._dtype = sets[0][0].dtype
         self._outputs: list[Tensor] = []
 
         def one_pass() -> list[Tensor]:
@@ -184,15 +178,19 @@ class _Timed:
                 self._pass = _graph(one_pass)
             self.run()
 
-    def renew(self, on_host: Sequence[Tensor]) -> None:
+    def renew(self, on_host: Tensor) -> None:
         """Copy new numbers to the inputs; a GPU makes an untimed run before, to raise its clock."""
-        on_device = [new.to("cuda") for new in on_host] if self.is_cuda else on_host
-        if self.is_cuda:
-            self.run()
-        for ours, new in zip(self._storages, on_device, strict=True):
-            ours.copy_(new)
-        if self.is_cuda:
-            torch.cuda.synchronize()
+        if not self.is_cuda:
+            self._block.copy_(on_host)
+            return
+        on_device = on_host.to("cuda")
+        self.run()
+        self._block.copy_(on_device)
+        torch.cuda.synchronize()
+
+    def multiply(self, seed: int) -> None:
+        """Multiply the inputs by factors that the judge has drawn."""
+        multiply(self._block, self._dtype, seed)
 
     def run(self, passes: int = 1) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the outputs."""

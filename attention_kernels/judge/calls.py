@@ -29,6 +29,7 @@ from attention_kernels.judge.reference import extent
 # Bytes around every storage in a block of inputs, and their value, which is NaN in every dtype.
 GUARD, GUARD_BYTE = 4096, 0xFF
 ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
+MULTIPLIED = 16  # numbers in a row that multiply() gives factors of their own
 NAMES = {"attention": ("q", "k", "v"), "decode": ("q", "k_cache", "v_cache", "seqlens")}
 Op: TypeAlias = Literal["attention", "decode"]
 # An op's name and, in the emulator, the error that every failed launch begins with.
@@ -148,6 +149,12 @@ class Request:
         count = len(self.calls.order)
         return found[:count], found[count:]
 
+    def multiplied(self, seed: int) -> list[list[Tensor]]:
+        """Return the sets as they are when the clock has started; see multiply()."""
+        block = self.block.clone()
+        multiply(block, self.sets[0][0].dtype, seed)
+        return unpack(split(block, self.calls.storages), self.calls.sets)
+
     def fault(self, block: Tensor) -> str:
         """Return which input the calls changed, given the block of inputs after them; else ''."""
         after = block[: len(self.block)].clone()
@@ -194,6 +201,17 @@ def pack(
         return View(storage, dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), offset)
 
     return block, storages, [[view(x) for x in one] for one in sets]
+
+
+def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
+    """Multiply all numbers in a block by factors from 0.5 to 1, which no one knows before.
+
+    There are MULTIPLIED factors in turn, exact in every dtype, so that a product has the same bits
+    on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256
+    block.view(dtype).view(-1, MULTIPLIED).mul_(factors.to(block.device, dtype))
 
 
 def split(block: Tensor, storages: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -5,8 +5,8 @@ the inputs, holds the reference and the budgets, and loads nothing of the backen
 small messages of a fixed form; tensors are in memory that the judge owns and copies once, so what a
 kernel writes later changes nothing. Workers are forked from a server that has torch imported.
 
-A process of the same user could read the judge's memory, or trace it. So on Linux the judge makes
-itself "not dumpable", which denies both to every process but root's.
+A process of the same user could read the judge's memory, or trace it. So on Linux the judge, the
+server and the workers are "not dumpable", which denies both to every process but root's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import inspect
 import math
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -52,6 +53,7 @@ ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**20
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
+SERVER = "attention_kernels.judge.server"  # what the server imports
 _PR_SET_DUMPABLE = 4
 
 
@@ -114,14 +116,18 @@ class EndedError(AttentionError, RuntimeError):
 class Timing:
     """The outputs of timed calls, and their seconds."""
 
+    seed: int
+    """The seed of the factors by which the inputs were multiplied when the clock had started."""
     outputs: list[Tensor]
     workspace: int
     """The peak memory of a call on CUDA in bytes, inputs and output apart."""
     once: float
     """By the worker's clock, with numbers that it saw for the first time."""
+    once_outside: float
+    """The same by the judge's clock, which also runs while the inputs are multiplied."""
     often: float
     """By the worker's clock, a mean over several passes."""
-    outside: float
+    often_outside: float
     """By the judge's clock, a mean over the same passes."""
     passes: int
 
@@ -181,13 +187,14 @@ class Runner:
     def time(self, request: Request) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
 
-        Raises the errors of receive().
+        With the word to start the worker learns by what to multiply the inputs, so that it cannot
+        compute an output before. Raises the errors of receive().
         """
         self.send(request)
         replies: list[Reply] = []
         seconds: list[float] = []
         outputs: list[Tensor] = []
-        passes = 0
+        seed, passes = secrets.randbelow(2**62), 0
         started = time.perf_counter()
 
         def between(reply: Reply) -> bytes:
@@ -201,17 +208,19 @@ class Runner:
                 wanted = PASSES_S / max(replies[1].seconds, PASSES_S / MOST_PASSES)
                 passes = math.ceil(wanted)
             started = time.perf_counter()
-            return str(passes).encode()
+            return str(passes or seed).encode()
 
         between(self._take_steps(between))
         ready, once, _, often = replies
         return Timing(
-            outputs,
-            ready.workspace,
-            once.seconds,
-            often.seconds / passes,
-            seconds[3] / passes,
-            passes,
+            seed=seed,
+            outputs=outputs,
+            workspace=ready.workspace,
+            once=once.seconds,
+            once_outside=seconds[1],
+            often=often.seconds / passes,
+            often_outside=seconds[3] / passes,
+            passes=passes,
         )
 
     def close(self) -> None:
@@ -229,9 +238,9 @@ class _Process:
     """A process that answers messages, and the judge's end of the connection to it."""
 
     def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
-        _hide()
+        hide()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([SERVER])
         self._connection, theirs = context.Pipe()
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
@@ -404,8 +413,7 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-@functools.cache
-def _hide() -> None:
+def hide() -> None:
     """Deny other processes of this user to read this one's memory or to trace it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start_server() -> None:
     """Have the server that workers are forked from import torch while this process does."""
-    forkserver.set_forkserver_preload(["attention_kernels.judge.worker"])
+    forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
     forkserver.ensure_running()
 
 

@@ -227,6 +227,14 @@ def test_an_honest_kernel_is_timed(plugin):
     assert fate(LONG, "cpu") == "passed"
 
 
-def test_no_other_process_of_the_user_reads_or_traces_the_judge():
-    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")):
-        assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE
+def test_no_other_process_of_the_user_reads_or_traces_the_judge_or_a_worker(plugin):
+    get_dumpable = 3
+    plugin(
+        f"""
+def attention(q, k, v, scale, causal):
+    raise RuntimeError(f"dumpable: {{ctypes.CDLL(None).prctl({get_dumpable})}}")
+"""
+        + REGISTERED.replace("GRAPHS", "True")
+    )
+    assert "dumpable: 0" in fate(CASE, "cpu")  # like the server that it is forked from
+    assert ctypes.CDLL(None).prctl(get_dumpable) == 0
