@@ -187,9 +187,9 @@ def attention(q, k, v, scale, causal):
 }
 
 
-def fate(case, device, sets=8, rounds=3):
-    """What the judge finds of STRANGE: checked once, timed, and its clocks compared."""
-    with contextlib.closing(Worker("STRANGE", device)) as worker:
+def fate(case, device, sets=8, rounds=3, what="STRANGE"):
+    """What the judge finds of a backend: checked once, timed, and its clocks compared."""
+    with contextlib.closing(Worker(what, device)) as worker:
         try:
             verdict = run_check(worker, judged(worker, CASE))
             if not verdict.passed:
