@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ DECODE_RANGES = (
     (513, 1024),
     (1025, 1200),
 )
+LENGTH_RANGES = [range(edge, edge + 1) for edge in TILE_EDGES] + [
+    range(low, high + 1) for low, high in (*SHORT_RANGES, *LONG_RANGES)
+]
 BATCH_RANGES = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 9, 2), range(9, 33))
 HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(16, 33))
 # The batches and numbers of heads that every length is combined with, causal and full.
@@ -74,7 +77,7 @@ LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
 CALL_WORK = 5e5  # what a call costs in addition, in the emulator
-ONE_LENGTH = 4.0  # see attention_cases()
+BLOCK_WORK = 4e4  # and what a block of 64 rows does
 
 
 def cases(
@@ -287,20 +290,53 @@ def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
 
 def attention_cases(
     head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
-) -> list[tuple[float, Case]]:
-    """Return every case of attention, each with its rank: those of lower rank run first.
-
-    The rank is the cost, but a case of every_length() finds little else than errors at its own
-    length, so its rank is ONE_LENGTH times as high.
-    """
+) -> list[Case]:
+    """Return every case of attention."""
     drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated)
-    found = [(ONE_LENGTH, case) for case in drawn.every_length()]
-    others = [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
+    found = [*drawn.every_length()]  # in this order, which decides what the later ones draw
+    found += [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
     for dtype in dtypes:
-        others += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
-        others += extreme_cases(usual_head_dim(head_dims), dtype, seed)
-    found += [(1.0, case) for case in others]
-    return [(times * (CALL_WORK + case.work), case) for times, case in found]
+        found += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
+        found += extreme_cases(usual_head_dim(head_dims), dtype, seed)
+    return found
+
+
+def cost(case: Case | DecodeCase) -> float:
+    """Return about what a case costs in the emulator, in the unit of its work."""
+    batch = case.batch if isinstance(case, Case) else len(case.lengths)
+    return CALL_WORK + BLOCK_WORK * batch * case.num_heads * -(-case.seqlen // 64) + case.work
+
+
+def tries(case: Case | DecodeCase) -> list[Hashable]:
+    """Return what a case tries: its sizes, and the pairs and triples of its values."""
+    own: dict[str, Hashable] = {
+        "num_heads": _place(case.num_heads, HEAD_RANGES),
+        "head_dim": case.head_dim,
+        "layout": case.layout,
+        "softmax_scale": _place(case.softmax_scale, SOFTMAX_SCALES),
+        "numbers": (case.kind, case.scale),
+        "dtype": case.dtype,
+    }
+    if isinstance(case, Case):
+        batch, longest = case.batch, case.seqlen
+        own["is_causal"] = case.is_causal
+        sizes: list[Hashable] = [(longest, case.is_causal)]
+    else:
+        batch, longest = len(case.lengths), max(case.lengths)
+        own["lengths"] = case.lengths.index(longest) > 0, len({*case.lengths}) > 1
+        own["room"] = longest < case.max_seqlen
+        sizes = [*case.lengths]
+    own["batch"] = _place(batch, BATCH_RANGES)
+    own["longest"] = _place(longest, LENGTH_RANGES)
+    sizes += [("batch", batch), ("heads", case.num_heads)]
+    counts = (2, 3) if longest <= LONGEST_IN_TRIPLES else (2,)
+    groups = (itertools.combinations(own.items(), count) for count in counts)
+    return [(type(case), part) for part in itertools.chain(sizes, *groups)]
+
+
+def _place(value: Any, ranges: Sequence[Container[Any]]) -> Hashable:
+    """Return which of the ranges contains a value, or else the value."""
+    return next((n for n, values in enumerate(ranges) if value in values), str(value))
 
 
 def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, int]]:

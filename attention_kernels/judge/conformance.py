@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 import secrets
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -38,13 +39,15 @@ from attention_kernels.judge.caller import threads
 from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
-    CALL_WORK,
     LENGTHS,
     SCALES,
     attention_cases,
     cases,
+    cost,
     decode_cases,
+    tries,
 )
+from attention_kernels.judge.cover import in_order_of_gain
 from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
 from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
@@ -77,9 +80,9 @@ THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
 # How many cases run before repeated calls.
 CHEAP = 200
-# The highest rank of a case in a quick run, and the share of planted faults that show in it; see
-# tests/attention_kernels/judge/faults.py.
-QUICK_RANK, QUICK_RANK_EMULATED, QUICK_SHARE = 7e6, 5e6, 0.95
+# The share of what the whole suite tries that a quick run tries, and the share of planted faults
+# that show in it; see tests/attention_kernels/judge/faults.py.
+QUICK, QUICK_SHARE = 0.925, 0.95
 What: TypeAlias = Case | DecodeCase | str
 """A case, or the name of another check."""
 Found: TypeAlias = Verdict | str | None
@@ -261,24 +264,23 @@ def suite(
 ) -> list[Case | DecodeCase]:
     """Return every case for a backend, those that find the most in their time first.
 
-    quick: leave out those of the highest ranks.
+    quick: until most of what they try has been tried.
     """
     is_emulated = runner.is_emulated
     head_dims = runner.spec.head_dims or ANY_HEAD_DIM
-    found: list[tuple[float, Case | DecodeCase]] = []
+    kinds: list[Iterable[Case | DecodeCase]] = []
     if runner.has_attention:
-        found += attention_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
+        kinds += [attention_cases(head_dims, dtypes, seed, is_emulated=is_emulated)]
     if runner.has_decode:
-        decoding = decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)
-        found += ((CALL_WORK + case.work, case) for case in decoding)
-    found.sort(key=lambda ranked: ranked[0])
-    highest = QUICK_RANK_EMULATED if is_emulated else QUICK_RANK
+        kinds += [decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)]
 
     def is_fair(case: Case | DecodeCase) -> bool:
         """Return whether rounding does not decide which key wins: in TF32, scores of 1e8 do."""
         return case.scale < 1e3 or runner.spec.precisions[dtype_name(case.dtype)] != "tf32"
 
-    return [case for rank, case in found if (not quick or rank <= highest) and is_fair(case)]
+    ordered = [in_order_of_gain([*filter(is_fair, found)], tries, cost) for found in kinds]
+    both = heapq.merge(*ordered, key=lambda pair: pair[1])
+    return [case for case, tried in both if not quick or tried < QUICK]
 
 
 def checks_of(

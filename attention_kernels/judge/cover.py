@@ -1,14 +1,16 @@
-"""Choose values of several dimensions such that all of their combinations occur."""
+"""Choose values of several dimensions such that all of their combinations occur, soonest first."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 # Of how many random choices the best is taken, and how many are drawn for them.
 CANDIDATES, TRIES = 30, 60
 Group: TypeAlias = Mapping[str, Sequence[Any]]
@@ -104,3 +106,27 @@ class Cover:
     def _values(self, places: Sequence[int]) -> dict[str, Any]:
         pairs = zip(self._dimensions.items(), places, strict=True)
         return {name: values[place] for (name, values), place in pairs}
+
+
+def in_order_of_gain(
+    items: Sequence[T], parts: Callable[[T], Iterable[Hashable]], cost: Callable[[T], float]
+) -> Iterator[tuple[T, float]]:
+    """Yield next the item that has the most new parts for its cost.
+
+    With each comes the share of all parts that have occurred before it.
+    """
+    numbers: dict[Hashable, int] = {}
+    of_item = [np.array([numbers.setdefault(x, len(numbers)) for x in parts(it)]) for it in items]
+    costs = [cost(item) for item in items]
+    is_open, left = np.ones(len(numbers), dtype=bool), len(numbers)
+    gains = [(-len(found) / costs[n], n) for n, found in enumerate(of_item)]
+    heapq.heapify(gains)
+    while gains:
+        _, n = heapq.heappop(gains)
+        new = int(is_open[of_item[n]].sum())
+        if gains and new / costs[n] < -gains[0][0]:  # others closed some of its parts
+            heapq.heappush(gains, (-new / costs[n], n))
+            continue
+        yield items[n], 1 - left / len(numbers)
+        is_open[of_item[n]] = False
+        left -= new

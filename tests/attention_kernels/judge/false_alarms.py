@@ -53,7 +53,7 @@ class Outcome:
 def _pool(seed: int) -> list[list[Case | DecodeCase]]:
     """Return the drawn cases of the suite that are small enough, by kind."""
     arguments = suite.ANY_HEAD_DIM, DTYPES, seed
-    drawn = [case for _, case in suite.attention_cases(*arguments, is_emulated=True)]
+    drawn = suite.attention_cases(*arguments, is_emulated=True)
     decoding = suite.decode_cases(*arguments, is_emulated=True)
     return [
         [case for case in drawn if case.work <= SMALL and case.scale < 1e3],

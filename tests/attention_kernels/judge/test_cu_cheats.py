@@ -24,7 +24,7 @@ from tests.attention_kernels.judge.test_clock import fate
 from tests.conftest import on_every_device
 
 # Many heads: a clock that judges one of them, drawn for each sample, must not draw the right one.
-CASES = {"cpu": Case(64, 32, num_heads=2), "cuda": Case(384, 32, num_heads=16)}
+CASES = {"cpu": Case(192, 32, num_heads=4), "cuda": Case(384, 32, num_heads=16)}
 
 
 def tried(on: str) -> list[object]:
@@ -53,7 +53,9 @@ def find(request, monkeypatch):
         try:
             if cheat.by == "clock":
                 return fate(CASES[device], device, what=str(file))
-            if "race" not in cheat.caught:  # these checks need a build of their own
+            if "race" in cheat.caught:
+                monkeypatch.setattr(conformance, "_future_checks", lambda *_: [])
+            else:  # the checks for races need a build of their own
                 monkeypatch.setattr(conformance, "race_checks", lambda *_: [])
                 monkeypatch.setattr(conformance, "open_runner", without_races)
             options = {"max_failures": 1, "timeout_s": cheat.timeout_s, "quick": not cheat.caught}
