@@ -456,7 +456,8 @@ def _serve(
         return wait()
 
     try:
-        spec = ladder.resolve(what)
+        # A plug-in is imported to find its own backends only, not where it could slow others.
+        spec = _known(what) or ladder.resolve(what)
         device = device or _device(spec)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import verify
+from attention_kernels.judge.cases import Case
+from attention_kernels.judge.conformance import judged, run_check, verify
 from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
 
 PLUGIN = """
@@ -105,6 +108,15 @@ def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
 def test_a_time_limit_is_a_number_of_seconds(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
         verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
+
+
+def test_a_plug_in_is_not_imported_beside_another_backend(plugin, tmp_path):
+    """There it could slow a rival, or spoil its outputs."""
+    mark = tmp_path / "imported"
+    plugin(f"open({str(mark)!r}, 'w')")
+    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as worker:
+        assert run_check(worker, judged(worker, Case(8, 32))).passed
+    assert not mark.exists()
 
 
 @pytest.mark.slow
