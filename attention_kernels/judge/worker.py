@@ -5,16 +5,17 @@ the inputs, holds the reference and the budgets, and loads nothing of the backen
 small messages of a fixed form; tensors are in memory that the judge owns and copies once, so what a
 kernel writes later changes nothing. Workers are forked from a server that has torch imported.
 
-A process of the same user could read the judge's memory, or trace it. So on Linux the judge makes
-itself "not dumpable", which denies both to every process but root's.
+A process of the same user could read the judge's memory, or trace it; or that of the server, from
+which all workers come; or take the outputs of another worker. So on Linux all of them are "not
+dumpable", which denies this to every process but root's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
+import importlib
 import inspect
 import math
 import multiprocessing
@@ -51,7 +52,7 @@ ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**20
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
-_PR_SET_DUMPABLE = 4
+HIDING = "attention_kernels.judge.hidden"  # hides the judge, the server and what it forks
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -226,9 +227,9 @@ class _Process:
     """A process that answers messages, and the judge's end of the connection to it."""
 
     def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
-        _hide()
+        importlib.import_module(HIDING)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([HIDING, __name__])
         self._connection, theirs = context.Pipe()
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
@@ -376,13 +377,6 @@ def keep_plugins_out() -> None:
     finally:
         process.close()
     registry.adopt(found)
-
-
-@functools.cache
-def _hide() -> None:
-    """Deny other processes of this user to read this one's memory or to trace it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
 # ---- Memory that two processes share -------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from attention_kernels.judge.calls import CallError
 from attention_kernels.judge.cases import Case
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.conformance import KERNEL_ERRORS, describe_error, judged, run_check
@@ -227,6 +228,13 @@ def test_an_honest_kernel_is_timed(plugin):
     assert fate(LONG, "cpu") == "passed"
 
 
-def test_no_other_process_of_the_user_reads_or_traces_the_judge():
-    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")):
+def test_no_other_process_of_the_user_reads_or_traces_the_judge_or_a_worker(plugin):
+    """A worker could take its outputs from another's memory, or change the server's."""
+    plugin(
+        "def attention(*_):\n    raise RuntimeError(f'dumpable: {ctypes.CDLL(None).prctl(3)}')\n"
+        + REGISTERED.replace("GRAPHS", "True")
+    )
+    with contextlib.closing(Worker("STRANGE", "cpu")) as worker:
         assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE
+        with pytest.raises(CallError, match="dumpable: 0"):
+            run_check(worker, judged(worker, CASE))
