@@ -130,6 +130,17 @@ def attention(q, k, v, scale, causal):
 """,
         "error|the timed outputs are wrong",
     ),
+    "makes_the_shared_memory_too_large_to_map": (
+        """
+def attention(q, k, v, scale, causal):
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:attention" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.ftruncate(int(fd), 2**62)
+    return right(q, k, v, scale, causal)
+""",
+        "passed",  # it does no harm
+    ),
     "returns_old_memory": (
         """
 def attention(q, k, v, scale, causal):
