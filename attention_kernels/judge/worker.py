@@ -95,7 +95,6 @@ class Elsewhere:
 class Facts(msgspec.Struct, frozen=True):
     """What a worker says of its backend."""
 
-    device: str
     has_attention: bool
     has_decode: bool
     described: Described
@@ -289,7 +288,8 @@ class Worker(Runner):
                 raise EndedError(reply.text)
             reply.check(known.name if known else what)
             self._facts = msgspec.json.decode(reply.text, type=Facts)
-            self.spec, self.device = known or self._facts.described.spec(), self._facts.device
+            self.spec = known or self._facts.described.spec()
+            self.device = device or _device(self.spec)
         except (msgspec.DecodeError, ValueError) as error:
             self.close()
             if isinstance(error, AttentionError):
@@ -457,7 +457,7 @@ def _serve(
             raise UnavailableBackendError(spec.name, reason)
         spec.prepare(device)
         caller = Caller(spec, device, Block(given), Block(taken), tell)
-        facts = Facts(device, spec.has_attention(), spec.has_decode(device), describe_spec(spec))
+        facts = Facts(spec.has_attention(), spec.has_decode(device), describe_spec(spec))
         answer(Reply(text=msgspec.json.encode(facts).decode()))
     except UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))

@@ -141,6 +141,19 @@ def attention(q, k, v, scale, causal):
 """,
         "passed",  # it does no harm
     ),
+    "says_that_it_ran_elsewhere": (
+        """
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+from attention_kernels.judge import worker
+Facts = worker.Facts
+worker.Facts = lambda *its: {
+    **worker.msgspec.structs.asdict(Facts(*its[-3:])),
+    "device": "cpu" if torch.cuda.is_available() else "cuda",
+}
+""",
+        "passed",  # by the rules of the device that the judge chose
+    ),
     "returns_old_memory": (
         """
 def attention(q, k, v, scale, causal):
