@@ -21,6 +21,8 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -50,6 +52,7 @@ TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**20
+MESSAGE_S = 10.0  # for the rest of a message that has begun
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
 HIDING = "attention_kernels.judge.hidden"  # hides the judge, the server and what it forks
@@ -230,6 +233,10 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([HIDING, __name__])
         self._connection, theirs = context.Pipe()
+        limit = struct.pack("@ll", int(MESSAGE_S), 0)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+                ours.setsockopt(socket.SOL_SOCKET, way, limit)
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)

@@ -11,6 +11,7 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
+from attention_kernels.judge import worker
 from attention_kernels.judge.cases import Case
 from attention_kernels.judge.conformance import judged, run_check, verify
 from attention_kernels.judge.reference import naive_attention
@@ -29,6 +30,15 @@ def load():
             WHAT
         return right(q, k, v, scale, causal)
     return Kernels(attention)
+"""
+
+TELLS_HALF = """
+    from multiprocessing.connection import Connection
+    def tell_half():
+        for x in gc.get_objects():
+            if type(x) is Connection:
+                os.write(x.fileno(), bytes([0, 0, 0, 100]))
+        time.sleep(1e6)
 """
 
 
@@ -59,6 +69,15 @@ def test_a_plug_in_that_does_not_return(does, reported, strange):
     assert failure.why.startswith(reported)
     assert not report.passed
     assert 0 < report.checks < report.total
+
+
+def test_half_a_message_is_no_answer(strange, monkeypatch):
+    monkeypatch.setattr(worker, "MESSAGE_S", 1)
+    monkeypatch.setattr(worker, "ENDING_TIMEOUT_S", 0.1)
+    strange(calls="tell_half()", loads=TELLS_HALF)
+    report = verify("strange", "cpu", timeout_s=5, max_failures=1)
+    (failure,) = report.failures
+    assert failure.why == "it broke off the connection to the judge"
 
 
 @pytest.mark.slow
@@ -114,8 +133,8 @@ def test_a_plug_in_is_not_imported_beside_another_backend(plugin, tmp_path):
     """There it could slow a rival, or spoil its outputs."""
     mark = tmp_path / "imported"
     plugin(f"open({str(mark)!r}, 'w')")
-    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as worker:
-        assert run_check(worker, judged(worker, Case(8, 32))).passed
+    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as runner:
+        assert run_check(runner, judged(runner, Case(8, 32))).passed
     assert not mark.exists()
 
 
