@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attention_kernels import BackendSpec, get_backend
+from attention_kernels import BackendSpec, UnsupportedError, get_backend
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.reference import naive_attention
 
@@ -338,6 +338,13 @@ def is_wrong_from_the_fifth_of_a_batch(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[4:] = o[:1]
     return o
+
+
+@attention("seqlen (4[0-9]|5[0-9])")
+def refuses_two_lengths_and_is_wrong_at_others(q, k, v, scale, causal):
+    if q.shape[1] in (5, 6):
+        raise UnsupportedError("IT", ["5 or 6 tokens"])
+    return right(q, k, v, scale, causal) * (1.001 if 40 <= q.shape[1] < 60 else 1)
 
 
 # Numbers
