@@ -26,7 +26,7 @@ from attention_kernels.judge.cases import Case, Layout
 from attention_kernels.judge.reference import truth
 from attention_kernels.judge.worker import Runner, Timing
 
-ROWS = 64  # judged of each timed output, of one head
+ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # How much longer repeated calls may take: by the judge's clock than by the worker's, and than when
 # they were made once; and in seconds, for the judge to start and to hear of the end. A CPU is
 # shared with other processes, which interrupt long work more often than short work.
@@ -127,14 +127,25 @@ class Clock:
         )
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Judge some rows of one head of every output, drawn anew for each sample."""
+        """Judge some rows of one head of every output, drawn anew for each sample.
+
+        Each output has its own head. The rows at either end are the likeliest.
+        """
         case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
-        entry, head = secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)
-        end = 1 + secrets.randbelow(case.seqlen)
-        rows, keys = slice(max(0, end - ROWS), end), slice(end if case.is_causal else None)
+        heads = [
+            (secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)) for _ in outputs
+        ]
+        count = min(ROWS, case.seqlen)
+        first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
+        end = first + count
+        rows, keys = slice(first, end), slice(end if case.is_causal else None)
 
         def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
-            return torch.stack([x[entry, part, head : head + 1] for x in tensors]).to(device)
+            parts = [
+                x[entry, part, head : head + 1]
+                for x, (entry, head) in zip(tensors, heads, strict=True)
+            ]
+            return torch.stack(parts).to(device)
 
         q, k, v = zip(*sets, strict=True)
         right = truth(

@@ -44,6 +44,16 @@ def attention(q, k, v, scale, causal):
 """,
         "the timed outputs are wrong",
     ),
+    "leaves_a_head_out_while_timed": (
+        """
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        o[:, :, -1] = 0
+    return o
+""",
+        "the timed outputs are wrong",
+    ),
     "is_lazy": (
         """
 class Lazy(torch.Tensor):
