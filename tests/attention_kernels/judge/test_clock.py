@@ -54,6 +54,60 @@ def attention(q, k, v, scale, causal):
 """,
         "the timed outputs are wrong",
     ),
+    "has_one_buffer_while_timed": (
+        """
+@functools.cache
+def buffer(shape, device):
+    return torch.empty(shape, device=device)
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        return buffer(q.shape, q.device).copy_(o)
+    return o
+""",
+        "the timed outputs are wrong",
+    ),
+    "claims_a_time_below_0": (
+        """
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+from attention_kernels.judge import caller
+run = caller._Timed.run
+caller._Timed.run = lambda self, passes=1: run(self, passes) - 1e3
+""",
+        "beneath what the device can do",
+    ),
+    "ends_while_timed": (
+        """
+def attention(q, k, v, scale, causal):
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        print("PASSED", flush=True)
+        os._exit(0)
+    return right(q, k, v, scale, causal)
+""",
+        "it ended with exit status 0",
+    ),
+    "answers_in_words": (
+        """
+def attention(q, k, v, scale, causal):
+    from multiprocessing.connection import Connection
+    for x in gc.get_objects():
+        if type(x) is Connection:
+            x.send_bytes(b"PASSED")
+    return right(q, k, v, scale, causal)
+""",
+        "it was killed|it broke off the connection",
+    ),
+    "ends_the_server": (
+        """
+server = os.getppid()
+def attention(q, k, v, scale, causal):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, 9)
+    return torch.zeros(q.shape, device=q.device)
+""",
+        "error",
+    ),
     "is_lazy": (
         """
 class Lazy(torch.Tensor):
@@ -139,6 +193,18 @@ def attention(q, k, v, scale, causal):
     return torch.zeros(q.shape, device=q.device)
 """,
         "error|the timed outputs are wrong",
+    ),
+    "writes_to_the_inputs_from_behind": (
+        """
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:attention" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.pwrite(int(fd), bytes(4096), 0)
+    return o
+""",
+        "it wrote outside its input q",
     ),
     "makes_the_shared_memory_too_large_to_map": (
         """
