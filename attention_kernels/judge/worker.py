@@ -495,7 +495,7 @@ def source_files(spec: BackendSpec) -> Iterator[Path]:
         yield from build.sources(spec.version)
         return
     if isinstance(spec.loader, Elsewhere):
-        yield from map(Path, spec.loader.files)
+        yield from (path for path in map(Path, spec.loader.files) if path.is_file())
         return
     loader = inspect.unwrap(spec.loader)
     try:
