@@ -140,15 +140,18 @@ def test_a_plug_in_is_not_imported_beside_another_backend(plugin, tmp_path):
 
 @pytest.mark.slow
 def test_the_judge_imports_no_plug_in(plugin, tmp_path):
-    """Neither to verify one of its backends nor to time it."""
+    """Neither to verify one of its backends nor to time it; nor a module that it leaves behind."""
     pids = tmp_path / "pids"
+    note = f"import os; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+    left = "open('statistics.py', 'w').write(open(real.__file__).read() + NOTE)\n"
     plugin(
-        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
+        f"NOTE = {note!r}\n{note}import statistics as real\n{left}"
         + PLUGIN.replace("WHAT", "pass").replace("LOADS", "")
     )
     judge = subprocess.Popen(
         [sys.executable, "-m", "gpt2_infer", "verify", "strange", "--device", "cpu", "--quick"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -156,4 +159,5 @@ def test_the_judge_imports_no_plug_in(plugin, tmp_path):
     assert judge.returncode == 0, out
     assert "STRANGE" in out
     assert " us (" in out
+    assert (tmp_path / "statistics.py").exists()
     assert str(judge.pid) not in pids.read_text().split()
