@@ -28,7 +28,14 @@ from torch import Tensor
 
 from attention_kernels.errors import ArgumentError
 
-PRECISIONS = ("ieee-fp32", "3xtf32", "3xfp16", "tf32", "fp16", "bf16", "fp64")
+# The precision classes of each dtype. Only float32 has products that are coarser than itself: the
+# budgets of tf32 would let a 16-bit kernel return zeros.
+PRECISIONS = {
+    "float32": ("ieee-fp32", "3xtf32", "3xfp16", "tf32"),
+    "float16": ("fp16",),
+    "bfloat16": ("bf16",),
+    "float64": ("fp64",),
+}
 # The class of a kernel that computes in the dtype itself; 16-bit products are summed in float32.
 PLAIN_PRECISIONS = {
     "float32": "ieee-fp32",

@@ -100,10 +100,13 @@ class BackendSpec:
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        classes, devices, slack = self.precisions.values(), self.device_types, self.error_slack
+        classes, devices, slack = self.precisions, self.device_types, self.error_slack
         most = contract.MOST_ERROR_SLACK
-        if not classes or not {*classes} <= {*PRECISIONS}:
-            wrong = f"precisions must be among {', '.join(PRECISIONS)}, not {[*classes]}"
+        if not classes or any(one not in PRECISIONS.get(x, ()) for x, one in classes.items()):
+            known = "; ".join(f"{', '.join(ones)} for {x}" for x, ones in PRECISIONS.items())
+            wrong = f"precisions must be {known}, not {dict(classes)}"
+        elif min(self.head_dims, default=1) < 1:
+            wrong = f"head_dims must be positive, not {self.head_dims}"
         elif not devices or not {*devices} <= {"cuda", "cpu"}:
             wrong = f"device_types must be among cuda and cpu, not {devices}"
         elif not re.fullmatch(r".*\.", self.summary):

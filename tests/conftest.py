@@ -216,7 +216,7 @@ def rewrite(
 METADATA = "Metadata-Version: 2.1\nName: strange\nVersion: 1\n"
 ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
 IMPORTS = """
-import atexit, ctypes, functools, gc, inspect, json, os, sys, threading, time
+import atexit, contextlib, ctypes, functools, gc, inspect, json, os, sys, threading, time
 import torch
 from attention_kernels import register
 from attention_kernels.contract import Kernels

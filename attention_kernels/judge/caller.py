@@ -42,7 +42,8 @@ class Block:
         else:
             if os.fstat(self.fd).st_size < size:
                 os.ftruncate(self.fd, size)
-            self._mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+            # Not all of it: another process can make it as large as it likes.
+            self._mapped = mmap.mmap(self.fd, size)
         self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
 
     def storage(self, start: int, size: int) -> Tensor:

@@ -111,11 +111,16 @@ class Reply(msgspec.Struct, frozen=True):
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise UnsupportedError(name, self.reasons)
+            raise UnsupportedError(name, [*map(_plain, self.reasons)])
         if self.status == "unavailable":
-            raise UnavailableBackendError(name, self.text)
+            raise UnavailableBackendError(name, _plain(self.text))
         if self.status == "failed":
-            raise CallError(self.text)
+            raise CallError(_plain(self.text))
+
+
+def _plain(text: str) -> str:
+    """Replace what could change a terminal, such as the lines that say FAILED."""
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 class CallError(AttentionError, RuntimeError):

@@ -28,7 +28,7 @@ from attention_kernels.judge.inputs import Case, Layout
 from attention_kernels.judge.reference import truth
 from attention_kernels.judge.worker import Runner, Timing
 
-ROWS = 64  # judged of each timed output, of one head
+ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # How much longer calls may take by the judge's clock than by the worker's, and when they are
 # repeated; and in seconds, for the judge to start and to hear of the end. Other processes share a
 # CPU, and interrupt long work more often than short work.
@@ -134,12 +134,15 @@ class Clock:
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
         """Judge some rows of one head of every output.
 
-        The rows are drawn for each sample, the head and the entry of the batch for each output.
+        The rows are drawn for each sample, those at either end most often; the head and the entry
+        of the batch are drawn for each output.
         """
         case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
         heads = [(secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)) for _ in sets]
-        end = 1 + secrets.randbelow(case.seqlen)
-        rows, keys = slice(max(0, end - ROWS), end), slice(end if case.is_causal else None)
+        count = min(ROWS, case.seqlen)
+        first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
+        rows = slice(first, first + count)
+        keys = slice(rows.stop if case.is_causal else None)
 
         def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
             pairs = zip(tensors, heads, strict=True)

@@ -358,6 +358,7 @@ def verify(
             if isinstance(found, UnsupportedError):
                 report.refusals += refused.add(check, found)
                 continue
+            refused.take(check)
             failed = len(report.failures)
             report.note(check, found)
             for failure in report.failures[failed:]:
@@ -426,17 +427,25 @@ class _Refused:
     """The cases that a backend refuses, so that similar ones are skipped.
 
     After one refusal, cases of the same dtype, head_dim and length are skipped. After refusals of
-    two lengths the cause must be the head_dim or the dtype, so every length is skipped.
+    two lengths, and nothing else, the cause must be the head_dim or the dtype, so every length is
+    skipped.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[object, set[int]] = defaultdict(set)
+        self._taken: set[object] = set()
 
     def __contains__(self, what: What) -> bool:
         if isinstance(what, str):
             return False
-        lengths = self._lengths[type(what), what.dtype, what.head_dim]
-        return len(lengths) > 1 or what.seqlen in lengths
+        kind = type(what), what.dtype, what.head_dim
+        lengths = self._lengths[kind]
+        return what.seqlen in lengths or (len(lengths) > 1 and kind not in self._taken)
+
+    def take(self, what: What) -> None:
+        """Note a case that was not refused."""
+        if not isinstance(what, str):
+            self._taken.add((type(what), what.dtype, what.head_dim))
 
     def add(self, what: What, error: UnsupportedError) -> list[str]:
         """Note a refusal; return the lines to report: one for a case, none for another check."""

@@ -5,8 +5,9 @@ the inputs, holds the reference and the budgets, and loads nothing of the backen
 small messages of a fixed form; tensors are in memory that the judge owns and copies once, so what a
 kernel writes later changes nothing. Workers are forked from a server that has torch imported.
 
-A process of the same user could read the judge's memory, or trace it. So on Linux the judge, the
-server and the workers are "not dumpable", which denies both to every process but root's.
+A process of the same user could read the judge's memory or trace it; or the server's, from which
+all workers come; or another worker's, and take its outputs. So on Linux all of them are "not
+dumpable", which denies this to every process but root's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -51,6 +54,7 @@ TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**20
+MESSAGE_S = 10.0  # for the rest of a message that has begun
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
 SERVER = "attention_kernels.judge.server"  # what the server imports
@@ -97,7 +101,6 @@ class Elsewhere:
 class Facts(msgspec.Struct, frozen=True):
     """What a worker says of its backend."""
 
-    device: str
     has_attention: bool
     has_decode: bool
     described: Described
@@ -242,6 +245,10 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([SERVER])
         self._connection, theirs = context.Pipe()
+        limit = struct.pack("@ll", int(MESSAGE_S), 0)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+                ours.setsockopt(socket.SOL_SOCKET, way, limit)
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
@@ -304,7 +311,8 @@ class Worker(Runner):
                 raise EndedError(reply.text)
             reply.check(known.name if known else what)
             self._facts = msgspec.json.decode(reply.text, type=Facts)
-            self.spec, self.device = known or self._facts.described.spec(), self._facts.device
+            self.spec = known or self._facts.described.spec()
+            self.device = device or registry.preferred_device(self.spec)
         except (msgspec.DecodeError, ValueError) as error:
             self.close()
             if isinstance(error, AttentionError):
@@ -491,7 +499,8 @@ def _serve(
         return wait()
 
     try:
-        spec = ladder.resolve(what)
+        # A plug-in is imported to find its own backends only, not where it could slow others.
+        spec = _known(what) or ladder.resolve(what)
         device = device or registry.preferred_device(spec)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
@@ -499,7 +508,7 @@ def _serve(
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
-        facts = Facts(device, spec.has_attention(), spec.has_decode(device), describe_spec(spec))
+        facts = Facts(spec.has_attention(), spec.has_decode(device), describe_spec(spec))
         answer(Reply(text=msgspec.json.encode(facts).decode()))
     except UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
@@ -530,7 +539,7 @@ def source_files(spec: BackendSpec) -> Iterator[Path]:
         yield from build.sources(spec.version)
         return
     if isinstance(spec.loader, Elsewhere):
-        yield from map(Path, spec.loader.files)
+        yield from (path for path in map(Path, spec.loader.files) if path.is_file())
         return
     loader = inspect.unwrap(spec.loader)
     try:

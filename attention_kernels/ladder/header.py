@@ -169,8 +169,8 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     needs = match("Needs", NEEDS, "`sm_80`")
     slack = match("Error", ERROR, f"`2x: rounds O in every tile`, at most {MOST_ERROR_SLACK:.0f}x")
     precision = values.pop("Precision")
-    if precision and (precision not in PRECISIONS or takes[1] != "float32"):
-        classes = ", ".join(PRECISIONS)
+    if precision and (precision not in PRECISIONS["float32"] or takes[1] != "float32"):
+        classes = ", ".join(PRECISIONS["float32"])
         raise HeaderError(f"Precision is for versions of float32 and must be one of {classes}")
     flags = values.pop("Flags")
     try:

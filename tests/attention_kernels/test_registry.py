@@ -109,6 +109,10 @@ def test_registering_and_loading(clean_registry):
     [
         {"precisions": {"float32": "exact"}},
         {"precisions": {}},
+        {"precisions": {"bfloat16": "tf32"}},  # whose budgets zeros would meet
+        {"precisions": {"float32": "fp64"}},
+        {"precisions": {"float8": "fp16"}},
+        {"head_dims": (64, 0)},
         {"summary": "no full stop"},
         {"summary": "Two\nlines."},
         {"device_types": ("tpu",)},

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attention_kernels import BackendSpec, get_backend
+from attention_kernels import BackendSpec, UnsupportedError, get_backend
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.reference import naive_attention
 
@@ -315,6 +315,22 @@ def looks_at_64_columns_of_k(q, k, v, scale, causal):
     )
 
 
+@attention("softmax_scale 0.0")
+def takes_a_scale_of_zero_for_none(q, k, v, scale, causal):
+    return right(q, k, v, scale or None, causal)
+
+
+@attention("softmax_scale -0.5")
+def takes_the_scale_to_be_positive(q, k, v, scale, causal):
+    return right(q, k, v, abs(scale), causal)
+
+
+@attention("(48|64) heads")
+def is_wrong_above_32_heads(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return upside_down(o) if q.shape[2] > 32 else o
+
+
 @attention("12 heads")
 def reverses_twelve_heads(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
@@ -338,6 +354,13 @@ def is_wrong_from_the_fifth_of_a_batch(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[4:] = o[:1]
     return o
+
+
+@attention("seqlen (4[0-9]|5[0-9])")
+def refuses_two_lengths_and_is_wrong_at_others(q, k, v, scale, causal):
+    if q.shape[1] in (5, 6):
+        raise UnsupportedError("IT", ["5 or 6 tokens"])
+    return right(q, k, v, scale, causal) * (1.001 if 40 <= q.shape[1] < 60 else 1)
 
 
 # Numbers
@@ -382,6 +405,41 @@ def clamps_the_scores(q, k, v, scale, causal):
 @attention("error")
 def adds_to_the_row_sum(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) / (1 + 3e-6)
+
+
+def weighted(q, k, v, scale, causal, change):
+    """Attention with weights that `change` makes from the scores, less their largest."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    weights = change(scores - scores.amax(3, keepdim=True))
+    o = torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
+    return o.contiguous()
+
+
+@attention("error")
+def skips_keys_of_low_scores(q, k, v, scale, causal):
+    return weighted(q, k, v, scale, causal, lambda x: x.exp() * (x > -10))
+
+
+@attention("error")
+def has_a_rough_exponential(q, k, v, scale, causal):
+    return weighted(q, k, v, scale, causal, lambda x: (1 + x / 4096).clamp(min=0) ** 4096)
+
+
+@attention("error")
+def sees_the_last_64_keys_only(q, k, v, scale, causal):
+    return weighted(q, k, v, scale, causal, lambda x: x.exp().triu(-63) if causal else x.exp())
+
+
+@attention("scale 0.02")
+def takes_small_scores_to_be_equal(q, k, v, scale, causal):
+    return right(q * 0 if q.abs().max() < 0.2 else q, k, v, scale, causal)
+
+
+@attention("tiny")
+def flushes_small_values(q, k, v, scale, causal):
+    return right(q, k, v.where(v.abs() > 1e-20, 0), scale, causal)
 
 
 @attention("equal", slow=True)
@@ -438,6 +496,19 @@ def returns_its_first_answer_again():
     def kernel(q, k, v, scale, causal):
         o = right(q, k, v, scale, causal)
         return answers.setdefault((q.shape, scale, causal), o).clone()
+
+    return kernel
+
+
+@made("error")
+def answers_by_the_contents_of_q():
+    answers = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.shape, q.contiguous().numpy().tobytes(), scale, causal
+        if key not in answers:
+            answers[key] = right(q, k, v, scale, causal)
+        return answers[key].clone()
 
     return kernel
 

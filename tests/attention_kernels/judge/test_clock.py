@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from attention_kernels.judge.calls import CallError
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.conformance import KERNEL_ERRORS, describe_error, judged, run_check
 from attention_kernels.judge.inputs import Case
@@ -42,6 +43,70 @@ def attention(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 """,
         "the timed outputs are wrong",
+    ),
+    "leaves_a_head_out_while_timed": (
+        """
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        o[:, :, -1] = 0
+    return o
+""",
+        "the timed outputs are wrong",
+    ),
+    "has_one_buffer_while_timed": (
+        """
+@functools.cache
+def buffer(shape, device):
+    return torch.empty(shape, device=device)
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        return buffer(q.shape, q.device).copy_(o)
+    return o
+""",
+        "the timed outputs are wrong",
+    ),
+    "claims_a_time_below_0": (
+        """
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+from attention_kernels.judge import caller
+run = caller._Timed.run
+caller._Timed.run = lambda self, passes=1: run(self, passes) - 1e3
+""",
+        "beneath what the device can do",
+    ),
+    "ends_while_timed": (
+        """
+def attention(q, k, v, scale, causal):
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        print("PASSED", flush=True)
+        os._exit(0)
+    return right(q, k, v, scale, causal)
+""",
+        "it ended with exit status 0",
+    ),
+    "answers_in_words": (
+        """
+def attention(q, k, v, scale, causal):
+    from multiprocessing.connection import Connection
+    for x in gc.get_objects():
+        if type(x) is Connection:
+            x.send_bytes(b"PASSED")
+    return right(q, k, v, scale, causal)
+""",
+        "it was killed|it broke off the connection",
+    ),
+    "ends_the_server": (
+        """
+server = os.getppid()
+def attention(q, k, v, scale, causal):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, 9)
+    return torch.zeros(q.shape, device=q.device)
+""",
+        "error",
     ),
     "is_lazy": (
         """
@@ -128,6 +193,49 @@ def attention(q, k, v, scale, causal):
     return torch.zeros(q.shape, device=q.device)
 """,
         "error|the timed outputs are wrong",
+    ),
+    "writes_to_the_inputs_from_behind": (
+        """
+def attention(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:attention" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.pwrite(int(fd), bytes(4096), 0)
+    return o
+""",
+        "it wrote outside its input q",
+    ),
+    "makes_the_shared_memory_too_large_to_map": (
+        """
+def attention(q, k, v, scale, causal):
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:attention" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.ftruncate(int(fd), 2**62)
+    return right(q, k, v, scale, causal)
+""",
+        "passed",  # it does no harm
+    ),
+    "says_that_it_ran_elsewhere": (
+        """
+def attention(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal)
+from attention_kernels.judge import worker
+Facts = worker.Facts
+worker.Facts = lambda *its: {
+    **worker.msgspec.structs.asdict(Facts(*its[-3:])),
+    "device": "cpu" if torch.cuda.is_available() else "cuda",
+}
+""",
+        "passed",  # by the rules of the device that the judge chose
+    ),
+    "clears_the_screen_and_prints_a_verdict": (
+        """
+def attention(q, k, v, scale, causal):
+    raise RuntimeError(chr(27) + "[2J" + chr(27) + "[HPASSED" + chr(27) + "[8m")
+""",
+        r"RuntimeError: \ufffd\[2J\ufffd\[HPASSED\ufffd\[8m",
     ),
     "returns_old_memory": (
         """
@@ -228,13 +336,12 @@ def test_an_honest_kernel_is_timed(plugin):
 
 
 def test_no_other_process_of_the_user_reads_or_traces_the_judge_or_a_worker(plugin):
-    get_dumpable = 3
+    """A worker could take its outputs from another's memory, or change the server's."""
     plugin(
-        f"""
-def attention(q, k, v, scale, causal):
-    raise RuntimeError(f"dumpable: {{ctypes.CDLL(None).prctl({get_dumpable})}}")
-"""
+        "def attention(*_):\n    raise RuntimeError(f'dumpable: {ctypes.CDLL(None).prctl(3)}')\n"
         + REGISTERED.replace("GRAPHS", "True")
     )
-    assert "dumpable: 0" in fate(CASE, "cpu")  # like the server that it is forked from
-    assert ctypes.CDLL(None).prctl(get_dumpable) == 0
+    with contextlib.closing(Worker("STRANGE", "cpu")) as worker:
+        assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE
+        with pytest.raises(CallError, match="dumpable: 0"):
+            run_check(worker, judged(worker, CASE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import verify
+from attention_kernels.judge import worker
+from attention_kernels.judge.cases import Case
+from attention_kernels.judge.conformance import judged, run_check, verify
 from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
 
 PLUGIN = """
@@ -26,6 +30,15 @@ def load():
             WHAT
         return right(q, k, v, scale, causal)
     return Kernels(attention)
+"""
+
+TELLS_HALF = """
+    from multiprocessing.connection import Connection
+    def tell_half():
+        for x in gc.get_objects():
+            if type(x) is Connection:
+                os.write(x.fileno(), bytes([0, 0, 0, 100]))
+        time.sleep(1e6)
 """
 
 
@@ -56,6 +69,15 @@ def test_a_plug_in_that_does_not_return(does, reported, strange):
     assert failure.why.startswith(reported)
     assert not report.passed
     assert 0 < report.checks < report.total
+
+
+def test_half_a_message_is_no_answer(strange, monkeypatch):
+    monkeypatch.setattr(worker, "MESSAGE_S", 1)
+    monkeypatch.setattr(worker, "ENDING_TIMEOUT_S", 0.1)
+    strange(calls="tell_half()", loads=TELLS_HALF)
+    report = verify("strange", "cpu", timeout_s=5, max_failures=1)
+    (failure,) = report.failures
+    assert failure.why == "it broke off the connection to the judge"
 
 
 @pytest.mark.slow
@@ -122,17 +144,29 @@ def test_a_time_limit_is_a_number_of_seconds(seconds):
         verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
 
 
+def test_a_plug_in_is_not_imported_beside_another_backend(plugin, tmp_path):
+    """There it could slow a rival, or spoil its outputs."""
+    mark = tmp_path / "imported"
+    plugin(f"open({str(mark)!r}, 'w')")
+    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as runner:
+        assert run_check(runner, judged(runner, Case(8, 32))).passed
+    assert not mark.exists()
+
+
 @pytest.mark.slow
 def test_the_judge_imports_no_plug_in(plugin, tmp_path):
-    """Neither to verify one of its backends nor to time it."""
+    """Neither to verify one of its backends nor to time it; nor a module that it leaves behind."""
     pids = tmp_path / "pids"
+    note = f"import os; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+    left = "open('statistics.py', 'w').write(open(real.__file__).read() + NOTE)\n"
     plugin(
-        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
+        f"NOTE = {note!r}\n{note}import statistics as real\n{left}"
         + PLUGIN.replace("WHAT", "pass").replace("LOADS", "")
     )
     judge = subprocess.Popen(
         [sys.executable, "-m", "gpt2_infer", "verify", "strange", "--device", "cpu", "--quick"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -140,4 +174,5 @@ def test_the_judge_imports_no_plug_in(plugin, tmp_path):
     assert judge.returncode == 0, out
     assert "STRANGE" in out
     assert " us (" in out
+    assert (tmp_path / "statistics.py").exists()
     assert str(judge.pid) not in pids.read_text().split()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
 from attention_kernels import BackendSpec, get_backend
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.worker import Elsewhere
 from gpt2_infer.bench import environment
 
 
@@ -68,6 +70,9 @@ def test_a_backends_digest_covers_the_files_of_its_package(tmp_path, monkeypatch
     before = environment.backend_digest(spec)
     (package / "helper.py").write_text("WIDTH = 4\n")
     assert before != environment.backend_digest(spec)
+    os.mkfifo(package / "endless")  # a plug-in could name it as its source
+    elsewhere = dataclasses.replace(spec, loader=Elsewhere("PLUG_IN", (str(package / "endless"),)))
+    assert environment.backend_digest(elsewhere) is None
     namespace: dict = {"Kernels": Kernels, "naive": naive_attention}
     exec("def load():\n    return Kernels(naive)\n", namespace)
     in_no_file = dataclasses.replace(spec, loader=namespace["load"])
