@@ -17,6 +17,7 @@ from tqdm import tqdm
 from attention_kernels.errors import ArgumentError
 
 PROGRESS_AFTER_S = 5.0
+FD = "/proc/self/fd/"
 _MEANINGS = {
     signal.SIGSEGV: "an invalid memory access",
     signal.SIGBUS: "an invalid memory access",
@@ -55,8 +56,8 @@ def run(
     """Run a command in a folder until it ends or has used up its time, in seconds.
 
     Kills the child and its own children at the time limit and when this process is interrupted.
-    label: shown on a terminal with the elapsed time. Raises ArgumentError for an invalid time
-    limit.
+    label: shown on a terminal with the elapsed time. The child inherits the file descriptors that
+    the command names, as /proc/self/fd/N. Raises ArgumentError for an invalid time limit.
     """
     check_time_limit(timeout_s)
     deadline = time.monotonic() + timeout_s
@@ -65,6 +66,7 @@ def run(
             command,
             cwd=folder,
             env=env,
+            pass_fds=[int(x.removeprefix(FD)) for x in command if x.startswith(FD)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

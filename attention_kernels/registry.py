@@ -113,6 +113,8 @@ class BackendSpec:
             wrong = "the summary must be one sentence on one line"
         elif not 1 <= slack <= most:
             wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
+        elif slack > 1 and "tf32" in classes.values():
+            wrong = "tf32 is the coarsest class, so it has no error_slack"
         else:
             return
         raise ValueError(f"{self.name}: {wrong}")

@@ -10,7 +10,6 @@ moves in sectors of 32 bytes.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
 import tempfile
@@ -148,14 +147,15 @@ def record(
         file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
     # The folder is deleted before the launch: killing this process leaves nothing behind.
     with file:
-        program = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        program = f"{child.FD}{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
         done = child.run([program, *arguments], timeout_s=timeout_s, label=label)
         sys.stderr.write(done.err)  # output of the version's own printf
         if done.status != 0:
             reason = re.sub(
                 r"at (0x\w+)",
-                lambda found: f"at {compilers.source_line(program, found[1]) or found[1]}",
+                # Not from the cache: another program had the same name.
+                lambda at: f"at {compilers.source_line.__wrapped__(program, at[1]) or at[1]}",
                 done.out.strip() or f"its launch {done.how}",
             )
             raise UnsupportedError(version.path.name, [reason])

@@ -22,8 +22,18 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge.calls import Calls, Reply, describe_error, multiply, split, unpack
+from attention_kernels.judge.calls import (
+    Calls,
+    Reply,
+    checksum,
+    describe_error,
+    multiply,
+    split,
+    unpack,
+)
 from attention_kernels.registry import BackendSpec
+
+LEAST_BYTES = 2**26
 
 
 class Block:
@@ -34,9 +44,13 @@ class Block:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
     def grow(self, size: int) -> None:
-        """Make room for `size` bytes; the contents may be lost."""
+        """Make room for `size` bytes; the contents may be lost.
+
+        The least is so large that a block rarely moves: it is no memory until it is written.
+        """
         if len(self.tensor) >= size:
             return
+        size = max(size, LEAST_BYTES)
         if self.fd is None:
             self._mapped = mmap.mmap(-1, size)
         else:
@@ -76,7 +90,14 @@ class Caller:
         try:
             self.given.grow(calls.given_bytes)
             self.taken.grow(calls.taken_bytes)
-            return self._time(calls) if calls.clock else self._call(calls)
+            with threads(calls.threads):
+                before = _settings()
+                reply = self._time(calls) if calls.clock else self._call(calls)
+                for name, value in _settings().items():
+                    if value != before[name]:
+                        text = f"it changed torch's {name} from {before[name]} to {value}"
+                        return Reply("failed", text)
+            return reply
         except BaseException as error:  # also a KeyboardInterrupt: the user's ends the process
             return failure(error)
 
@@ -94,7 +115,7 @@ class Caller:
         timed, outputs = self._timed, calls.outputs(self.taken.tensor)
         timed.renew(on_host)
         timed.multiply(int(self.wait(Reply(workspace=timed.workspace))))
-        self.wait(Reply(seconds=timed.run()))
+        self.wait(Reply(seconds=timed.run(), checksum=timed.checksum()))
         timed.hand_over(outputs)
         passes = int(self.wait(Reply()))
         return Reply(seconds=timed.run(passes))
@@ -106,11 +127,9 @@ class Caller:
         sets = unpack(on_device, calls.sets)
         outputs = calls.outputs(self.taken.tensor)
         kernel = self._kernel(calls)
-        settings = _settings()
         first: list[Tensor] = []
         # As a server would: with its own number of threads, in inference mode.
-        mode = torch.inference_mode() if calls.threads else contextlib.nullcontext()
-        with threads(calls.threads), mode:
+        with torch.inference_mode() if calls.threads else contextlib.nullcontext():
             for call, one in enumerate(sets[place] for place in calls.order):
                 poison_freed_memory(one[0])
                 o = kernel(*one)
@@ -124,10 +143,6 @@ class Caller:
         for host, device in zip(on_host, on_device, strict=True):
             if host is not device:
                 host.copy_(device)
-        for name, value in _settings().items():
-            if value != settings[name]:
-                text = f"it changed torch's {name} from {settings[name]} to {value}"
-                return Reply("failed", text)
         return Reply()
 
     def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
@@ -209,6 +224,10 @@ class _Timed:
             seconds = start.elapsed_time(end) / 1e3
         self._outputs += found[-1]
         return float(seconds)
+
+    def checksum(self) -> int:
+        """Return the checksum of the outputs of the last pass."""
+        return checksum(self._outputs)
 
     def hand_over(self, outputs: Sequence[Tensor]) -> None:
         """Copy the outputs of the last pass to the judge's memory."""

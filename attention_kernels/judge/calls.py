@@ -105,6 +105,8 @@ class Reply(msgspec.Struct, frozen=True):
     """For a refusal: every reason. For an unknown backend: similar names."""
     seconds: float = 0.0
     """For timed calls: their time by the worker's clock."""
+    checksum: int = 0
+    """For timed calls: the checksum of their outputs."""
     workspace: int = 0
     """For timed calls on CUDA: the peak memory of a call in bytes, inputs and output apart."""
 
@@ -217,6 +219,14 @@ def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256
     block.view(dtype).view(-1, MULTIPLIED).mul_(factors.to(block.device, dtype))
+
+
+def checksum(outputs: Sequence[Tensor]) -> int:
+    """Return the sum of the outputs' bits, computed on their device.
+
+    A worker that gives it before it has the outputs can no longer choose them.
+    """
+    return int(_bits(torch.cat([o.flatten() for o in outputs])).sum(dtype=torch.int64))
 
 
 def split(block: Tensor, storages: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -68,7 +68,15 @@ NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 8.0),
     ("offset", 1.0),
 )
-EXTREMES: tuple[Kind, ...] = ("tiny", "huge", "alternating", "halves", "one large column")
+EXTREMES: tuple[Kind, ...] = (
+    "tiny",
+    "huge",
+    "alternating",
+    "halves",
+    "one large column",
+    "zero rows",
+    "tiny scores",
+)
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
 # The most multiplications of a score by a value, in a case of: every_length() with more than one
 # head; a triple; a pair, if emulated; random sizes that are free within their ranges; any shape.

@@ -4,7 +4,8 @@ A sample is the mean time of calls on sets of inputs, each with numbers of its o
 in every sample and together larger than a GPU's L2. With the word to start come factors for all
 inputs, so that nothing can be computed before. The worker reports the time of all calls by CUDA
 events, or by its own clock on the CPU; the judge's own clock runs from its word until the answer
-that everything has ended. The judge takes part of every output and compares it with the reference.
+that everything has ended, with a checksum of the outputs. The judge then takes the outputs, and
+compares part of each with the reference.
 Then the same calls are repeated for some time, by both clocks. A kernel that leaves work for later,
 or a clock that was tampered with, makes the two differ.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.calls import Request
+from attention_kernels.judge.calls import Request, checksum
 from attention_kernels.judge.conformance import request_of
 from attention_kernels.judge.inputs import Case, Layout
 from attention_kernels.judge.reference import truth
@@ -34,6 +35,7 @@ ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
 ANSWER_S = {"cuda": 1e-3, "cpu": 2e-2}
+PEAKY = 8.0  # Case.scale
 DEVIATIONS = 4  # that repeated calls may be slower by
 
 
@@ -57,8 +59,11 @@ class Numbers:
         if contiguous not in self._requests:
             layout: Layout = "contiguous" if contiguous else "fused"
             case = dataclasses.replace(self.case, layout=layout)
+            peaky = self._seed % self.sets  # one of the sets has scores that need their maximum
             inputs = [
-                dataclasses.replace(case, seed=self._seed + number).inputs("cpu")
+                dataclasses.replace(
+                    case, seed=self._seed + number, scale=PEAKY if number == peaky else case.scale
+                ).inputs("cpu")
                 for number in range(self.sets)
             ]
             order = [*range(self.sets)]
@@ -91,6 +96,8 @@ class Clock:
         count = len(found.outputs)
         inside = found.once * 1e6 / count
         self._timings.append(found)
+        if checksum(found.outputs) != found.checksum:
+            raise RejectedTimeError("the timed outputs changed after the clock had stopped")
         self._judge(request.multiplied(found.seed), found.outputs)
         if inside < self.floor_us:
             raise RejectedTimeError(

@@ -12,7 +12,16 @@ from torch import Tensor
 from attention_kernels.contract import dtype_name
 
 Kind = Literal[
-    "normal", "offset", "equal", "tiny", "huge", "alternating", "halves", "one large column"
+    "normal",
+    "offset",
+    "equal",
+    "tiny",
+    "huge",
+    "alternating",
+    "halves",
+    "one large column",
+    "zero rows",
+    "tiny scores",
 ]
 Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
@@ -127,7 +136,8 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     offset: the mean of v is 2.5. equal: all scores are equal, and v is 1 in the first half and 3 in
     the second. tiny and huge: v at the ends of float32's range. alternating and halves: rows of v
     of very different sizes. one large column: one row of v is 0 except for its first number, which
-    is multiplied by 2^30.
+    is multiplied by 2^30. zero rows: every third row of q, k and v is 0. tiny scores: q and k near
+    the end of float32's range.
     """
     v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
@@ -149,6 +159,10 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     elif kind == "one large column":
         v[:, half, :, 0] *= 2.0**30
         v[:, half, :, 1:] = 0.0
+    elif kind == "zero rows":
+        qkv[:, ::3] = 0.0
+    elif kind == "tiny scores":
+        qkv[:, :, :2] *= 1e-30
     return qkv
 
 

@@ -71,6 +71,8 @@ class Findings:
     """The number of checks that ran."""
     cases: int = 0
     """The number of cases that ran."""
+    has_attention: bool = True
+    """Whether it has an attention kernel; without one, only decode was tested."""
     stopped: bool = False
     """Whether the suite stopped early."""
     killed: bool = False
@@ -193,6 +195,7 @@ def _findings(report: Report, *, sanitized: bool) -> Findings:
         total=report.total,
         checks=report.checks,
         cases=report.cases,
+        has_attention=report.has_attention,
         stopped=report.stopped,
         killed=report.killed,
         error_slack=spec.error_slack,

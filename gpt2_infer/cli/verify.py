@@ -97,7 +97,8 @@ def _show(findings: Findings, printed: _Failures) -> None:
     """Print what was found about one backend, except the failures that were printed already."""
     emulated = ", emulated" if findings.emulated else ""
     sanitized = ", sanitized" if findings.sanitized else ""
-    ran = f"{findings.checks} of {findings.total}" if findings.stopped else findings.checks
+    is_whole = findings.checks == findings.total
+    ran = findings.checks if is_whole else f"{findings.checks} of {findings.total}"
     counted = f": {ran} checks, seed {findings.seed}" if findings.total else ""
     show(f"{findings.name} on {findings.device}{emulated}{counted}{sanitized}")
     stages: dict[str, list[Failure]] = {}
@@ -108,16 +109,7 @@ def _show(findings: Findings, printed: _Failures) -> None:
             show(f"  FAILED: {fault.why}")
         show("  the suite did not run")
         return
-    if findings.quick:
-        from attention_kernels.judge.conformance import QUICK_SHARE
-
-        share = f"{QUICK_SHARE:.0%} of the planted faults"
-        show(f"  quick: the beginning of the suite, in which {share} show")
-    if findings.error_slack != 1:
-        times = f"{findings.error_slack:g} times"
-        show(f"  its budgets are {times} its precision class's, as it declares")
-    for refusal in findings.refusals:
-        show(f"  refused: {refusal}")
+    _show_scope(findings)
     suite = stages.get("suite", [])
     _show_outcome(suite, findings, printed)
     if findings.budget_rule:
@@ -133,6 +125,22 @@ def _show(findings: Findings, printed: _Failures) -> None:
     _show_timing(findings)
     for failure in stages.get("timing", []):
         show(f"  FAILED: {failure.what}\n          {failure.why}")
+
+
+def _show_scope(findings: Findings) -> None:
+    """Print what was tested by which budgets, if not everything by the usual ones."""
+    if findings.quick:
+        from attention_kernels.judge.conformance import QUICK_SHARE
+
+        share = f"{QUICK_SHARE:.0%} of the planted faults"
+        show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.error_slack != 1:
+        times = f"{findings.error_slack:g} times"
+        show(f"  its budgets are {times} its precision class's, as it declares")
+    if not findings.has_attention:
+        show("  only decode was tested: it has no attention kernel")
+    for refusal in findings.refusals:
+        show(f"  refused: {refusal}")
 
 
 def _show_outcome(failures: list[Failure], findings: Findings, printed: _Failures) -> None:

@@ -600,6 +600,23 @@ __attribute__((constructor)) void start() {
         ),
     ),
     Cheat(
+        "works_after_the_clock_has_stopped",
+        "changed after the clock had stopped",
+        by="clock",
+        on="both",
+        code=TIMED.replace(
+            "BODY",
+            """
+    def run(self, passes=1):
+        return 1e-4 * passes if hasattr(self, "_outputs") and self._outputs else super().run()
+
+    def hand_over(self, outputs):
+        super().run()
+        super().hand_over(outputs)
+""",
+        ),
+    ),
+    Cheat(
         "reports_a_tenth",
         "the clocks disagree",
         by="clock",

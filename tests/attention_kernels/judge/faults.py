@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
-from attention_kernels.judge.cases import LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE
+from attention_kernels.judge.cases import EXTREMES, LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE
 from attention_kernels.judge.conformance import suite
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.worker import Runner
@@ -114,7 +114,7 @@ SINGLE: dict[str, Condition] = (
     | {f"a batch of {n}": lambda c, n=n: c.batch == n for n in (*range(1, 34), 64, 128)}  # type: ignore[misc]
     | {
         f"{kind} values": lambda c, kind=kind: c.kind == kind  # type: ignore[misc]
-        for kind in ("equal", "tiny", "huge", "alternating", "halves", "one large column")
+        for kind in ("equal", *EXTREMES)
     }
     | {
         "scores of 1e8": lambda c: c.scale >= 1e4,

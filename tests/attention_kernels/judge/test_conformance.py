@@ -161,16 +161,12 @@ def test_an_error_is_told_from_its_cause_on(error, words):
     assert describe_error(error) == words
 
 
-def test_a_backend_that_turns_out_not_to_be_there_ends_the_suite():
-    calls = []
-
+def test_a_backend_that_is_gone_when_it_is_called_has_failed():
     def vanishes(q, k, v, softmax_scale, is_causal):
-        calls.append(q)
         raise UnavailableBackendError("TEST_VERIFY", "gone")
 
-    with pytest.raises(UnavailableBackendError, match="gone"):
-        verify(spec_of(vanishes), "cpu", seed=0)
-    assert len(calls) == 1
+    (failure,) = verify(spec_of(vanishes), "cpu", seed=0, max_failures=1).failures
+    assert failure.why.endswith("gone")
 
 
 def test_the_worst_case_is_the_farthest_over_its_budget():
@@ -362,7 +358,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     new = f"{LAUNCH}  if (params.seqlen > 30) __builtin_trap();\n"
     assert main(["verify", broken(tmp_path, LAUNCH, new), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert "FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32" in out
+    assert re.search("FAILED: seqlen .*, head_dim 32, batch 1, 2 heads, causal, scale 1.0, ", out)
     assert "          it was killed by SIGILL (an invalid instruction" in out
     assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
@@ -374,7 +370,7 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
     assert main(["verify", file, "--device", "cpu", "--seed", "0"]) == 1
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"  FAILED: seqlen 100, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
+        r"  FAILED: seqlen 107, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
         r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, seed 0\n"
         r"  20 of them failed, and the suite stopped there; 19 of them, most like those above, are "

@@ -36,6 +36,7 @@ FINDINGS = {
         "total",
         "checks",
         "cases",
+        "has_attention",
     ),
     *("stopped", "killed", "error_slack", "budget_rule", "failures", "refusals", "worst"),
     *("nvcc", "timing"),
