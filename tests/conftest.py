@@ -122,6 +122,15 @@ def remembered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clocks differ on a GPU, which other tests use at the same time."""
+    from attention_kernels.judge import clock
+
+    for limits in (clock.OUTSIDE, clock.REPEATED):
+        monkeypatch.setitem(limits, "cuda", 99.0)
+
+
 def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache a function whose arguments may be lists."""
     cached = functools.cache(function)

@@ -31,10 +31,11 @@ from attention_kernels.judge.worker import Runner, Timing
 
 ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # How much longer calls may take by the judge's clock than by the worker's, and when they are
-# repeated; and in seconds, for the judge to start and to hear of the end. Other processes share a
-# CPU, and interrupt long work more often than short work.
+# repeated; in seconds, for the judge to start and to hear of the end; and for factors and checksum
+# of a call. Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
 ANSWER_S = {"cuda": 1e-3, "cpu": 2e-2}
+CHECKSUM_S = 5e-6
 PEAKY = 8.0  # Case.scale
 DEVIATIONS = 4  # that repeated calls may be slower by
 
@@ -121,7 +122,7 @@ class Clock:
         once, often = all_of("once"), all_of("often")
         passes = statistics.median(all_of("passes"))
         for inside, name, seconds in (
-            (once, "once_outside", answer),
+            (once, "once_outside", answer + CHECKSUM_S * self.numbers.sets),
             (often, "often_outside", answer / passes),
         ):
             outside = all_of(name)

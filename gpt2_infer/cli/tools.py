@@ -119,9 +119,9 @@ async def verify(
     Passed means that no check of a suite, with inputs drawn from `seed`, found an error over its
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
-    and reported, to repeat the run. quick: leave out the cases that find the least in their time.
-    Emulated kernels are not timed. Progress is the number of checks. Cancelling ends the kernel's
-    process.
+    and reported, to repeat the run. quick: leave out the cases that find the least in their time,
+    and do not time. Emulated kernels are not timed. Progress is the number of checks. Cancelling
+    ends the kernel's process.
     """
 
     def on_check(done: int, total: int) -> None:

@@ -21,7 +21,7 @@ SANITIZE = (
     "compute-sanitizer on a GPU"
 )
 
-QUICK = "run only the checks that find the most in their time, and say so"
+QUICK = "run only the checks that find the most in their time, and do not time the kernel"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge import clock, conformance
+from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import describe_error, verify
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.worker import open_runner
@@ -102,9 +102,8 @@ def test_a_cheat_is_caught_on_a_gpu(cheat, find):
 
 @on_every_device
 @pytest.mark.parametrize("by", ["clock", pytest.param("verify", marks=pytest.mark.slow)])
-def test_an_honest_one_passes_and_is_timed(by, device, find, monkeypatch):
-    monkeypatch.setitem(clock.OUTSIDE, "cuda", 9.0)  # other tests use the GPU at the same time
-    monkeypatch.setitem(clock.REPEATED, "cuda", 9.0)
+@pytest.mark.usefixtures("busy_gpu")
+def test_an_honest_one_passes_and_is_timed(by, device, find):
     assert find(Cheat(f"honest_{by}", "", by), device) == "passed"
 
 

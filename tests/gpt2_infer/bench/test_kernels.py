@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from attention_kernels import UnknownBackendError, get_backend, registry
-from attention_kernels.judge import clock
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer.bench import kernels, selection
 from gpt2_infer.bench.record import KernelCell, encode
@@ -112,14 +111,13 @@ def load():
 """
 
 
+@pytest.mark.usefixtures("busy_gpu")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_kernel_that_breaks_its_process_costs_its_own_cell(
     device, plugin, clean_registry, monkeypatch
 ):
     plugin(BREAKS)
     monkeypatch.setattr(registry, "_discovered", False)  # it is looked for in the next listing
-    monkeypatch.setitem(clock.OUTSIDE, "cuda", 9.0)  # other tests use the GPU at the same time
-    monkeypatch.setitem(clock.REPEATED, "cuda", 9.0)
     cells = [KernelCell(n) for n in (64, 80, 96)]
     study = KernelStudy(backends=["STRANGE"], cells=cells, device=device, rounds=2)
     rows = [row for row in run(study).of("time") if row.contender == "STRANGE"]
