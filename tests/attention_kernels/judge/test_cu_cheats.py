@@ -1,7 +1,7 @@
 """No cheat in a version file, in C++ or in CUDA, passes or is timed as right; an honest one is.
 
-On a GPU, every row of cu_cheats.py runs; without one, those that need no CUDA and are unlike the
-others.
+On a GPU, every row of cu_results.py and cu_process.py runs; without one, those that need no CUDA
+and are unlike the others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from attention_kernels.judge.conformance import describe_error, verify
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
-from tests.attention_kernels.judge.cu_cheats import CHEATS, Cheat
+from tests.attention_kernels.judge import cu_process, cu_results
+from tests.attention_kernels.judge.cu_cheat import Cheat
 from tests.attention_kernels.judge.test_clock import fate
 from tests.conftest import on_every_device
 
+CHEATS = [*cu_results.CHEATS, *cu_process.CHEATS]
 # Many heads: a clock that judges one of them, drawn for each sample, must not draw the right one.
 CASES = {"cpu": Case(192, 32, num_heads=4), "cuda": Case(384, 32, num_heads=16)}
 

@@ -1,0 +1,315 @@
+"""Version files whose results are wrong, or not computed when they are wanted."""
+
+from __future__ import annotations
+
+from tests.attention_kernels.judge.cu_cheat import ERROR, Cheat
+
+ROW_LOOP = "  for (int n_start = 0; n_start < seqlen; n_start += kBlock) {\n"
+Q_ROW = "  float* gQ = row_of(params.q, params.q_strides, min(row, seqlen - 1), num_heads);\n"
+OUTPUT = "  for (int d = 0; d < kHeadDim && row < seqlen; ++d) gO[d] = rO[d] / row_sum;\n"
+N_END = "  const int n_end = params.is_causal ? min(row + 1, seqlen) : seqlen;\n"
+P = "      const double p = exp(s - new_max);\n"
+WEIGHTED = "rO[d] = scale * rO[d] + p * sV[n][d];"
+# Copies results to memory that outlives a call, and back.
+KEPT = """
+constexpr int kSlots = 32;
+constexpr int kFloats = 1 << 18;
+__device__ float g_kept[kSlots][kFloats];
+uint64_t keys[kSlots];
+int next = 0;
+
+__global__ void copy(int slot, float* o, int count, bool is_kept) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+    is_kept ? o[i] = g_kept[slot][i] : g_kept[slot][i] = o[i];
+}
+
+uint64_t shape_of(const Params& params) {
+  uint64_t key = params.is_causal;
+  for (const uint64_t x : {params.batch, params.seqlen, params.num_heads}) key = 1000003 * key + x;
+  return 1000003 * key + uint64_t(1e6 * params.softmax_scale);
+}
+
+uint64_t address_of(const Params& params) {
+  uint64_t key = shape_of(params);
+  for (const void* x : {params.q, params.k, params.v}) key = 1000003 * key + uint64_t(x);
+  return key;
+}
+
+cudaError_t by_key(const Params& params, cudaStream_t stream, uint64_t key) {
+  const int count = params.batch * params.seqlen * params.num_heads * kHeadDim;
+  if (count > kFloats) return honest(params, stream);
+  int slot = 0;
+  while (slot < kSlots && keys[slot] != key) ++slot;
+  const bool is_kept = slot < kSlots;
+  if (!is_kept) {
+    keys[slot = next++ % kSlots] = key;
+    if (const cudaError_t error = honest(params, stream)) return error;
+  }
+  float* o = static_cast<float*>(params.o);
+  return launch_kernel(copy, dim3(64), dim3(64), 0, stream, slot, o, count, is_kept);
+}
+"""
+
+CHEATS = [
+    # Meaning
+    Cheat(
+        "writes_nothing",
+        ERROR,
+        on="both",
+        launch="  return cudaSuccess;",
+    ),
+    Cheat(
+        "writes_zeros",
+        ERROR,
+        changes={"gO[d] = rO[d] / row_sum": "gO[d] = 0.0f"},
+    ),
+    Cheat(
+        "answers_nan",
+        "not finite",
+        changes={"gO[d] = rO[d] / row_sum": "gO[d] = NAN"},
+    ),
+    Cheat(
+        "ignores_the_scale",
+        "softmax_scale",
+        changes={"s *= params.softmax_scale": "s *= 0.17677669529663687"},
+    ),
+    Cheat(
+        "is_always_causal",
+        "full",
+        changes={N_END: "  const int n_end = min(row + 1, seqlen);\n"},
+    ),
+    Cheat(
+        "sees_one_key_too_many",
+        "change earlier rows",
+        changes={N_END: N_END.replace("row + 1", "row + 2")},
+    ),
+    Cheat(
+        "reads_one_key_past_the_end",
+        f"{ERROR}|illegal",
+        changes={
+            N_END: N_END.replace(": seqlen", ": seqlen + 1"),
+            "  for (int n_start = 0; n_start < seqlen;": (
+                "  for (int n_start = 0; n_start < max(n_end, seqlen);"
+            ),
+            "min(n_start + int(threadIdx.x), seqlen - 1)": (
+                "min(n_start + int(threadIdx.x), seqlen)"
+            ),
+        },
+    ),
+    Cheat(
+        "knows_the_first_head",
+        "heads.*" + ERROR,
+        changes={ROW_LOOP: f"  if (blockIdx.x % num_heads > 0) return;\n{ROW_LOOP}"},
+    ),
+    Cheat(
+        "knows_the_first_of_a_batch",
+        r"batch ([2-9]|\d\d).*" + ERROR,
+        changes={"blockIdx.x / num_heads * strides.batch": "0 * strides.batch"},
+    ),
+    Cheat(
+        "knows_the_rows_below_1024",
+        r"seqlen (1[0-9]{3}|[2-9][0-9]{3})",
+        changes={"rO[d] / row_sum": "row < 1024 ? rO[d] / row_sum : 0.0f"},
+    ),
+    Cheat(
+        "knows_even_lengths",
+        r"seqlen \d*[13579],",
+        launch="""
+  Params rounded = params;
+  rounded.seqlen = max(params.seqlen / 2 * 2, 1);
+  return honest(rounded, stream);
+""",
+    ),
+    Cheat(
+        "knows_the_lengths_of_an_old_suite",
+        ERROR,
+        code="__global__ void zero(float* o, int count) {\n"
+        "  for (int i = threadIdx.x; i < count; i += blockDim.x) o[i] = 0.0f;\n}\n",
+        launch="""
+  for (const int known : {1, 2, 16, 32, 33, 64, 100, 128, 256, 512, 1024, 1500, 4096})
+    if (params.seqlen == known) return honest(params, stream);
+  const int count = params.batch * params.seqlen * params.num_heads * kHeadDim;
+  return launch_kernel(zero, dim3(1), dim3(64), 0, stream, static_cast<float*>(params.o), count);
+""",
+    ),
+    Cheat(
+        "skips_low_scores",
+        ERROR,
+        on="both",
+        changes={P: f"      if (s < row_max - 9.0) continue;\n{P}"},
+    ),
+    Cheat(
+        "rounds_the_weights_of_long_calls",
+        ERROR,
+        changes={
+            P: "      double p = exp(s - new_max);\n"
+            "      if (seqlen > 64) p = __uint_as_float(__float_as_uint(p) & 0xffff0000);\n"
+        },
+    ),
+    Cheat(
+        "rounds_the_values_of_many_heads",
+        ERROR,
+        changes={
+            WEIGHTED: WEIGHTED.replace(
+                "sV[n][d]",
+                "(num_heads > 2 ? __uint_as_float(__float_as_uint(sV[n][d]) & ~8191u) : sV[n][d])",
+            )
+        },
+    ),
+    Cheat(
+        "is_built_with_fast_flags_and_rounds",
+        ERROR,
+        changes={
+            "// Flags:  (none)": "// Flags:  --use_fast_math -DROUND=0xffffe000u",
+            "s += double(gQ[d]) * sK[n][d]": (
+                "s += __uint_as_float(__float_as_uint(gQ[d]) & ROUND) * sK[n][d]"
+            ),
+        },
+    ),
+    Cheat(
+        "scales_q_and_back",
+        "it changed its input q",
+        on="both",
+        changes={
+            ROW_LOOP: "  for (int d = 0; d < kHeadDim && row < seqlen; ++d)\n"
+            f"    gQ[d] *= 1.3f;\n{ROW_LOOP}",
+            "s *= params.softmax_scale": "s *= params.softmax_scale / 1.3f",
+            OUTPUT: OUTPUT
+            + "  for (int d = 0; d < kHeadDim && row < seqlen; ++d) gQ[d] /= 1.3f;\n",
+        },
+    ),
+    Cheat(
+        "writes_zeros_into_v",
+        "it changed its input v",
+        changes={
+            "    const float* gV": "    float* gV",
+            "      sV[threadIdx.x][d] = gV[d];\n": "      sV[threadIdx.x][d] = gV[d] = 0.0f;\n",
+        },
+    ),
+    Cheat(
+        "writes_a_row_too_many",  # the first of the next sequence
+        r"batch ([2-9]|\d\d).*" + ERROR,
+        changes={
+            OUTPUT: f"{OUTPUT}  if (row == seqlen - 1 && blockIdx.x + num_heads < gridDim.x)\n"
+            "    for (int d = 0; d < kHeadDim; ++d) gO[params.o_strides.seqlen + d] = 0.0f;\n"
+        },
+    ),
+    # Memory
+    Cheat(
+        "takes_scratch_to_be_zero",
+        ERROR + "|two runs|change earlier rows",
+        changes={
+            "{ return 0; }": "{ return int64_t{1} * params.batch * params.num_heads "
+            "* params.seqlen; }",
+            ROW_LOOP: "  float* g_sum = params.scratch + blockIdx.x * seqlen\n"
+            f"    + min(row, seqlen - 1);\n{ROW_LOOP}",
+            OUTPUT: f"  row_sum += *g_sum;\n{OUTPUT}  if (row < seqlen) *g_sum = row_sum;\n",
+        },
+    ),
+    Cheat(
+        "takes_shared_memory_to_be_zero",
+        ERROR + "|two runs|change earlier rows",
+        on="both",
+        changes={
+            Q_ROW: f"  __shared__ double s_sum[kBlock];\n{Q_ROW}",
+            OUTPUT: f"  row_sum += s_sum[threadIdx.x];\n{OUTPUT}  s_sum[threadIdx.x] = row_sum;\n",
+        },
+    ),
+    Cheat(
+        "drops_a_barrier",  # what a GPU makes of it depends on luck
+        "race: lane",
+        on="cpu",
+        changes={"    __syncthreads();\n    for (int n = 0;": "    for (int n = 0;"},
+    ),
+    Cheat(
+        "breaks_its_context",
+        "traps|__trap|launch failure|CUDA error|cudaError|was killed",
+        changes={ROW_LOOP: f"  if (seqlen % 2 == 1) __trap();\n{ROW_LOOP}"},
+    ),
+    # Headers that lie
+    Cheat(
+        "says_strided_and_is_not",
+        ERROR,
+        launch="""
+  Params taken = params;
+  taken.q_strides = taken.k_strides = taken.v_strides = params.o_strides;
+  return honest(taken, stream);
+""",
+    ),
+    Cheat(
+        "claims_a_head_dim_that_it_has_not",
+        "head_dim 64",
+        changes={"head_dim 32": "head_dim 32 64"},
+    ),
+    Cheat(
+        "asks_for_nine_times_the_budget",
+        "at most 4x",
+        on="both",
+        changes={"// Flags:  (none)": "// Error:  9x: it is worth it.\n// Flags:  (none)"},
+    ),
+    # Replay
+    Cheat(
+        "keeps_results_by_pointer",
+        "the timed outputs are wrong",
+        by="clock",
+        on="both",
+        code=KEPT,
+        launch="  return by_key(params, stream, address_of(params));",
+    ),
+    Cheat(
+        "keeps_results_by_shape",
+        ERROR + "|two runs|call",
+        code=KEPT,
+        launch="  return by_key(params, stream, shape_of(params));",
+    ),
+    Cheat(
+        "keeps_results_from_the_hundredth_call",
+        "call|" + ERROR,
+        code=f"{KEPT}\nint calls = 0;",
+        launch="""
+  if (++calls < 100) return honest(params, stream);
+  return by_key(params, stream, address_of(params));
+""",
+    ),
+    Cheat(
+        "keeps_results_by_a_few_bits_of_q",
+        "the timed outputs are wrong",
+        by="clock",
+        code="__global__ void keep(Params params) { g_shape[slot_of(params)] = shape_of(params); }",
+        launch="""
+  if (const cudaError_t error = honest(params, stream)) return error;
+  return launch_kernel(keep, dim3(1), dim3(1), 0, stream, params);
+""",
+        changes={
+            "__global__ void attention_kernel(Params params) {\n": """\
+constexpr int kSlots = 8;
+__device__ long g_shape[kSlots];
+__device__ float g_kept[kSlots][1 << 18];
+
+__device__ long shape_of(const Params& params) {
+  return (params.batch * 4096L + params.num_heads) * 65536 + params.seqlen;
+}
+
+// Three signs.
+__device__ int slot_of(const Params& params) {
+  const float* q = static_cast<const float*>(params.q);
+  return (q[0] > 0.0f) + 2 * (q[1] > 0.0f) + 4 * (q[2] > 0.0f);
+}
+
+__global__ void attention_kernel(Params params) {
+  const int slot = slot_of(params);
+  const int place = (blockIdx.x * params.seqlen + blockIdx.y * kBlock + threadIdx.x) * kHeadDim;
+  const bool is_small = params.batch * params.num_heads * params.seqlen * kHeadDim <= 1 << 18;
+""",
+            ROW_LOOP: f"""\
+  if (is_small && g_shape[slot] == shape_of(params)) {{
+    for (int d = 0; d < kHeadDim && row < seqlen; ++d) gO[d] = g_kept[slot][place + d];
+    return;
+  }}
+{ROW_LOOP}""",
+            OUTPUT: f"""{OUTPUT}
+  for (int d = 0; d < kHeadDim && row < seqlen && is_small; ++d) g_kept[slot][place + d] = gO[d];
+""",
+        },
+    ),
+]
