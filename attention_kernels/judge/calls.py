@@ -121,7 +121,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def _plain(text: str) -> str:
-    """Replace what could change a terminal, such as the lines that say FAILED."""
+    """Replace control characters: on a terminal they could hide that a kernel failed."""
     return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
@@ -211,10 +211,10 @@ def pack(
 
 
 def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
-    """Multiply all numbers in a block by factors from 0.5 to 1, which no one knows before.
+    """Multiply all numbers in a block by factors from 0.5 to 1 that the seed determines.
 
-    There are MULTIPLIED factors in turn, exact in every dtype, so that a product has the same bits
-    on every device.
+    There are MULTIPLIED factors, which take turns. They are exact in every dtype, so a product has
+    the same bits on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256

@@ -1,13 +1,12 @@
 """The clock: what is timed is what is judged, and two clocks must agree.
 
-A sample is the mean time of calls on sets of inputs, each with numbers of its own, which are new
-in every sample and together larger than a GPU's L2. With the word to start come factors for all
-inputs, so that nothing can be computed before. The worker reports the time of all calls by CUDA
-events, or by its own clock on the CPU; the judge's own clock runs from its word until the answer
-that everything has ended, with a checksum of the outputs. The judge then takes the outputs, and
-compares part of each with the reference.
-Then the same calls are repeated for some time, by both clocks. A kernel that leaves work for later,
-or a clock that was tampered with, makes the two differ.
+A sample is the mean time of calls on sets of inputs. Each set has numbers of its own, new in every
+sample, and together they exceed a GPU's L2. With the word to start come factors for all inputs, so
+that nothing can be computed earlier. The worker reports the time of all calls by CUDA events, or by
+its own clock on the CPU. The judge's clock runs from its word until the answer that everything has
+ended, which carries a checksum of the outputs. Then the judge takes the outputs and compares part
+of each with the reference. Last, the same calls are repeated for some time, by both clocks. A
+kernel that leaves work for later, or a clock that was tampered with, makes the two differ.
 """
 
 from __future__ import annotations

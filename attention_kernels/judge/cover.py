@@ -111,9 +111,9 @@ class Cover:
 def in_order_of_gain(
     items: Sequence[T], parts: Callable[[T], Iterable[Hashable]], cost: Callable[[T], float]
 ) -> Iterator[tuple[T, float]]:
-    """Yield next the item that has the most new parts for its cost.
+    """Yield the items, each time the one with the most new parts for its cost.
 
-    With each comes the share of all parts that have occurred before it.
+    With each comes the share of all parts that had occurred before it.
     """
     numbers: dict[Hashable, int] = {}
     of_item = [np.array([numbers.setdefault(x, len(numbers)) for x in parts(it)]) for it in items]

@@ -122,7 +122,7 @@ class Timing:
     seed: int
     """The seed of the factors by which the inputs were multiplied when the clock had started."""
     checksum: int
-    """What the worker said of the outputs before the clock stopped."""
+    """The checksum of the outputs that came when the clock stopped."""
     outputs: list[Tensor]
     workspace: int
     """The peak memory of a call on CUDA in bytes, inputs and output apart."""
@@ -192,8 +192,8 @@ class Runner:
     def time(self, request: Request) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
 
-        With the word to start the worker learns by what to multiply the inputs, so that it cannot
-        compute an output before. Raises the errors of receive().
+        Only the word to start tells the worker by what to multiply the inputs, so that it cannot
+        compute an output earlier. Raises the errors of receive().
         """
         self.send(request)
         replies: list[Reply] = []
