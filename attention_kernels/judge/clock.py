@@ -33,7 +33,7 @@ ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # repeated; in seconds, for the judge to start and to hear of the end; and for factors and checksum
 # of a call. Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
-ANSWER_S = {"cuda": 1e-3, "cpu": 2e-2}
+ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
 CHECKSUM_S = 5e-6
 PEAKY = 8.0  # Case.scale
 DEVIATIONS = 4  # that repeated calls may be slower by
