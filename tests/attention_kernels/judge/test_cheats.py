@@ -9,7 +9,7 @@ import torch
 
 from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import verify
-from tests.attention_kernels.judge import decode_cheats  # noqa: F401 - adds its rows
+from tests.attention_kernels.judge import decode_cheats, state_cheats  # noqa: F401 - add their rows
 from tests.attention_kernels.judge.cheats import CHEATS
 
 

@@ -237,6 +237,14 @@ def attention(q, k, v, scale, causal):
 """,
         r"RuntimeError: \ufffd\[2J\ufffd\[HPASSED\ufffd\[8m",
     ),
+    "takes_more_threads": (
+        """
+def attention(q, k, v, scale, causal):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return right(q, k, v, scale, causal)
+""",
+        "it changed torch's number of threads",
+    ),
     "returns_old_memory": (
         """
 def attention(q, k, v, scale, causal):
