@@ -136,7 +136,7 @@ __attribute__((constructor)) void start() {
     ),
     Cheat(
         "answers_in_the_workers_place",
-        ERROR + "|ended|broke off",
+        ERROR + "|changed its input|ended|broke off",
         on="both",
         code=FORGED,
         launch="""
