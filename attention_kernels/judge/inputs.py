@@ -134,7 +134,7 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     """Turn normal numbers, (batch, seqlen, 3, num_heads, head_dim), into a kind, in place.
 
     offset: the mean of v is 2.5. equal: all scores are equal, and v is 1 in the first half and 3 in
-    the second. tiny and huge: v at the ends of float32's range. alternating and halves: rows of v
+    the second. tiny and huge: v near the ends of float32's range. alternating and halves: rows of v
     of very different sizes. one large column: one row of v is 0 except for its first number, which
     is multiplied by 2^30. zero rows: every third row of q, k and v is 0. tiny scores: q and k near
     the end of float32's range.
@@ -149,7 +149,7 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     elif kind == "tiny":
         v *= 1e-30
     elif kind == "huge":
-        v *= 1e36
+        v *= 1e33
     elif kind == "alternating":
         v[:, ::2] *= 1e-19
         v[:, 1::2] *= 1e19
