@@ -15,12 +15,12 @@ import itertools
 import math
 import random
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from attention_kernels.judge.cover import Cover, Group
-from attention_kernels.judge.inputs import Case, DecodeCase, Kind, Layout
+from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Layout
 
 SCALES = (0.02, 1.0, 8.0)
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
@@ -68,15 +68,7 @@ NUMBERS: tuple[tuple[Kind, float], ...] = (
     ("normal", 8.0),
     ("offset", 1.0),
 )
-EXTREMES: tuple[Kind, ...] = (
-    "tiny",
-    "huge",
-    "alternating",
-    "halves",
-    "one large column",
-    "zero rows",
-    "tiny scores",
-)
+EXTREMES: tuple[Kind, ...] = get_args(Extreme)
 LAYOUTS: tuple[Layout, ...] = ("fused", "contiguous", "transposed", "gaps", "mixed")
 # The most multiplications of a score by a value, in a case of: every_length() with more than one
 # head; a triple; a pair, if emulated; random sizes that are free within their ranges; any shape.

@@ -11,18 +11,10 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 
-Kind = Literal[
-    "normal",
-    "offset",
-    "equal",
-    "tiny",
-    "huge",
-    "alternating",
-    "halves",
-    "one large column",
-    "zero rows",
-    "tiny scores",
+Extreme = Literal[
+    "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
+Kind = Literal["normal", "offset", "equal"] | Extreme
 Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}

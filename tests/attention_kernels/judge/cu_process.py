@@ -26,21 +26,6 @@ void run_python(const char* text) {
   release(state);
 }
 """
-# Replaces what times calls in the worker.
-TIMED = (
-    PYTHON
-    + """
-__attribute__((constructor)) void start() {
-  run_python(R"(
-import time
-from attention_kernels.judge import caller
-
-class Timed(caller._Timed):BODY
-caller._Timed = Timed
-)");
-}
-"""
-)
 # Sends answers to the judge in the worker's place.
 FORGED = """
 void forge(const char* text) {
@@ -94,6 +79,22 @@ __global__ void wait() {
   for (int i = 0; i < 1000; ++i) __nanosleep(1000);
 }
 """
+
+
+def timed(body: str) -> str:
+    """Code that changes what times calls in the worker."""
+    return f"""{PYTHON}
+__attribute__((constructor)) void start() {{
+  run_python(R"(
+import time
+from attention_kernels.judge import caller
+
+class Timed(caller._Timed):{body}
+caller._Timed = Timed
+)");
+}}
+"""
+
 
 CHEATS = [
     # The verdict
@@ -239,9 +240,7 @@ __attribute__((constructor)) void start() {
         "the timed outputs are wrong",
         by="clock",
         on="both",
-        code=TIMED.replace(
-            "BODY",
-            """
+        code=timed("""
     def renew(self, on_host):
         super().renew(on_host)
         super().run()
@@ -250,63 +249,51 @@ __attribute__((constructor)) void start() {
     def run(self, passes=1):
         self._outputs = self.kept if hasattr(self, "kept") else super().run() and self._outputs
         return 1e-4 * passes
-""",
-        ),
+"""),
     ),
     Cheat(
         "works_after_the_clock_has_stopped",
         "changed after the clock had stopped",
         by="clock",
         on="both",
-        code=TIMED.replace(
-            "BODY",
-            """
+        code=timed("""
     def run(self, passes=1):
         return 1e-4 * passes if hasattr(self, "_outputs") and self._outputs else super().run()
 
     def hand_over(self, outputs):
         super().run()
         super().hand_over(outputs)
-""",
-        ),
+"""),
     ),
     Cheat(
         "reports_a_tenth",
         "the clocks disagree",
         by="clock",
         on="both",
-        code=TIMED.replace(
-            "BODY",
-            """
+        code=timed("""
     def run(self, passes=1):
         return super().run(passes) / 10
-""",
-        ),
+"""),
     ),
     Cheat(
         "reports_less_once_and_keeps_the_results",
         "the clocks disagree",
         by="clock",
         on="both",
-        code=TIMED.replace(
-            "BODY",
-            """
+        code=timed("""
     def run(self, passes=1):
         if passes == 1:
             return super().run() / 100
         time.sleep(1e-4 * passes)
         return 1e-4 * passes
-""",
-        ),
+"""),
     ),
     Cheat(
         "makes_its_own_times_vary",
         "the clocks disagree",
         by="clock",
         on="both",
-        code=TIMED.replace(
-            "BODY",
-            """
+        code=timed("""
     runs, samples = 9, 0
 
     def renew(self, on_host):
@@ -317,8 +304,7 @@ __attribute__((constructor)) void start() {
         self.runs += 1
         factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
         return super().run(passes) * factor
-""",
-        ),
+"""),
     ),
     Cheat(
         "patches_cudas_clock",

@@ -129,7 +129,7 @@ class Hunk:
     """Lines of an older version and their replacement in a newer one."""
 
     places: tuple[str, str]
-    """The lines of each: "61\u201364", "61", or "after 60" where there are none."""
+    """The lines of each: "61\u201364", "61", or "after 60" if it has no lines there."""
     changes: list[str]
     """Differences between the sums of the counters."""
 
