@@ -9,19 +9,14 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.ladder import compilers
+from tests.conftest import SHORT_SUITE
 from tests.gpt2_infer.cli.program import ROOT, run
 
 WRONG = ROOT / "tests" / "attention_kernels" / "negative" / "v02_off_by_one_mask.cu"
 RIGHT = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "v01_warp_per_row.cu"
 TOOLS = ["backends", "verify", "accesses", "predict", "kernels", "compare", "diverge"]
-# The first checks alone; all of them are the judge's tests' business.
-SERVER = """
-from attention_kernels.judge import conformance
-from gpt2_infer.cli import main
-everything = conformance.checks_of
-conformance.checks_of = lambda *arguments, **options: everything(*arguments, **options)[:12]
-raise SystemExit(main(["mcp"]))
-"""
+# All checks are the business of the judge's tests.
+SERVER = f'{SHORT_SUITE}raise SystemExit(main(["mcp"]))'
 LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
 HANG = """  FILE* file = fopen("PLACE", "w");
   fprintf(file, "%d\\n", getpid());
