@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from gpt2_infer.errors import ConfigError
+
+ProductsName = Literal["ieee-fp32", "3xfp16"]
+"""How float32 matrices are multiplied; see product.py."""
+PRODUCTS: tuple[ProductsName, ...] = get_args(ProductsName)
 
 # Aliases that transformers accepts.
 _ALIASES = {

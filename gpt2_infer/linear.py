@@ -8,16 +8,21 @@ The logits use oneDNN unless their weights are laid out for MKL; see lay_out().
 cuda: addmm, which is cuBLASLt with the bias in its epilogue. In float32 with more than one row, a
 plain product and then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
 to 2.5 times as long on an H200. In 16 bits the logits are padded to a multiple of 8 columns; see
-with_room().
+with_room(). With --products 3xfp16, layers take two rows or more through our own product.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gpt2_infer.config import ProductsName
+from gpt2_infer.prepared import Prepared
+from gpt2_infer.product import Product
 
 # Weights of at least this many elements multiply faster on two cores, half on each.
 MIN_SPLIT_NUMEL = 2**17
@@ -30,9 +35,19 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
+        self.products: ProductsName = "ieee-fp32"
+        self._prepared = Prepared()
+
+    def product(self) -> Product:
+        """Return our own product of the current weights; raises BuildError."""
+        weight, bias = weight_and_bias(self)
+        self._prepared.check(weights_stamp([weight, bias]))
+        return self._prepared.share("product", lambda: Product(weight, bias, self.products))
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""
+        if self.products != "ieee-fp32" and x.shape[0] > 1:
+            return self.product()(x.contiguous(), gelu=gelu)
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
@@ -45,6 +60,8 @@ class Linear(nn.Module):
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual + x W + b; residual may be overwritten."""
+        if self.products != "ieee-fp32" and x.shape[0] > 1:
+            return self.product().add_to(residual.contiguous(), x.contiguous())
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
@@ -89,6 +106,11 @@ def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return both parameters, without nn.Module's lookup, which takes as long as making a view."""
     parameters = cast("dict[str, Tensor]", module._parameters)
     return parameters["weight"], parameters["bias"]
+
+
+def weights_stamp(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes when PyTorch replaces these tensors or writes to them."""
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
 
 
 def lay_out(weight: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ from gpt2_infer.checkpoint import (
     resolve_dtype,
 )
 from gpt2_infer.checks import check_integer, check_type
-from gpt2_infer.config import GPT2Config
+from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.errors import ConfigError, RequestError
-from gpt2_infer.linear import Linear, project, weight_and_bias, with_room
+from gpt2_infer.linear import Linear, project, weight_and_bias, weights_stamp, with_room
 from gpt2_infer.prepared import Prepared
+from gpt2_infer.product import check_products
 from gpt2_infer.tokenizer import Tokenizer
 
 AttentionChoice = str | BackendSpec | AttentionFunction
@@ -205,6 +206,7 @@ class GPT2(nn.Module):
         dtype: str | torch.dtype = torch.float32,
         attention: AttentionChoice | None = None,
         decode_attention: str | BackendSpec | None = None,
+        products: ProductsName = "ieee-fp32",
         random_weights: bool = False,
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
@@ -213,8 +215,9 @@ class GPT2(nn.Module):
 
         model: "demo", a local folder, or a hub id (revision: its branch, tag or commit).
         device: None selects cuda if available, else cpu. dtype: a torch dtype or its name.
-        attention, decode_attention: see GPT2. random_weights: build the size that `model` names
-        from `seed`, for timing. tokenizer: replaces the checkpoint's own.
+        attention, decode_attention: see GPT2. products: see with_products(). random_weights: build
+        the size that `model` names from `seed`, for timing. tokenizer: replaces the checkpoint's
+        own.
         Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
         before reading any weight where possible.
         """
@@ -230,6 +233,7 @@ class GPT2(nn.Module):
             dtype=dtype,
             attention=attention,
             decode_attention=decode_attention,
+            products=products,
             seed=seed,
         )
 
@@ -242,13 +246,15 @@ class GPT2(nn.Module):
         dtype: torch.dtype,
         attention: BackendSpec | None = None,
         decode_attention: BackendSpec | None = None,
+        products: ProductsName = "ieee-fp32",
         seed: int = 0,
     ) -> GPT2:
-        """Check that the backends can serve the checkpoint's configuration, then read its weights.
+        """Check that backends and products can serve the configuration, then read the weights.
 
-        Raises WeightsError, UnavailableBackendError or UnsupportedError.
+        Raises WeightsError, RequestError, UnavailableBackendError or UnsupportedError.
         """
         config = checkpoint.config
+        check_products(products, device, dtype, (config.n_embd, config.inner_dim))
         check_backend(attention or default_backend(device.type), config, dtype, device)
         if decode_attention is not None:
             check_backend(decode_attention, config, dtype, device, decode=True)
@@ -257,7 +263,7 @@ class GPT2(nn.Module):
         checkpoint.load_into(model, device, dtype, seed)
         model.tokenizer = checkpoint.tokenizer
         model._head_weight.data = with_room(model._head_weight.data)
-        return model.requires_grad_(False).eval()
+        return model.requires_grad_(False).eval().with_products(products)
 
     @property
     def device(self) -> torch.device:
@@ -282,8 +288,7 @@ class GPT2(nn.Module):
     @property
     def prepared(self) -> Prepared:
         """The cache of engines for later calls; empty if the weights have changed since."""
-        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(self)]
-        self._prepared.check(weights)
+        self._prepared.check(weights_stamp(_parameters(self)))
         return self._prepared
 
     def release(self) -> None:
@@ -326,6 +331,30 @@ class GPT2(nn.Module):
         """Return a copy of the model with other backends and shared weights."""
         model = copy.copy(self)
         model._attention, model._decode_attention = _specs(attention, decode_attention)
+        return model
+
+    @property
+    def products(self) -> ProductsName:
+        """How the layers multiply float32 matrices of two rows or more."""
+        return next(iter(self.blocks())).mlp.c_fc.products
+
+    def with_products(self, products: ProductsName) -> GPT2:
+        """Return a copy of the model with other matrix products and shared weights.
+
+        products: "ieee-fp32", or on CUDA in float32 "3xfp16", three products of float16 numbers on
+        tensor cores, which keep a second, packed copy of the layers' weights. Raises RequestError.
+        """
+        check_products(
+            products, self.device, self.dtype, (self.config.n_embd, self.config.inner_dim)
+        )
+        if products == self.products:
+            return self
+        model = copy.copy(self)
+        shared = {id(weight): weight for weight in _parameters(self)}
+        model._modules = self._modules | {"h": copy.deepcopy(self.h, shared)}
+        for module in model.h.modules():
+            if isinstance(module, Linear):
+                module.products = products
         return model
 
     def up_to(self, seqlen: int) -> GPT2:

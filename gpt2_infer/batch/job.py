@@ -29,7 +29,7 @@ from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint
 from gpt2_infer.checks import check_integer, check_type
-from gpt2_infer.config import GPT2Config
+from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.engines.continuous import Completion, Continuous
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
@@ -53,6 +53,7 @@ class Settings:
     revision: str | None = None
     random_weights: bool = False
     dtype: str = "float32"
+    products: ProductsName = "ieee-fp32"
     backend: str | None = None
     decode_backend: str | None = None
     engine: str = "auto"
@@ -259,6 +260,7 @@ def load(settings: Settings, device: torch.device) -> GPT2:
         revision=settings.revision,
         device=device,
         dtype=settings.dtype,
+        products=settings.products,
         attention=settings.backend,
         decode_attention=decode_backend,
         random_weights=settings.random_weights,

@@ -82,10 +82,12 @@ class Decoding(Subject[DecodeCell]):
     def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
         """Yield the name, the program and the run function of each contender."""
         backends: list[str] | list[None] = self.study.backends or [None]
-        for backend in backends:
-            for name in self.study.engines:
-                words = ", ".join(filter(None, [backend, name]))
-                yield words, "gpt2-infer", _engine(model.with_attention(backend), cell, name)
+        combined = itertools.product(self.study.products, backends, self.study.engines)
+        for products, backend, name in combined:
+            how = None if products == "ieee-fp32" else products
+            words = ", ".join(filter(None, [backend, name, how]))
+            ours = model.with_products(products).with_attention(backend)
+            yield words, "gpt2-infer", _engine(ours, cell, name)
         if self.study.peers:
             yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
             if cell.mode == "kv-cache":

@@ -28,6 +28,7 @@ from gpt2_infer.bench.record import (
     TaskName,
     check_output,
 )
+from gpt2_infer.config import ProductsName
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     mode: Mode = "kv-cache"
     backends: list[str] = []
     """Attention backends, each with every engine; empty selects the default backend."""
+    products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
+    """Matrix products, each with every backend and engine."""
     peers: bool = False
     """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
     rounds: Rounds = 5

@@ -154,6 +154,7 @@ def load(
         dtype=resolve_dtype(arguments.dtype),
         attention=attention,
         decode_attention=decode_attention,
+        products=arguments.products,
         seed=seed,
     )
     return model, checked

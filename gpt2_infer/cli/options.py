@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gpt2_infer.checks import integer_error
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, show
+from gpt2_infer.config import PRODUCTS
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ TOP_P = "total probability of the most likely tokens to sample from; 1 is all (d
 SEED_HELP = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
 MAX_NEW_TOKENS = "maximum number of new tokens per prompt (default: %(default)s)"
 STOP = "stop string, which ends the text before it; repeatable"
+PRODUCTS_HELP = (
+    "how layers multiply float32 matrices of two rows or more on cuda: ieee-fp32, or 3xfp16, three "
+    "products of float16 numbers on tensor cores, about as exact (default: %(default)s)"
+)
 SEQLEN = "sequence length in tokens (default: %(default)s)"
 TIMEOUT = "time limit in seconds (default: 600)"
 HEAD_DIM = "head dimension (default: 64, or the first supported)"
@@ -106,6 +111,7 @@ def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True
             help="device (default: cuda if available, else cpu)",
         )
     add("--dtype", choices=DTYPES, default="float32", help="dtype (default: %(default)s)")
+    add("--products", choices=PRODUCTS, default="ieee-fp32", help=PRODUCTS_HELP)
 
 
 def add_text_options(add: Callable[..., object]) -> None:

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
         device=arguments.device,
         dtype=arguments.dtype,
+        products=arguments.products,
         attention=perplexity.BASELINE,
         random_weights=arguments.random_weights,
     )
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = {
             "model": arguments.model,
             "dtype": arguments.dtype,
+            "products": arguments.products,
             "input": path.name,
             "bytes": text.bytes,
             "window": window,

@@ -37,6 +37,7 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "decode_attention": result.decode_attention,
         "device": device,
         "dtype": dtype_name(model.dtype),
+        "products": model.products,
         "mode": result.mode,
         "engine": result.engine,
         "length_step": result.length_step,
@@ -90,6 +91,8 @@ def format_report(report: dict[str, Any]) -> str:
         "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
         "load": f"{report['load_s']:.2f} s",
     }
+    if report["products"] != "ieee-fp32":
+        lines["products"] = report["products"]
     if report["emulated"]:
         lines["timing"] = "none: the CPU emulator's speed says nothing about the kernel's"
     else:

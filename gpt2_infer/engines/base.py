@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import compilers
+from gpt2_infer import product
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
@@ -55,6 +54,7 @@ class Engine:
             replace(request.sampling, seed=0),
             request.check_finite,
             model.config,
+            model.products,
             model.attention,
             model.decode_attention if request.mode == "kv-cache" else None,
         )
@@ -169,17 +169,9 @@ def round_up(length: int, step: int) -> int:
 
 def kernel_reasons(model: GPT2, dtypes: Sequence[str]) -> list[str]:
     """Return the reasons why our own kernels, which take these dtypes, cannot run a model."""
-    config, dtype, reasons = model.config, dtype_name(model.dtype), []
-    if model.device.type != "cuda":
-        reasons.append("it needs a CUDA device")
-    elif torch.cuda.get_device_capability(model.device) < (9, 0):
-        reasons.append("it needs compute capability 9.0 or higher")
-    elif missing := compilers.missing_compiler("cuda"):
-        reasons.append(missing)
-    if dtype not in dtypes:
-        reasons.append(f"dtype {dtype} (it takes {', '.join(dtypes)})")
-    if config.n_embd % 64 or config.inner_dim % 64:
-        reasons.append(f"widths {config.n_embd} and {config.inner_dim} (it takes multiples of 64)")
+    config = model.config
+    widths = config.n_embd, config.inner_dim
+    reasons = product.kernel_reasons(model.device, model.dtype, dtypes, widths)
     if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     return reasons

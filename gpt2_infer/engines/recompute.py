@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
 from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
-from gpt2_infer.engines.product import MAX_NORM, Product
 from gpt2_infer.model import GPT2, Block, keep
+from gpt2_infer.product import MAX_NORM
 from gpt2_infer.request import EngineName, Request
 
 # Up to this many rows our products were faster than the libraries' on an H200.
@@ -98,7 +98,7 @@ class Layer:
     def __init__(self, block: Block, next_norm: nn.LayerNorm) -> None:
         self.block, self.next_norm = block, next_norm
         linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        self.qkv, self.proj, self.fc, self.fc2 = (Product(one.weight, one.bias) for one in linears)
+        self.qkv, self.proj, self.fc, self.fc2 = (one.product() for one in linears)
 
     def attend(self, normed: Tensor, shape: torch.Size, backend: BackendSpec) -> Tensor:
         """Return the heads' outputs for the output of ln_1, as rows."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import gpt2_infer.model
 from gpt2_infer import GPT2, RequestError, generate
-from gpt2_infer.config import GPT2Config
+from gpt2_infer.config import PRODUCTS, GPT2Config
 from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
@@ -26,14 +28,44 @@ CONFIG = GPT2Config(
 )
 
 
+def with_emulated_products(model, products, monkeypatch):
+    monkeypatch.setattr(gpt2_infer.model, "check_products", lambda *_: None)
+    return model.with_products(products)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
 @torch.inference_mode()
-def test_the_logits_are_those_of_the_modules():
+def test_the_logits_are_those_of_the_modules(products, monkeypatch):
     model = random_model(CONFIG)
+    other = with_emulated_products(model, products, monkeypatch)
     tokens = torch.randint(0, 101, (3, 37))
     seqlens = torch.tensor([37, 1, 20])
-    logits = Forward(model)(model, tokens, seqlens)
-    torch.testing.assert_close(logits, model(tokens, seqlens=seqlens)[:, 0], rtol=0, atol=1e-4)
-    assert torch.equal(Forward(model)(model, tokens, seqlens), logits)
+    logits = Forward(other)(other, tokens, seqlens)
+    expected = model(tokens, seqlens=seqlens)[:, 0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(other(tokens, seqlens=seqlens)[:, 0], expected, rtol=0, atol=1e-4)
+    assert torch.equal(Forward(other)(other, tokens, seqlens), logits)
+
+
+def test_a_model_with_other_products_shares_its_weights(monkeypatch):
+    model = random_model(CONFIG)
+    other = with_emulated_products(model, "3xfp16", monkeypatch)
+    assert (model.products, other.products) == PRODUCTS
+    for (name, one), (same, two) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert name == same
+        assert one is two
+    assert other.with_products("3xfp16") is other
+    assert pickle.loads(pickle.dumps(other)).products == "3xfp16"
+
+
+def test_products_that_cannot_be_used_are_refused():
+    model = random_model(CONFIG)
+    with pytest.raises(RequestError, match=r"3xfp16 cannot be used: it needs a CUDA device$"):
+        model.with_products("3xfp16")
+    with pytest.raises(RequestError, match="one of ieee-fp32, 3xfp16, not 'tf32'"):
+        model.with_products("tf32")
 
 
 @torch.inference_mode()
@@ -87,6 +119,19 @@ def test_greedy_text_of_all_engines_is_the_same(prompts, count, mode):
         text = generate(model, prompts, max_new_tokens=count, mode=mode, engine=engine)
         assert text.engine == ("fused" if engine == "auto" else engine)
         assert text.tokens == eager.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_text_with_three_products_is_the_same(mode):
+    model = published("gpt2")
+    prompts = [[15496, 11, 616, 1438], [1] * 70]
+    for engine in ("eager", "graph", "fused"):
+        expected, text = (
+            generate(each, prompts, max_new_tokens=60, mode=mode, engine=engine).tokens
+            for each in (model, model.with_products("3xfp16"))
+        )
+        assert text == expected
 
 
 @pytest.mark.gpu

@@ -19,41 +19,14 @@
 // Sums are in float32 in a fixed order: over k within a warp, over the warps of a block, over the
 // parts of a tile. No result depends on timing.
 
-#include <cstdint>
-
-#include "ptx.cuh"
-
-// nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
-#include <cuda_pipeline.h>
+#include "product.cuh"
 
 namespace attention {
-
-enum Mode { kBias, kGelu, kResidual };
-
-// Must match ProductParams in product.py. Matrices are row-major; all but x are 16-byte aligned.
-struct StructParams {
-  const float* x;          // (m, k)
-  const float* weight;     // (k, n); not written by the previous kernel
-  const float* bias;       // (n)
-  float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
-  float* residual;         // (m, n): kResidual adds to it
-  const float* ln_weight;  // (n); null: no LayerNorm
-  const float* ln_bias;    // (n)
-  float* workspace;        // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
-  int m, n, k;
-  int mode;
-  float epsilon;
-  int tile;    // index in launch()'s list
-  int blocks;  // from 1 to tiles * slabs
-};
-using ProductParams = StructParams;
-
 namespace {
 
 constexpr int kThreadM = 8, kThreadN = 8;
 constexpr int kWarpM = 4 * kThreadM, kWarpN = 8 * kThreadN;
 constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
-constexpr unsigned kWarp = 0xffffffff;
 
 // kWarpsM x kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
 template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
@@ -72,56 +45,12 @@ struct Tile {
   static constexpr int kStrideX = kBlockM + 4;
   static constexpr int kStageFloats = kBlockK * (kStrideX + kBlockN);
   static constexpr int kSumFloats = kWarpsK * kBlockM * kBlockN;
-  static constexpr int kSmemFloats =
-      kStages * kStageFloats > kSumFloats ? kStages * kStageFloats : kSumFloats;
+  static constexpr int kSmemBytes =
+      sizeof(float) * (kStages * kStageFloats > kSumFloats ? kStages * kStageFloats : kSumFloats);
   static_assert(kWarpK % 2 == 0, "fragments take turns in two sets of registers");
   static_assert(kBlockM % (4 * kWarps) == 0, "all threads copy as many rows of X");
   static_assert(kThreads % (kBlockN / 4) == 0, "a thread copies one chunk of columns of W");
 };
-
-// Slabs form one sequence: those of tile 0, of tile 1, ... Tiles with the same columns are
-// adjacent, so blocks that run at the same time read the same weights.
-struct Slabs {
-  int all, per_tile, blocks, tiles_m;
-
-  __device__ Slabs(const ProductParams& p, int block_m, int block_n, int block_k)
-      : per_tile(p.k / block_k), blocks(p.blocks), tiles_m((p.m + block_m - 1) / block_m) {
-    all = tiles_m * (p.n / block_n) * per_tile;
-  }
-  __device__ int first_of(int block) const {
-    return static_cast<int>(static_cast<int64_t>(all) * block / blocks);
-  }
-  __device__ int block_of(int slab) const {
-    return static_cast<int>((static_cast<int64_t>(slab + 1) * blocks - 1) / all);
-  }
-};
-
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
-__device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
-__device__ inline float4 operator+(float4 a, float4 b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-__device__ inline float gelu(float x) {
-  constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
-  // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
-  const float u = kRoot * (x + 0.044715f * x * x * x);
-  return x / (1.0f + expf(-2.0f * u));
-}
-
-// Finishes four complete sums: adds the bias, then applies GELU or adds the residual.
-__device__ inline float4 finish_chunk(const ProductParams& p, int row, int column, float4 sum) {
-  const int64_t at = static_cast<int64_t>(row) * p.n + column;
-  float4 v = sum + load4(p.bias + column);
-  if (p.mode == kResidual) {
-    v = v + load4(p.residual + at);
-    store4(p.residual + at, v);
-    return v;
-  }
-  if (p.mode == kGelu) v = {gelu(v.x), gelu(v.y), gelu(v.z), gelu(v.w)};
-  store4(p.y + at, v);
-  return v;
-}
 
 // Copies slabs of one tile to shared memory.
 template <typename T>
@@ -144,8 +73,8 @@ struct Copier {
     to_x = k * T::kStrideX + row;
     const int column = threadIdx.x % (T::kBlockN / 4) * 4;
     const int row_w = threadIdx.x / (T::kBlockN / 4);
-    w = reinterpret_cast<const char*>(p.weight + static_cast<int64_t>(k0 + row_w) * p.n + n0 +
-                                      column);
+    w = reinterpret_cast<const char*>(static_cast<const float*>(p.weight) +
+                                      static_cast<int64_t>(k0 + row_w) * p.n + n0 + column);
     step_w = static_cast<int64_t>(sizeof(float)) * kRowsW * p.n;
     to_w = T::kBlockK * T::kStrideX + row_w * T::kBlockN + column;
   }
@@ -290,70 +219,9 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
   }
 }
 
-__device__ inline float block_sum(float value, float* warps) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-  return sum;
-}
-
-// Adds up and finishes the tiles that were cut. A block works on row blockIdx.x, each thread on
-// four columns; with a LayerNorm, one block has the whole row.
-__global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
-  __shared__ float warps[2][32];
-  ptx::allow_next();
-  const int row = blockIdx.x, column = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
-  const bool is_here = column < p.n;
-  const Slabs slabs(p, block_m, block_n, block_k);
-  const int tile = row / block_m + column / block_n * slabs.tiles_m;
-  int block = 0, last = 0;
-  if (is_here) {
-    const int slab = tile * slabs.per_tile;
-    block = slabs.block_of(slab), last = slabs.block_of(slab + slabs.per_tile - 1);
-  }
-  const float* const at =
-      p.workspace + static_cast<int64_t>(row % block_m) * block_n + column % block_n;
-  const int64_t part = static_cast<int64_t>(block_m) * block_n;
-  ptx::wait_for_previous();
-  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (block < last) {
-    v = load4(at + (block + tile) * part);
-#pragma unroll 4
-    for (++block; block <= last; ++block) v = v + load4(at + (block + tile) * part);
-    v = finish_chunk(p, row, column, v);
-  } else if (is_here && p.mode == kResidual) {
-    v = load4(p.residual + static_cast<int64_t>(row) * p.n + column);
-  }
-  if (p.ln_weight == nullptr) return;
-
-  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / p.n;
-  v = v + float4{-mean, -mean, -mean, -mean};
-  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
-  const float scale = rsqrtf(block_sum(square, warps[1]) / p.n + p.epsilon);
-  if (!is_here) return;
-  const float4 weight = load4(p.ln_weight + column), bias = load4(p.ln_bias + column);
-  store4(p.y + static_cast<int64_t>(row) * p.n + column,
-         {v.x * scale * weight.x + bias.x, v.y * scale * weight.y + bias.y,
-          v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w});
-}
-
 template <typename T>
-cudaError_t launch_tile(const ProductParams& p, cudaStream_t stream) {
-  if (p.m < 1 || p.n % T::kBlockN != 0 || p.k % T::kBlockK != 0) return cudaErrorInvalidValue;
-  const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
-  if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
-  if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
-  const cudaError_t error = launch_early(product<T>, dim3(p.blocks), 1, dim3(T::kThreads),
-                                         sizeof(float) * T::kSmemFloats, stream, p);
-  const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles
-  if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
-  const int row = ceil_div(p.n / 4, 32) * 32;
-  const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
-  return launch_early(finish, dim3(p.m, ceil_div(row, threads)), 1, dim3(threads), 0, stream, p,
-                      T::kBlockM, T::kBlockN, T::kBlockK);
+cudaError_t launch_product(const ProductParams& p, cudaStream_t stream) {
+  return launch_tile<T>(product<T>, p, stream);
 }
 
 }  // namespace
@@ -365,11 +233,11 @@ int64_t scratch_floats(const ProductParams&) { return 0; }
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   switch (params.tile) {  // must match TILES in product.py
     case 0:
-      return launch_tile<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
+      return launch_product<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
     case 1:
-      return launch_tile<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
+      return launch_product<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
     case 2:
-      return launch_tile<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
+      return launch_product<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

@@ -1,0 +1,158 @@
+"""Our own matrix product, emulated on the CPU, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2_infer.config import PRODUCTS
+from gpt2_infer.product import KERNELS, Plan, Product, choose, plans
+
+EPSILON = 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """Fill new tensors with NaN, so that unwritten elements of y and the workspace show."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator) * 2 + 0.3
+
+
+def tile_index(products: str, block_m: int, block_n: int) -> int:
+    tiles = KERNELS[products].tiles
+    return next(i for i, x in enumerate(tiles) if (x.block_m, x.block_n) == (block_m, block_n))
+
+
+def check(products: str, plan: Plan | None, m: int, n: int, k: int, device: str = "cpu") -> None:
+    """Compare all modes with float64; the bound is a few roundings of the summed magnitudes."""
+    x, weight, bias, residual = random(m, k), random(k, n), random(n), random(m, n)
+    norm = nn.LayerNorm(n).requires_grad_(False)
+    norm.weight.copy_(random(n))
+    norm.bias.copy_(random(n) - 1)
+    exact = x.double() @ weight.double() + bias.double()
+    sums = exact + residual.double()
+    added = x.double().abs() @ weight.double().abs() + bias.abs() + residual.abs()
+    bound = 8 * EPSILON * added
+    gelu = F.gelu(exact, approximate="tanh")
+    normed = F.layer_norm(sums, (n,), norm.weight.double(), norm.bias.double(), norm.eps)
+
+    x, residual, norm = x.to(device), residual.to(device), norm.to(device)
+    product = Product(weight.to(device), bias.to(device), products, plan=plan)
+    assert ((product(x).cpu() - exact).abs() <= bound).all()
+    assert ((product(x, gelu=True).cpu() - gelu).abs() <= 2 * bound).all()
+
+    more = torch.cat([residual, residual.new_zeros(64, n)])
+    into = more[:m]
+    assert product.add_to(into, x) is into
+    assert ((into.cpu() - sums).abs() <= bound).all()
+    assert not more[m:].any()
+
+    once, again = residual.clone(), residual.clone()
+    result = product.add_to(once, x, norm)
+    assert torch.equal(once, into)
+    torch.testing.assert_close(result.cpu().double(), normed, rtol=0, atol=5e-5)
+    assert torch.equal(product.add_to(again, x, norm), result)
+    assert torch.equal(product(x), product(x))
+
+
+EVERY_TILE = [(name, i) for name in PRODUCTS for i in range(len(KERNELS[name].tiles))]
+
+
+@pytest.mark.parametrize(("products", "tile"), EVERY_TILE)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_product_is_right_in_every_mode(products, tile, parts):
+    size = KERNELS[products].tiles[tile]
+    m, n, k = size.block_m // 2 + 3, 128, 3 * size.block_k
+    check(products, Plan(tile, size.count(m, n) * parts), m, n, k)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_blocks_share_tiles_that_are_cut_anywhere(products):
+    for blocks in (5, 7):  # the product has 6 tiles
+        check(products, Plan(tile_index(products, 32, 64), blocks), 70, 128, 256)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_one_row_and_a_norm_of_less_than_a_warp(products):
+    check(products, None, 1, 64, 32)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_a_row_does_not_depend_on_rows_after_it(products):
+    weight, bias, x = random(128, 64), random(64), random(40, 128)
+    tile = tile_index(products, 32, 64)
+    one, two = (Product(weight, bias, products, plan=Plan(tile, blocks)) for blocks in (2, 4))
+    assert torch.equal(one(x[:3]), two(x)[:3])  # both have as many parts per tile
+
+
+def errors(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Return each row's distance from float64, relative to the row: ours, and PyTorch's."""
+    exact = x.double() @ weight.double()
+    found = {name: Product(weight, weight.new_zeros(weight.shape[1]), name)(x) for name in PRODUCTS}
+    found["pytorch"] = x @ weight
+    size = exact.norm(dim=1)
+    return {name: (y.double() - exact).norm(dim=1).div(size).cpu() for name, y in found.items()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-90, 2.0**110])
+@pytest.mark.parametrize("outlier", [1.0, 3000.0])
+def test_three_products_are_as_exact_as_float32(scale, outlier):
+    x, weight = random(40, 768) * scale, random(768, 128) / scale
+    x[:, 7] *= outlier  # as in GPT-2's residual stream
+    x[3] *= 2.0**-20
+    weight[:, 5] *= 2.0**-20
+    found = errors(x, weight)
+    assert found["3xfp16"].max() <= 2 * found["ieee-fp32"].max()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_three_products_keep_what_is_not_finite_in_its_row(value):
+    x, weight = random(40, 64), random(64, 64)
+    x[7, 3] = value
+    y = Product(weight, random(64), "3xfp16")(x)
+    finite = y.isfinite().all(1)
+    assert not y[7].isfinite().any()
+    assert finite.sum() == 39
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_every_plan_of_gpt2_is_one_that_the_kernel_takes(products):
+    kernel = KERNELS[products]
+    for k, n in ((768, 2304), (768, 768), (768, 3072), (3072, 768), (1600, 6400)):
+        for m in (1, 8, 100, 512, 8192):
+            for plan in (*plans(kernel, m, n, k, 132), choose(kernel, m, n, k, 132)):
+                tile = kernel.tiles[plan.tile]
+                assert n % tile.block_n == 0
+                assert k % tile.block_k == 0
+                assert 1 <= plan.blocks <= tile.count(m, n) * (k // tile.block_k)
+
+
+# Widths of GPT-2 small to xl: (k, n) of q, k and v, of the projection and of the MLP.
+WIDTHS = (768, 1024, 1280, 1600)
+SHAPES = [shape for w in WIDTHS for shape in ((w, 3 * w), (w, w), (w, 4 * w), (4 * w, w))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize(("k", "n"), SHAPES[:4])
+def test_gpt2_on_a_gpu(products, k, n):
+    for m in (1, 8, 77, 256, 512):
+        check(products, None, m, n, k, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_three_products_are_as_exact_as_the_library_on_a_gpu(k, n):
+    for m in (2, 77, 512):
+        x, weight = random(m, k).cuda(), random(k, n).cuda()
+        x[:, 7] *= 3000
+        found = errors(x, weight)
+        assert (found["3xfp16"] <= found["pytorch"]).all()
