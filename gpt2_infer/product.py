@@ -112,7 +112,7 @@ KERNELS: dict[ProductsName, Kernel] = {
 }
 # The exponents of v02_three_products.cu: that to which a column's largest number is scaled, and the
 # range that is scaled for.
-TOP, LEAST, MOST = 14, -113, 127
+TOP, LEAST, MOST = 14, -112, 127
 
 
 # The tensors whose addresses begin StructParams, in order.

@@ -31,10 +31,12 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlockK = 32;  // k per slab
 constexpr int kSteps = kBlockK / 16;
+static_assert(kSteps == 2);
 constexpr int kTop = 14;      // exponent to which a row's or a column's largest number is scaled
-constexpr int kLeast = -113;  // the smallest exponent that is scaled for
+constexpr int kLeast = -112;  // the smallest exponent that is scaled for
 constexpr int kMost = 127;
 constexpr int kShift = 22;  // sums are 2^-22 times as large, so that few can overflow
+constexpr float kSmaller = 0x1p-22f;
 constexpr int kStrideX = 2 * kBlockK + 8;                     // halves: hi, lo, padding
 constexpr int kStripBytes = kSteps * 2 * 32 * sizeof(uint4);  // a slab of 16 columns of W
 
@@ -57,10 +59,8 @@ struct Tile {
   static_assert(kBlockM % (4 * kWarps) == 0 && kBytesW % (16 * kThreads) == 0);
 };
 
-// Exponents from -149 on, so the result may be subnormal.
 __device__ inline float power_of_two(int exponent) {
-  return __uint_as_float(exponent < -126 ? 1u << (exponent + 149)
-                                         : static_cast<unsigned>(exponent + 127) << 23);
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
 }
 
 // Splits x and y into hi + lo; a word holds a pair of halves.
@@ -90,13 +90,16 @@ struct Rows {
     count = p.m - m0 - row;
   }
 
-  __device__ void load() {
+  // Loads a slab and moves on to the next, if there is one.
+  __device__ void load(bool has_next) {
 #pragma unroll
     for (int i = 0; i < T::kEach; ++i)
       values[i] = 4 * kWarps * i < count ? load4(x + i * step) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-    x += kBlockK;
+    if (has_next) x += kBlockK;
   }
 
+  // Eight lanes have a row. All of them store its scale: a branch would keep the compiler from
+  // mixing these instructions with the products.
   __device__ void store(half* to, float* scales) const {
 #pragma unroll
     for (int i = 0; i < T::kEach; ++i) {
@@ -105,9 +108,9 @@ struct Rows {
 #pragma unroll
       for (int width = 4; width > 0; width /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
-      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-      const int bounded = min(max(exponent, kLeast), kMost);
-      const float scale = power_of_two(kTop - bounded);
+      // Powers of two by their bits: 127 + exponent, without a fraction.
+      const unsigned bits = min(max(__float_as_uint(largest) >> 23, kLeast + 127u), kMost + 127u);
+      const float scale = __uint_as_float((kTop + 2 * 127 - bits) << 23);
       uint2 hi, lo;
       split(v.x * scale, v.y * scale, hi.x, lo.x);
       split(v.z * scale, v.w * scale, hi.y, lo.y);
@@ -115,7 +118,7 @@ struct Rows {
       half* const at = to + r * kStrideX + threadIdx.x % 8 * 4;
       *reinterpret_cast<uint2*>(at) = hi;
       *reinterpret_cast<uint2*>(at + kBlockK) = lo;
-      if (threadIdx.x % 8 == 0) scales[r] = power_of_two(bounded - kTop - kShift);
+      scales[r] = __uint_as_float((bits - kTop) << 23) * kSmaller;
     }
   }
 };
@@ -123,19 +126,20 @@ struct Rows {
 // Packed, W is (n / 16, k / 16, hi and lo, 32 lanes, 2 groups of 8 columns, 2 halves of k, 2 k).
 template <typename T>
 struct Columns {
-  const uint4* from;
-  int64_t strip;  // chunks between strips of 16 columns
+  const uint4* from;  // this thread's chunk of the next slab
+  int64_t strip;      // chunks between strips of 16 columns
 
   __device__ Columns(const ProductParams& p, int n0, int k0) {
     strip = static_cast<int64_t>(p.k / 16) * 2 * 32;
-    from = static_cast<const uint4*>(p.weight) + n0 / 16 * strip + k0 / 16 * 2 * 32;
+    from = static_cast<const uint4*>(p.weight) + n0 / 16 * strip + k0 / 16 * 2 * 32 + threadIdx.x;
   }
   __device__ void copy(char* stage) {
-    constexpr int kChunks = kStripBytes / sizeof(uint4);
+    static_assert(kStripBytes == sizeof(uint4) * kThreads, "a thread has a chunk of each strip");
 #pragma unroll
-    for (int i = threadIdx.x; i < T::kBytesW / 16; i += kThreads)
-      __pipeline_memcpy_async(stage + 16 * i, from + i / kChunks * strip + i % kChunks, 16);
-    from += kChunks;
+    for (int i = 0; i < T::kBlockN / 16; ++i)
+      __pipeline_memcpy_async(stage + i * kStripBytes + sizeof(uint4) * threadIdx.x,
+                              from + i * strip, sizeof(uint4));
+    from += kThreads;
   }
 };
 
@@ -167,9 +171,9 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
     }
     ptx::wait_for_previous();  // it does not write the weights, but perhaps the rest
     Rows<T> rows(p, m0, first * kBlockK);
-    rows.load();
+    rows.load(count > 1);
     rows.store(s_x, s_scales);
-    if (count > 1) rows.load();
+    rows.load(count > 2);
 
     float sums[T::kRows][2 * T::kStrips][4] = {};
     int stage = 0, free = T::kStages - 1;
@@ -179,56 +183,52 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
       __syncthreads();
       if (s + T::kStages - 1 < count) columns.copy(s_w + free * T::kBytesW);
       __pipeline_commit();
-      const half* const from_x = s_x + s % 2 * T::kHalvesX;
-      const char* const from_w = s_w + stage * T::kBytesW + strip * kStripBytes;
-      float acc[T::kRows][2 * T::kStrips][4] = {};
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        unsigned hi[T::kRows][4], lo[T::kRows][4];
-#pragma unroll
-        for (int i = 0; i < T::kRows; ++i) {
-          const half* const at =
-              from_x + (warp_m + 16 * i + lane % 16) * kStrideX + 16 * step + lane / 16 * 8;
-          ptx::load_matrices(hi[i], at);
-          ptx::load_matrices(lo[i], at + kBlockK);
-        }
-#pragma unroll
-        for (int j = 0; j < T::kStrips; ++j) {
-          const auto* const at =
-              reinterpret_cast<const uint4*>(from_w + j * kStripBytes) + 2 * 32 * step + lane;
-          const uint4 high = at[0], low = at[32];
-          const unsigned w_hi[2][2] = {{high.x, high.y}, {high.z, high.w}};
-          const unsigned w_lo[2][2] = {{low.x, low.y}, {low.z, low.w}};
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-            for (int g = 0; g < 2; ++g) ptx::mma<false>(acc[i][2 * j + g], lo[i], w_hi[g]);
-          }
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-            for (int g = 0; g < 2; ++g) ptx::mma<false>(acc[i][2 * j + g], hi[i], w_lo[g]);
-          }
-#pragma unroll
-          for (int i = 0; i < T::kRows; ++i) {
-#pragma unroll
-            for (int g = 0; g < 2; ++g) ptx::mma<false>(acc[i][2 * j + g], hi[i], w_hi[g]);
-          }
-        }
-      }
-      if (s + 1 < count) {
-        rows.store(s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
-        if (s + 2 < count) rows.load();
-      }
+      const half* const from_x =
+          s_x + s % 2 * T::kHalvesX + (warp_m + lane % 16) * kStrideX + lane / 16 * 8;
+      const auto* const from_w =
+          reinterpret_cast<const uint4*>(s_w + stage * T::kBytesW + strip * kStripBytes) + lane;
       const float* const scales = s_scales + s % 2 * T::kBlockM + warp_m + lane / 4;
+      unsigned hi[kSteps][T::kRows][4], lo[kSteps][T::kRows][4];
+      float scale[T::kRows][2];
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) {
-        const float scale[2] = {scales[16 * i], scales[16 * i + 8]};
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          ptx::load_matrices(hi[step][i], from_x + 16 * i * kStrideX + 16 * step);
+          ptx::load_matrices(lo[step][i], from_x + 16 * i * kStrideX + 16 * step + kBlockK);
+        }
+        scale[i][0] = scales[16 * i], scale[i][1] = scales[16 * i + 8];
+      }
+      float acc[T::kRows][2 * T::kStrips][4] = {};
+      const auto multiply = [&](int step) {
+#pragma unroll
+        for (int j = 0; j < T::kStrips; ++j) {
+          const uint4 high = from_w[j * kThreads + 2 * 32 * step];
+          const uint4 low = from_w[j * kThreads + 2 * 32 * step + 32];
+          const unsigned w_hi[2][2] = {{high.x, high.y}, {high.z, high.w}};
+          const unsigned w_lo[2][2] = {{low.x, low.y}, {low.z, low.w}};
+          const auto add = [&](const unsigned (&x)[T::kRows][4], const unsigned (&w)[2][2]) {
+#pragma unroll
+            for (int i = 0; i < T::kRows; ++i) {
+#pragma unroll
+              for (int g = 0; g < 2; ++g) ptx::mma<false>(acc[i][2 * j + g], x[i], w[g]);
+            }
+          };
+          add(lo[step], w_hi), add(hi[step], w_lo), add(hi[step], w_hi);
+        }
+      };
+      multiply(0);
+      // The last slab's is stored again, where nobody reads it.
+      rows.store(s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
+      rows.load(s + 3 < count);
+      multiply(1);
+#pragma unroll
+      for (int i = 0; i < T::kRows; ++i) {
 #pragma unroll
         for (int j = 0; j < 2 * T::kStrips; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            sums[i][j][e] = fmaf(acc[i][j][e], scale[e / 2], sums[i][j][e]);
+            sums[i][j][e] = fmaf(acc[i][j][e], scale[i][e / 2], sums[i][j][e]);
         }
       }
       stage = stage + 1 == T::kStages ? 0 : stage + 1;
