@@ -102,7 +102,7 @@ KERNELS: dict[ProductsName, Kernel] = {
         "v02_three_products.cu",
         (
             Tile(32, 64, 32, 4, 4),
-            Tile(64, 64, 32, 3, 4),
+            Tile(64, 64, 32, 4, 4),
             Tile(64, 128, 32, 2, 4),
             Tile(32, 128, 32, 3, 4),
         ),

@@ -52,8 +52,7 @@ struct Tile {
   static constexpr int kBlockK = attention::kBlockK;
   static constexpr int kThreads = attention::kThreads;
   static constexpr int kHalvesX = kBlockM * kStrideX;  // two slabs of x are in shared memory
-  static constexpr int kBytesX = 2 * (sizeof(half) * kHalvesX + sizeof(float) * kBlockM) +
-                                 kStages * sizeof(float) * kBlockM * kBlockK;
+  static constexpr int kBytesX = 2 * (sizeof(half) * kHalvesX + sizeof(float) * kBlockM);
   static constexpr int kBytesW = kBlockN / 16 * kStripBytes;
   static constexpr int kSmemBytes = kStages * kBytesW + kBytesX;
   static constexpr int kEach = kBlockM / (4 * kWarps);  // rows of x per thread and slab
@@ -73,41 +72,38 @@ __device__ inline void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&low);
 }
 
-// A thread's part of the rows of x: four k of every 4 kWarps-th row. It copies them to shared memory
-// and splits them itself, so it waits for nobody else's copies.
+// A thread's part of the rows of x: four k of every 4 kWarps-th row.
 template <typename T>
 struct Rows {
-  const float* x;  // the next slab's first four
+  const float* x;  // the first row's next four
   int64_t step;    // floats between rows
-  int count;       // rows from the first on; sums of others are not stored
+  int count;       // rows from the first on
   int row;         // of the tile
-  float4* own;     // (kStages, kEach, kThreads)
+  float4 values[T::kEach];
 
   // Lanes 0 to 15 store to two rows four apart: half a warp then touches all banks.
-  __device__ Rows(const ProductParams& p, float4* stages, int m0, int k0) {
+  __device__ Rows(const ProductParams& p, int m0, int k0) {
     const int warp = threadIdx.x / 32, quarter = threadIdx.x % 32 / 8;
     row = warp / 2 * 8 + warp % 2 * 2 + quarter / 2 + quarter % 2 * 4;
     x = p.x + static_cast<int64_t>(m0 + row) * p.k + k0 + threadIdx.x % 8 * 4;
     step = static_cast<int64_t>(4 * kWarps) * p.k;
     count = p.m - m0 - row;
-    own = stages + threadIdx.x;
   }
 
-  __device__ void copy(int stage) {
+  // Loads a slab and moves on to the next, if there is one.
+  __device__ void load(bool has_next) {
 #pragma unroll
-    for (int i = 0; i < T::kEach; ++i) {
-      if (4 * kWarps * i < count)
-        __pipeline_memcpy_async(own + (stage * T::kEach + i) * kThreads, x + i * step, 16);
-    }
-    x += kBlockK;
+    for (int i = 0; i < T::kEach; ++i)
+      values[i] = 4 * kWarps * i < count ? load4(x + i * step) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    if (has_next) x += kBlockK;
   }
 
   // Eight lanes have a row. All of them store its scale: a branch would keep the compiler from
   // mixing these instructions with the products.
-  __device__ void store(int stage, half* to, float* scales) const {
+  __device__ void store(half* to, float* scales) const {
 #pragma unroll
     for (int i = 0; i < T::kEach; ++i) {
-      const float4 v = own[(stage * T::kEach + i) * kThreads];
+      const float4 v = values[i];
       float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
       for (int width = 4; width > 0; width /= 2)
@@ -154,7 +150,6 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
   char* const s_w = smem;
   half* const s_x = reinterpret_cast<half*>(smem + T::kStages * T::kBytesW);
   float* const s_scales = reinterpret_cast<float*>(s_x + 2 * T::kHalvesX);
-  float4* const s_rows = reinterpret_cast<float4*>(s_scales + 2 * T::kBlockM);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_m = warp / T::kWarpsN * 16 * T::kRows;
   const int strip = warp % T::kWarpsN * T::kStrips;  // the warp's first
@@ -169,29 +164,24 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
     const int n0 = tile / slabs.tiles_m * T::kBlockN;
 
     Columns<T> columns(p, n0, first * kBlockK);
-    Rows<T> rows(p, s_rows, m0, first * kBlockK);
 #pragma unroll
-    for (int s = 0; s < T::kStages - 1; ++s)
+    for (int s = 0; s < T::kStages - 1; ++s) {
       if (s < count) columns.copy(s_w + s * T::kBytesW);
-    ptx::wait_for_previous();  // it does not write the weights, but perhaps the rest
-    rows.copy(0);
-#pragma unroll
-    for (int s = 1; s < T::kStages; ++s) {  // rows are needed a slab ahead of columns
-      if (s < count) rows.copy(s);
       __pipeline_commit();
     }
-    __pipeline_wait_prior(T::kStages - 2);
-    rows.store(0, s_x, s_scales);
+    ptx::wait_for_previous();  // it does not write the weights, but perhaps the rest
+    Rows<T> rows(p, m0, first * kBlockK);
+    rows.load(count > 1);
+    rows.store(s_x, s_scales);
+    rows.load(count > 2);
 
     float sums[T::kRows][2 * T::kStrips][4] = {};
-    const auto next = [](int stage) { return stage + 1 == T::kStages ? 0 : stage + 1; };
     int stage = 0, free = T::kStages - 1;
     for (int s = 0; s < count; ++s) {
       // Every thread now sees this slab and is done with the one before it.
       __pipeline_wait_prior(T::kStages - 2);
       __syncthreads();
       if (s + T::kStages - 1 < count) columns.copy(s_w + free * T::kBytesW);
-      if (s + T::kStages < count) rows.copy(stage);
       __pipeline_commit();
       const half* const from_x =
           s_x + s % 2 * T::kHalvesX + (warp_m + lane % 16) * kStrideX + lane / 16 * 8;
@@ -228,8 +218,9 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
         }
       };
       multiply(0);
-      // After the last slab, old rows are stored where nobody reads them.
-      rows.store(next(stage), s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
+      // The last slab's is stored again, where nobody reads it.
+      rows.store(s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
+      rows.load(s + 3 < count);
       multiply(1);
 #pragma unroll
       for (int i = 0; i < T::kRows; ++i) {
@@ -240,7 +231,8 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
             sums[i][j][e] = fmaf(acc[i][j][e], scale[i][e / 2], sums[i][j][e]);
         }
       }
-      stage = next(stage), free = next(free);
+      stage = stage + 1 == T::kStages ? 0 : stage + 1;
+      free = free + 1 == T::kStages ? 0 : free + 1;
     }
 
     // A lane has two columns of two rows. It gives one pair to its neighbour, for the other's pair
@@ -292,13 +284,13 @@ int64_t scratch_floats(const ProductParams&) { return 0; }
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   switch (params.tile) {  // must match TILES in product.py
     case 0:
-      return launch_product<Tile<1, 2, 1, 3, 4>>(params, stream);
+      return launch_product<Tile<1, 2, 1, 4, 4>>(params, stream);
     case 1:
-      return launch_product<Tile<2, 2, 2, 3, 3>>(params, stream);
+      return launch_product<Tile<2, 2, 2, 4, 4>>(params, stream);
     case 2:
       return launch_product<Tile<2, 2, 4, 3, 2>>(params, stream);
     case 3:
-      return launch_product<Tile<1, 2, 2, 3, 3>>(params, stream);
+      return launch_product<Tile<1, 2, 2, 4, 3>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
