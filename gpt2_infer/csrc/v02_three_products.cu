@@ -9,13 +9,14 @@
 // Cost:   a second, packed copy of the weights. Every block with the same rows of x splits them
 //         again. A number that is less than 2^-39 times the largest of its row and slab, or of its
 //         column of W, loses bits.
-// Tile:   16 x 16 per fragment, 4 warps per block, 32 k per slab
+// Tile:   32 x 16 or 32 x 32 per warp; a block's 4 warps are side by side; 32 k per slab
 // Layout: contiguous
 // Role:   struct
 // Needs:  sm_80
 // Precision: 3xfp16
 // Flags:  (none)
-// Expect: from 256 rows on, tensor cores and shared memory are about equally busy. Below, latency.
+// Expect: latency is the bottleneck: of a slab, which a block loads, splits and multiplies in turn.
+//         Tiles of 64 rows need half as many copies of W, but were slower on sm_90.
 //
 // A slab's sums are new accumulators: tensor cores round towards zero, so a long chain would drift.
 // They are multiplied by the scale of their row as they are added to the tile's sums, in float32.
@@ -32,6 +33,8 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBlockK = 32;  // k per slab
 constexpr int kSteps = kBlockK / 16;
 static_assert(kSteps == 2);
+constexpr int kRows = 2;      // fragments of 16 rows per warp
+constexpr int kStages = 4;    // slabs of W in shared memory
 constexpr int kTop = 14;      // exponent to which a row's or a column's largest number is scaled
 constexpr int kLeast = -112;  // the smallest exponent that is scaled for
 constexpr int kMost = 127;
@@ -40,23 +43,21 @@ constexpr float kSmaller = 0x1p-22f;
 constexpr int kStrideX = 2 * kBlockK + 8;                     // halves: hi, lo, padding
 constexpr int kStripBytes = kSteps * 2 * 32 * sizeof(uint4);  // a slab of 16 columns of W
 
-// kWarpsM x kWarpsN warps cover a tile, each with kRows x kStrips fragments of 16 x 16.
-template <int kWarpsM_, int kRows_, int kStrips_, int kStages_, int kResident_>
+// A block has 32 rows and the columns of its warps, which are side by side. Each warp has kRows x
+// kStrips fragments.
+template <int kStrips_, int kResident_>
 struct Tile {
-  static constexpr int kWarpsN = kWarps / kWarpsM_;
-  static constexpr int kRows = kRows_, kStrips = kStrips_;
-  static constexpr int kStages = kStages_;      // slabs of W in shared memory
+  static constexpr int kStrips = kStrips_;
   static constexpr int kResident = kResident_;  // blocks per multiprocessor
-  static constexpr int kBlockM = 16 * kRows * kWarpsM_;
-  static constexpr int kBlockN = 16 * kStrips * kWarpsN;
+  static constexpr int kBlockM = 16 * kRows;
+  static constexpr int kBlockN = 16 * kStrips * kWarps;
   static constexpr int kBlockK = attention::kBlockK;
   static constexpr int kThreads = attention::kThreads;
+  static constexpr int kBytesW = kBlockN / 16 * kStripBytes;
   static constexpr int kHalvesX = kBlockM * kStrideX;  // two slabs of x are in shared memory
   static constexpr int kBytesX = 2 * (sizeof(half) * kHalvesX + sizeof(float) * kBlockM);
-  static constexpr int kBytesW = kBlockN / 16 * kStripBytes;
   static constexpr int kSmemBytes = kStages * kBytesW + kBytesX;
   static constexpr int kEach = kBlockM / (4 * kWarps);  // rows of x per thread and slab
-  static_assert(kBlockM % (4 * kWarps) == 0 && kBytesW % (16 * kThreads) == 0);
 };
 
 __device__ inline float power_of_two(int exponent) {
@@ -148,11 +149,10 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
   ptx::allow_next();
   ATTENTION_DYNAMIC_SHARED(char, smem);
   char* const s_w = smem;
-  half* const s_x = reinterpret_cast<half*>(smem + T::kStages * T::kBytesW);
+  half* const s_x = reinterpret_cast<half*>(smem + kStages * T::kBytesW);
   float* const s_scales = reinterpret_cast<float*>(s_x + 2 * T::kHalvesX);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_m = warp / T::kWarpsN * 16 * T::kRows;
-  const int strip = warp % T::kWarpsN * T::kStrips;  // the warp's first
+  const int strip = warp * T::kStrips;  // the warp's first
 
   const Slabs slabs(p, T::kBlockM, T::kBlockN, kBlockK);
   const int end = slabs.first_of(blockIdx.x + 1);
@@ -165,7 +165,7 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
 
     Columns<T> columns(p, n0, first * kBlockK);
 #pragma unroll
-    for (int s = 0; s < T::kStages - 1; ++s) {
+    for (int s = 0; s < kStages - 1; ++s) {
       if (s < count) columns.copy(s_w + s * T::kBytesW);
       __pipeline_commit();
     }
@@ -175,23 +175,22 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
     rows.store(s_x, s_scales);
     rows.load(count > 2);
 
-    float sums[T::kRows][2 * T::kStrips][4] = {};
-    int stage = 0, free = T::kStages - 1;
+    float sums[kRows][2 * T::kStrips][4] = {};
+    int stage = 0, free = kStages - 1;
     for (int s = 0; s < count; ++s) {
       // Every thread now sees this slab and is done with the one before it.
-      __pipeline_wait_prior(T::kStages - 2);
+      __pipeline_wait_prior(kStages - 2);
       __syncthreads();
-      if (s + T::kStages - 1 < count) columns.copy(s_w + free * T::kBytesW);
+      if (s + kStages - 1 < count) columns.copy(s_w + free * T::kBytesW);
       __pipeline_commit();
-      const half* const from_x =
-          s_x + s % 2 * T::kHalvesX + (warp_m + lane % 16) * kStrideX + lane / 16 * 8;
+      const half* const from_x = s_x + s % 2 * T::kHalvesX + lane % 16 * kStrideX + lane / 16 * 8;
       const auto* const from_w =
           reinterpret_cast<const uint4*>(s_w + stage * T::kBytesW + strip * kStripBytes) + lane;
-      const float* const scales = s_scales + s % 2 * T::kBlockM + warp_m + lane / 4;
-      unsigned hi[kSteps][T::kRows][4], lo[kSteps][T::kRows][4];
-      float scale[T::kRows][2];
+      const float* const scales = s_scales + s % 2 * T::kBlockM + lane / 4;
+      unsigned hi[kSteps][kRows][4], lo[kSteps][kRows][4];
+      float scale[kRows][2];
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           ptx::load_matrices(hi[step][i], from_x + 16 * i * kStrideX + 16 * step);
@@ -199,31 +198,43 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
         }
         scale[i][0] = scales[16 * i], scale[i][1] = scales[16 * i + 8];
       }
-      float acc[T::kRows][2 * T::kStrips][4] = {};
-      const auto multiply = [&](int step) {
+      float acc[kRows][2 * T::kStrips][4] = {};
 #pragma unroll
-        for (int j = 0; j < T::kStrips; ++j) {
-          const uint4 high = from_w[j * kThreads + 2 * 32 * step];
-          const uint4 low = from_w[j * kThreads + 2 * 32 * step + 32];
-          const unsigned w_hi[2][2] = {{high.x, high.y}, {high.z, high.w}};
-          const unsigned w_lo[2][2] = {{low.x, low.y}, {low.z, low.w}};
-          const auto add = [&](const unsigned (&x)[T::kRows][4], const unsigned (&w)[2][2]) {
+      for (int j = 0; j < T::kStrips; ++j) {
+        const auto load = [&](unsigned (&w)[kSteps][2][2], int is_lo) {
 #pragma unroll
-            for (int i = 0; i < T::kRows; ++i) {
+          for (int step = 0; step < kSteps; ++step) {
+            const uint4 v = from_w[j * kThreads + 2 * 32 * step + 32 * is_lo];
+            w[step][0][0] = v.x, w[step][0][1] = v.y, w[step][1][0] = v.z, w[step][1][1] = v.w;
+          }
+        };
+        const auto add = [&](const unsigned (&x)[kSteps][kRows][4],
+                             const unsigned (&w)[kSteps][2][2]) {
 #pragma unroll
-              for (int g = 0; g < 2; ++g) ptx::mma<false>(acc[i][2 * j + g], x[i], w[g]);
+          for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int g = 0; g < 2; ++g)
+                ptx::mma<false>(acc[i][2 * j + g], x[step][i], w[step][g]);
             }
-          };
-          add(lo[step], w_hi), add(hi[step], w_lo), add(hi[step], w_hi);
+          }
+        };
+        unsigned w_hi[kSteps][2][2], w_lo[kSteps][2][2];
+        load(w_hi, 0);
+        add(lo, w_hi);
+        if (j == T::kStrips - 1) {
+          // Between products, so that the compiler can mix them with the split. After the last
+          // slab, old rows are stored where nobody reads them.
+          rows.store(s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
+          rows.load(s + 3 < count);
         }
-      };
-      multiply(0);
-      // The last slab's is stored again, where nobody reads it.
-      rows.store(s_x + (s + 1) % 2 * T::kHalvesX, s_scales + (s + 1) % 2 * T::kBlockM);
-      rows.load(s + 3 < count);
-      multiply(1);
+        load(w_lo, 1);
+        add(hi, w_lo);
+        add(hi, w_hi);  // the large products last: less is cut off
+      }
 #pragma unroll
-      for (int i = 0; i < T::kRows; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
         for (int j = 0; j < 2 * T::kStrips; ++j) {
 #pragma unroll
@@ -231,8 +242,8 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
             sums[i][j][e] = fmaf(acc[i][j][e], scale[i][e / 2], sums[i][j][e]);
         }
       }
-      stage = stage + 1 == T::kStages ? 0 : stage + 1;
-      free = free + 1 == T::kStages ? 0 : free + 1;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      free = free + 1 == kStages ? 0 : free + 1;
     }
 
     // A lane has two columns of two rows. It gives one pair to its neighbour, for the other's pair
@@ -242,8 +253,8 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
         p.workspace + static_cast<int64_t>(blockIdx.x + tile) * T::kBlockM * T::kBlockN;
     const bool is_odd = lane % 2;
 #pragma unroll
-    for (int i = 0; i < T::kRows; ++i) {
-      const int row = warp_m + 16 * i + lane / 4 + is_odd * 8;
+    for (int i = 0; i < kRows; ++i) {
+      const int row = 16 * i + lane / 4 + is_odd * 8;
 #pragma unroll
       for (int j = 0; j < 2 * T::kStrips; ++j) {
         const float (&sum)[4] = sums[i][j];
@@ -284,13 +295,9 @@ int64_t scratch_floats(const ProductParams&) { return 0; }
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   switch (params.tile) {  // must match TILES in product.py
     case 0:
-      return launch_product<Tile<1, 2, 1, 4, 4>>(params, stream);
+      return launch_product<Tile<1, 4>>(params, stream);
     case 1:
-      return launch_product<Tile<2, 2, 2, 4, 4>>(params, stream);
-    case 2:
-      return launch_product<Tile<2, 2, 4, 3, 2>>(params, stream);
-    case 3:
-      return launch_product<Tile<1, 2, 2, 4, 3>>(params, stream);
+      return launch_product<Tile<2, 3>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
