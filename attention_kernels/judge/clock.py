@@ -136,7 +136,8 @@ class Clock:
         counts = self.numbers.sets
         us, other = (statistics.median(x) * 1e6 / counts for x in (first, second))
         raise RejectedTimeError(
-            f"the clocks disagree: {us:.3g} us per call by its own clock, {other:.3g} us {when}"
+            f"the clocks disagree: {us:.3g} us per call by its own clock, {other:.3g} us {when} "
+            "(another program on the device has the same effect)"
         )
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:

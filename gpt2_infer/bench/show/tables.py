@@ -26,6 +26,7 @@ from gpt2_infer.bench.show.figures import (
 )
 from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout, Table, pivot
 from gpt2_infer.bench.show.predicted import timings_of
+from gpt2_infer.config import named_config
 
 
 def render(name: str, file: File) -> str:
@@ -297,6 +298,15 @@ def _of_bandwidth(line: Entry) -> Value:
     return speed and speed / line.file.provenance.limits["read_gbps"]
 
 
+def _lost_per_layer(line: Entry) -> Value:
+    """Return the microseconds of a step beyond those of reading the weights, per layer."""
+    row, config = line.first, named_config(str(line.first.cell["model"]))
+    if not row.samples or _is_recompute(row) or config is None:
+        return None
+    reading = row.extra["weight_bytes"] / line.file.provenance.limits["read_gbps"] / 1e3
+    return float((_step_us(row) - reading) / config.n_layer)
+
+
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
     counts = sorted({int(row.cell["new_tokens"]) for row in block})
     return (
@@ -324,6 +334,7 @@ LAYOUTS["decode"] = Layout(
         Column("us per step", _timed(_step_us), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
+        Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
 )
 
