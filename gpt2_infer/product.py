@@ -100,7 +100,7 @@ KERNELS: dict[ProductsName, Kernel] = {
     ),
     "3xfp16": Kernel(
         "v02_three_products.cu",
-        (Tile(32, 64, 32, 4, 4), Tile(32, 128, 32, 3, 4)),
+        (Tile(32, 64, 64, 3, 4), Tile(32, 128, 64, 2, 4)),
         tile_cycles=8_000,
         rate=400,
     ),

@@ -82,7 +82,7 @@ def test_blocks_share_tiles_that_are_cut_anywhere(products):
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_one_row_and_a_norm_of_less_than_a_warp(products):
-    check(products, None, 1, 64, 32)
+    check(products, None, 1, 64, 64)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
