@@ -82,7 +82,8 @@ class _Plan:
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
     """Return the shared library of a version, from the cache or newly built.
 
-    arch: the compute capabilities to build for, e.g. "90" or "80,90"; empty for the emulator.
+    arch: the compute capabilities to build for, e.g. "90" or "80,90"; "compute_80": PTX, which the
+    driver compiles for any later one; empty for the emulator.
     label: the name of the version in the progress line on stderr, by default the file's. Raises
     BuildError with the compiler's first error line and the path of its log.
     """
