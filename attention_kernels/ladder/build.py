@@ -267,7 +267,8 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
-        where, purpose = f"sm_{arch.replace(',', '_')}", f"sm_{arch.replace(',', ', sm_')}"
+        archs = [name if "_" in name else f"sm_{name}" for name in arch.split(",")]
+        where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
     digests = _digests([csrc / "binding.cpp"], csrc, extra)

@@ -50,9 +50,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append("logits that are not checked for NaN and infinity")
     if model.decodes_with_named_backend:
         reasons.append(f"decoding with the named backend {model.decode_attention.name}")
-    if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
-        reasons.append("a block's weights that do not fit in its shared memory")
-    return reasons
+    return reasons or shape_on(model, power_of_two(len(request.rows))).unsupported_reasons
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
@@ -193,30 +191,48 @@ class StepShape:
                 return product
         return BlockedMatrix(rows, columns, 8, warps)
 
-    def needed(self, name: str) -> int:
-        """Return the least shared memory of a block of a product."""
+    @property
+    def needed(self) -> Mapping[str, int]:
+        """The shared memory that each kernel needs, in bytes per block."""
+        needed = {name: self._needed(name) for name in self.products}
+        # Pieces of 16 bytes that a lane has per stage of the embedding: its share of a row in
+        # float32, 4 in 16 bits.
+        chunks = -(-self.config.n_embd // (4 * 32)) if self.dtype == torch.float32 else 4
+        two_stages = 2 * chunks * 16 * 256
+        batch = self.batch if self.is_portable else MAX_BATCH
+        x = x_bytes(self.config.n_embd, self.dtype, batch)
+        return needed | {"LOGITS": HEAD_STATIC_BYTES + x + two_stages}
+
+    def _needed(self, name: str) -> int:
         product = self.products[name]
         # The portable step joins attention's splits where it projects the heads.
         has_x = name in ("QKV", "FC") or (self.is_portable and name == "PROJ")
         if not self.is_portable:
             return product.shared_bytes(self.dtype, self.batch, has_x=has_x)
-        count, stage_bytes = product.stages(self.dtype)
-        # Either all stages fit, or two, which the ring needs.
-        other = product.other_bytes(self.dtype, self.batch, has_x=True)
-        return min(count, 2) * stage_bytes + other
+        stages, stage_bytes = product.stages(self.dtype)  # the ring needs two
+        return min(stages, 2) * stage_bytes + product.other_bytes(
+            self.dtype, self.batch, has_x=has_x
+        )
+
+    @property
+    def unsupported_reasons(self) -> list[str]:
+        """The reasons why a block does not fit in its shared memory."""
+        name, most = max(self.needed.items(), key=lambda one: one[1])
+        reasons = []
+        if most > self.shared_bytes:
+            reasons.append(
+                f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
+                f"has {self.shared_bytes // 1024} KB"
+            )
+        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
+        if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
+            reasons.append(f"a context of {self.config.n_positions} tokens")
+        return reasons
 
     @property
     def fits(self) -> bool:
         """Whether every block fits in its shared memory."""
-        products = [self.needed(name) for name in self.products]
-        # Pieces of 16 bytes that a lane has per stage of the embedding: its share of a row in
-        # float32, 4 in 16 bits.
-        chunks = -(-self.config.n_embd // (4 * 32)) if self.dtype == torch.float32 else 4
-        two_stages = 2 * chunks * 16 * 256
-        head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
-        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
-        attention = 4 * (self.config.head_dim + 2) * partials
-        return max(*products, head) <= self.shared_bytes and attention <= MAX_STATIC_BYTES
+        return not self.unsupported_reasons
 
     @property
     def max_splits(self) -> int:

@@ -503,12 +503,14 @@ struct ThreadWeights {
   using P = Product<kKind>;
   static constexpr size_t kStageBytes = sizeof(uint4) * P::kPieces * P::kThreads;
   static constexpr size_t kRoom = kSmemBytes - kXBytes<kKind> - sizeof(typename P::Sums) -
-                                  sizeof(typename Norm<P::kWarps>::Shared) - 128;
+                                  (P::kHasNorm ? sizeof(typename Norm<P::kWarps>::Shared) : 0) -
+                                  128;
   static constexpr bool kIsRing = P::kSteps * kStageBytes > kRoom;
   // __pipeline_wait_prior() knows at most 8 groups.
   static constexpr int kStages = kIsRing ? min_of(9, kRoom / kStageBytes) : P::kSteps;
   static constexpr size_t kBytes = kStages * kStageBytes;
   static_assert(kStages >= 2 || !kIsRing, "a block has no room for two stages");
+  static_assert(P::kSteps * kStageBytes >= P::kBytes);
   struct Shared {};
 
   uint4* const s_weights;  // (kStages, P::kPieces, P::kThreads)
@@ -842,7 +844,8 @@ __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
                               to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
 }
 
-constexpr int kStride = kHeadBlocks * kWarps;  // distance between a warp's groups of rows
+constexpr int kStride = kHeadBlocks * kWarps;        // distance between a warp's groups of rows
+constexpr int kRoomRows = kIsPortable ? kBatch : 8;  // rows of x that the stages leave room for
 
 // A ring buffer that streams a warp's groups of kRows rows of the embedding, to compute their
 // logits. A stage has kStageK columns, of which a lane has kChunks times 16 bytes. Each thread
@@ -850,10 +853,11 @@ constexpr int kStride = kHeadBlocks * kWarps;  // distance between a warp's grou
 template <int kRows_, int kStageK, int kChunks, int kMostStages, int kPadding_>
 struct Ring {
   static constexpr int kRows = kRows_, kGroups = ceil_div(kVocab, kRows);
-  static constexpr int kPadding = kPadding_;  // of x; kStages leaves room for a batch of 8
+  static constexpr int kPadding = kPadding_;  // of x
   static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
-  static constexpr int kStages = min_of(
-      kMostStages, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
+  static constexpr int kStages =
+      min_of(kMostStages,
+             (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * kRoomRows) / kStageBytes);
   static constexpr size_t kBytes = kStages * kStageBytes;
 
   const StepParams& p;
@@ -885,7 +889,7 @@ struct Ring {
 };
 
 constexpr int kPasses = ceil_div(kEmbd, 4 * 32);  // passes over a row, 4 floats per lane
-constexpr int kStageRows = (kSmemBytes - 4096 - 32 * kEmbd) / (16 * kPasses * kThreads);
+constexpr int kStageRows = (kSmemBytes - 4096 - 4 * kEmbd * kRoomRows) / (16 * kPasses * kThreads);
 
 // In float32: each stage has whole rows.
 constexpr int kPlainRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
