@@ -275,7 +275,9 @@ def load_op(
     kernel's parameters as a uint8 tensor on the CPU.
     """
     with _lock:
-        library = build.build(version, TARGETS[device_type], arch or _arch(device_type), label=label)
+        library = build.build(
+            version, TARGETS[device_type], arch or _arch(device_type), label=label
+        )
         define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]

@@ -182,14 +182,25 @@ class StepShape:
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
 
-        They fit at any batch size if possible, because the weights are packed once for all.
+        They fit at any batch size if possible, because the weights are packed once for all. In the
+        portable step all blocks should run at once, because no other kernel runs beside the last.
         """
-        for block_columns in (32, 16):
-            product = BlockedMatrix(rows, columns, block_columns, warps)
-            needed = product.shared_bytes(self.dtype, MAX_BATCH, has_x=True)
-            if product.block_bytes(self.dtype) <= most_bytes and needed <= self.shared_bytes:
-                return product
-        return BlockedMatrix(rows, columns, 8, warps)
+        products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
+        fitting = [
+            one
+            for one in products
+            if one.block_bytes(self.dtype) <= most_bytes
+            and one.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
+        ]
+        at_once = [one for one in fitting if self.is_portable and self._runs_at_once(one)]
+        return [*at_once, *fitting, products[-1]][0]
+
+    def _runs_at_once(self, product: BlockedMatrix) -> bool:
+        """Return whether the GPU has shared memory for all blocks of a product at batch 1."""
+        reserved = 1024  # in each block
+        needed = product.shared_bytes(self.dtype, 1, has_x=True) + reserved
+        resident = (self.shared_bytes + reserved) // needed  # per multiprocessor
+        return product.columns // product.block_columns <= self.head_blocks * resident
 
     @property
     def needed(self) -> Mapping[str, int]:

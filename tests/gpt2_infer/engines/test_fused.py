@@ -70,7 +70,7 @@ def step_of(
 ) -> Step:
     """Return the step; a GPU compiles the portable one from the PTX of compute_80.
 
-    columns_kb: the shared memory for which columns are divided among blocks, by default shared_kb.
+    columns_kb: blocks get the columns that they have in the portable step for this shared memory.
     """
     batch, arch = len(state.newest), None
     if model.device.type == "cpu":
@@ -81,7 +81,7 @@ def step_of(
         arch = "compute_80" if portable else None
     shape = dataclasses.replace(shape, is_portable=portable)
     if columns_kb:
-        divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
+        divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024, is_portable=True)
         vars(shape)["products"] = divided.products
     return Step(
         model,
@@ -317,6 +317,19 @@ def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, 
     config = GPT2Config(n_embd=width, n_head=width // 64)
     shape = StepShape(config, dtype, batch, 128, shared_kb * 1024, is_portable=True)
     assert shape.unsupported_reasons == missing
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiprocessors", "shared_kb", "columns"),
+    [
+        (torch.float32, 108, 163, (16, 32)),  # A100
+        (torch.float32, 128, 99, (8, 8)),  # RTX 4090
+        (torch.bfloat16, 128, 99, (32, 32)),
+    ],
+)
+def test_all_blocks_of_the_portable_step_run_at_once(dtype, multiprocessors, shared_kb, columns):
+    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024, is_portable=True)
+    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
 
 
 @pytest.mark.slow
