@@ -33,6 +33,7 @@ SPLIT = 128  # keys per split of attention
 # Limits on the bytes of weights per block where the columns are free; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
+MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
 EARLY = (9, 0)  # from this compute capability on: early launches, bulk copies and clusters
@@ -182,8 +183,8 @@ class StepShape:
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
 
-        They fit at any batch size if possible, because the weights are packed once for all. In the
-        portable step all blocks should run at once, because no other kernel runs beside the last.
+        They fit at any batch size if possible, because the weights are packed once for all. On a
+        GPU with little shared memory, all blocks should run at once.
         """
         products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
         fitting = [
@@ -192,7 +193,9 @@ class StepShape:
             if one.block_bytes(self.dtype) <= most_bytes
             and one.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
         ]
-        at_once = [one for one in fitting if self.is_portable and self._runs_at_once(one)]
+        at_once = [one for one in fitting if self._runs_at_once(one)]
+        if self.shared_bytes >= MUCH_BYTES:
+            at_once = []
         return [*at_once, *fitting, products[-1]][0]
 
     def _runs_at_once(self, product: BlockedMatrix) -> bool:

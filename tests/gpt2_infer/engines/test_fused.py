@@ -70,7 +70,7 @@ def step_of(
 ) -> Step:
     """Return the step; a GPU compiles the portable one from the PTX of compute_80.
 
-    columns_kb: blocks get the columns that they have in the portable step for this shared memory.
+    columns_kb: the shared memory for which columns are divided among blocks, by default shared_kb.
     """
     batch, arch = len(state.newest), None
     if model.device.type == "cpu":
@@ -81,7 +81,7 @@ def step_of(
         arch = "compute_80" if portable else None
     shape = dataclasses.replace(shape, is_portable=portable)
     if columns_kb:
-        divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024, is_portable=True)
+        divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
         vars(shape)["products"] = divided.products
     return Step(
         model,
@@ -327,9 +327,13 @@ def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, 
         (torch.bfloat16, 128, 99, (32, 32)),
     ],
 )
-def test_all_blocks_of_the_portable_step_run_at_once(dtype, multiprocessors, shared_kb, columns):
-    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024, is_portable=True)
+def test_with_little_shared_memory_all_blocks_run_at_once(
+    dtype, multiprocessors, shared_kb, columns
+):
+    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024)
     assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
+    portable = dataclasses.replace(shape, is_portable=True, batch=8)
+    assert portable.products == shape.products  # so that batches give the same bits
 
 
 @pytest.mark.slow
