@@ -16,7 +16,7 @@ from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.diverge.report import unregistered
-from gpt2_infer.engines import fused
+from gpt2_infer.engines import fused, product
 from gpt2_infer.engines.fused import BlockedMatrix, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.engines.common import SIZES, published, random_model
@@ -340,11 +340,18 @@ def test_with_little_shared_memory_all_blocks_run_at_once(
 @pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_nvcc_compiles_the_portable_step(dtype):
-    archs = compilers.nvcc_architectures()
-    for arch, kb in (("80", 163), ("86", 99), ("89", 99), ("90", 227), ("100", 227), ("120", 99)):
-        shape = StepShape(GPT2Config(), dtype, 1, 128, kb * 1024, is_portable=True)
-        if arch in archs:
-            assert len(resources.compile_version(shape.version(), arch)) == 8
+    for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
+        shared = resources.LIMITS[arch].shared_kb_per_block * 1024
+        shape = StepShape(GPT2Config(), dtype, 1, 128, shared, is_portable=True)
+        assert len(resources.compile_version(shape.version(), arch)) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
+def test_nvcc_compiles_the_matrix_product_of_recompute():
+    version = header.parse_header(product.SOURCE, "matrix_product_")
+    for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
+        assert len(resources.compile_version(version, arch)) == 4
 
 
 def test_the_embedding_takes_less_room_in_16_bits():
