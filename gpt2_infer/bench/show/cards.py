@@ -41,12 +41,12 @@ CARDS = (
 def expected(rows: Iterable[Row]) -> str:
     """Return the table of computed times; rows: measured ones of GPT-2 small at batch 1."""
     sizes = {row.cell["dtype"]: int(row.extra["weight_bytes"]) for row in rows}
-    lines = []
+    lines: list[list[str]] = []
     for card in CARDS:
         for dtype, size in sizes.items():
             reading, kernels = size / card.read_gbps / 1e3, KERNELS * card.kernel_us
             total = reading + kernels
-            cells = [card.name, dtype, f"{card.read_gbps / 1e3:.2f}", f"{card.kernel_us:.1f}"]
+            cells = [card.name, str(dtype), f"{card.read_gbps / 1e3:.2f}", f"{card.kernel_us:.1f}"]
             cells += [f"{reading:.0f} + {kernels:.0f} = {total:.0f}", f"{1e6 / total:,.0f}"]
             lines.append(cells)
     head = ["GPU", "dtype", "TB/s", "us per kernel", "us per step", "tokens/s"]
@@ -60,7 +60,7 @@ def blocks() -> str:
     from gpt2_infer.config import GPT2Config
     from gpt2_infer.engines.fused import EARLY, StepShape
 
-    lines = []
+    lines: list[list[str]] = []
     for card in CARDS:
         for dtype in (torch.float32, torch.bfloat16):
             shared = card.shared_kb * 1024

@@ -359,7 +359,10 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
   static_assert(K % kStepK == 0);
 
-  static __device__ int group_of(int step) { return step * kWarps + threadIdx.x / 32; }
+  static __device__ int group_of(int step) {
+    const int warp = threadIdx.x / 32;
+    return step * kWarps + warp;
+  }
   static __device__ bool has(int step) {
     return step < kSteps - 1 ||
            (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
@@ -367,7 +370,8 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
   static constexpr int kPieces = 2 * kTiles;
   static __device__ int piece(int step, int i) {
-    return (group_of(step) * kTiles + i / 2) * 64 + threadIdx.x % 32 + i % 2 * 32;
+    const int lane = threadIdx.x % 32;
+    return (group_of(step) * kTiles + i / 2) * 64 + lane + i % 2 * 32;
   }
 
   template <bool kFromL2, typename Weights>
