@@ -301,7 +301,9 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
 
   // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
   static constexpr int kPieces = 1;
-  static __device__ int piece(int step, int) { return step * Base::kThreads + threadIdx.x; }
+  static __device__ const uint4* piece(const uint4* packed, int step, int) {
+    return packed + (step * Base::kThreads + threadIdx.x);
+  }
 
   template <bool kFromL2, typename Weights>
   static __device__ void multiply(Weights& weights, const float* x, typename Base::Sums& sums) {
@@ -369,9 +371,9 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   }
   // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
   static constexpr int kPieces = 2 * kTiles;
-  static __device__ int piece(int step, int i) {
+  static __device__ const uint4* piece(const uint4* packed, int step, int i) {
     const int lane = threadIdx.x % 32;
-    return (group_of(step) * kTiles + i / 2) * 64 + lane + i % 2 * 32;
+    return packed + (group_of(step) * kTiles + i / 2) * 64 + lane + i % 2 * 32;
   }
 
   template <bool kFromL2, typename Weights>
@@ -496,7 +498,7 @@ struct BulkWeights {
     while (!ptx::barrier_test(&arrived, 0)) {
     }
   }
-  __device__ uint4 at(int step, int i) const { return s_weights[P::piece(step, i)]; }
+  __device__ uint4 at(int step, int i) const { return *P::piece(s_weights, step, i); }
   __device__ void replace(int) {}
 };
 
@@ -536,7 +538,7 @@ struct ThreadWeights {
     if (step >= P::kSteps || !P::has(step)) return;
 #pragma unroll
     for (int i = 0; i < P::kPieces; ++i)
-      __pipeline_memcpy_async(slot(step, i), packed + P::piece(step, i), 16);
+      __pipeline_memcpy_async(slot(step, i), P::piece(packed, step, i), 16);
   }
   __device__ void await(int step) {
     if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);
