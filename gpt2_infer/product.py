@@ -39,8 +39,8 @@ def kernel_reasons(
     reasons, name = [], dtype_name(dtype)
     if device.type != "cuda":
         reasons.append("it needs a CUDA device")
-    elif torch.cuda.get_device_capability(device) < (9, 0):
-        reasons.append("it needs compute capability 9.0 or higher")
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append("it needs compute capability 8.0 or higher")
     elif missing := compilers.missing_compiler("cuda"):
         reasons.append(missing)
     if name not in dtypes:

@@ -82,7 +82,8 @@ class _Plan:
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
     """Return the shared library of a version, from the cache or newly built.
 
-    arch: the compute capabilities to build for, e.g. "90" or "80,90"; empty for the emulator.
+    arch: the compute capabilities to build for, e.g. "90" or "80,90"; "compute_80": PTX, which the
+    driver compiles for any later one; empty for the emulator.
     label: the name of the version in the progress line on stderr, by default the file's. Raises
     BuildError with the compiler's first error line and the path of its log.
     """
@@ -266,7 +267,8 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
-        where, purpose = f"sm_{arch.replace(',', '_')}", f"sm_{arch.replace(',', ', sm_')}"
+        archs = [name if "_" in name else f"sm_{name}" for name in arch.split(",")]
+        where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
     digests = _digests([csrc / "binding.cpp"], csrc, extra)

@@ -162,9 +162,11 @@ def compile_flags(
             if flag.startswith("-Xcompiler="):
                 flags += flag.removeprefix("-Xcompiler=").split(",")
         return flags
-    flags += [
-        f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch.split(",") if version.compiles_for(a)
-    ]
+    for each in arch.split(","):
+        digits = each.removeprefix("compute_")
+        code = each if each != digits else f"sm_{digits}"
+        if version.compiles_for(digits):
+            flags.append(f"-gencode=arch=compute_{digits},code={code}")
     return [*flags, *version.flags]
 
 

@@ -264,14 +264,20 @@ class _Op:
         return KernelError(self.name, f"failed: {message}")
 
 
-def load_op(version: VersionHeader, device_type: str, label: str) -> Callable[..., Any]:
+def load_op(
+    version: VersionHeader, device_type: str, label: str, arch: str | None = None
+) -> Callable[..., Any]:
     """Build and load a version; return its op. Raises BuildError.
+
+    arch: replaces that of this machine's GPUs, as build() takes it.
 
     The op of a version whose role is struct takes a tensor on the device to run on, and the
     kernel's parameters as a uint8 tensor on the CPU.
     """
     with _lock:
-        library = build.build(version, TARGETS[device_type], _arch(device_type), label=label)
+        library = build.build(
+            version, TARGETS[device_type], arch or _arch(device_type), label=label
+        )
         define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]

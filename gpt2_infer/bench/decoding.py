@@ -18,6 +18,7 @@ from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subjec
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import Engine
+from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Marks
 from gpt2_infer.model import GPT2, KVCache
@@ -30,6 +31,7 @@ TRANSFORMERS = {
     "recompute": "transformers, no cache",
 }
 RECIPE = "gpt-fast recipe"
+PORTABLE = "fused, sm_80"
 
 Run = Callable[[], tuple[list[list[int]], list[float]]]
 """Generates the text; returns its tokens and the seconds from the start to each mark."""
@@ -88,6 +90,8 @@ class Decoding(Subject[DecodeCell]):
             words = ", ".join(filter(None, [backend, name, how]))
             ours = model.with_products(products).with_attention(backend)
             yield words, "gpt2-infer", _engine(ours, cell, name)
+        if self.study.portable:
+            yield PORTABLE, "gpt2-infer", _engine(model, cell, "fused", arch="compute_80")
         if self.study.peers:
             yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
             if cell.mode == "kv-cache":
@@ -101,7 +105,8 @@ def _sample(run: Run, expected: list[list[int]] | None) -> dict[str, Any]:
     return {"time": marks[-1], "marks": marks}
 
 
-def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
+def _engine(model: GPT2, cell: DecodeCell, name: EngineName, arch: str | None = None) -> Run:
+    """Return an engine's run; arch: of the portable fused step, from its PTX."""
     request = Request(
         config=model.config,
         tokenizer=None,
@@ -114,6 +119,8 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
 
     def ready() -> Engine:
         engine = make_engine(model, request)
+        if isinstance(engine, Fused):
+            engine.arch = arch
         engine.warm_up()
         return engine
 

@@ -163,6 +163,8 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     """Matrix products, each with every backend and engine."""
     peers: bool = False
     """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
+    portable: bool = False
+    """Whether the fused step for compute capability 8.0 is a contender; it needs a cache."""
     rounds: Rounds = 5
 
 

@@ -33,8 +33,11 @@ SPLIT = 128  # keys per split of attention
 # Limits on the bytes of weights per block where the columns are free; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
+MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
+EARLY = (9, 0)  # from this compute capability on: early launches, bulk copies and clusters
+PORTABLE = (8, 0)  # the step without them
 
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
@@ -48,9 +51,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
         reasons.append("logits that are not checked for NaN and infinity")
     if model.decodes_with_named_backend:
         reasons.append(f"decoding with the named backend {model.decode_attention.name}")
-    if not reasons and not shape_on(model, power_of_two(len(request.rows))).fits:
-        reasons.append("a block's weights that do not fit in its shared memory")
-    return reasons
+    return reasons or shape_on(model, power_of_two(len(request.rows))).unsupported_reasons
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
@@ -68,6 +69,8 @@ class Fused(Cached):
     """Decodes in our own kernels; a graph holds a step's kernels, and the sampler if not greedy."""
 
     fused_step: Step | None = None
+    arch: str | None = None
+    """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 
     @property
     def decode_attention(self) -> str:
@@ -82,8 +85,12 @@ class Fused(Cached):
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""
+        shape = None
+        if self.arch:
+            shape = replace(shape_on(self.model, len(self.newest)), is_portable=True)
+        state = (self.cache, self.newest, self.tokens, self.lengths)
         self.fused_step = Step(
-            self.model, self.cache, self.newest, self.tokens, self.lengths, self.sampling.is_greedy
+            self.model, *state, self.sampling.is_greedy, shape=shape, arch=self.arch
         )
 
     def decode(self) -> None:
@@ -111,12 +118,25 @@ class BlockedMatrix:
         """Return the bytes of a block's columns."""
         return self.rows * self.block_columns * dtype.itemsize
 
-    def shared_bytes(self, dtype: torch.dtype, batch: int, *, has_norm: bool) -> int:
-        """Return the shared memory of a block; has_norm: a LayerNorm of x comes first."""
+    def stages(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return how many stages the portable step divides a block's columns into, and their bytes.
+
+        In a stage, each thread multiplies one or, in 16 bits, two or four pieces of 16 bytes.
+        """
+        pieces = 1 if dtype == torch.float32 else 2 * -(-self.block_columns // 16)
+        stage_bytes = 16 * pieces * 32 * self.warps
+        return -(-self.block_bytes(dtype) // stage_bytes), stage_bytes
+
+    def shared_bytes(self, dtype: torch.dtype, batch: int, *, has_x: bool) -> int:
+        """Return the shared memory of a block; has_x: it computes all of the input x first."""
+        return self.block_bytes(dtype) + self.other_bytes(dtype, batch, has_x=has_x)
+
+    def other_bytes(self, dtype: torch.dtype, batch: int, *, has_x: bool) -> int:
+        """Return the shared memory of a block without its columns."""
         sums = 4 * self.warps * self.block_columns * batch
         moments = 8 * self.warps * 2 * batch
-        norm = x_bytes(self.rows, dtype, batch) + moments if has_norm else 0
-        return self.block_bytes(dtype) + norm + sums + 128  # for the barrier and its alignment
+        x = x_bytes(self.rows, dtype, batch) + moments if has_x else 0
+        return x + sums + 128  # for the barrier and its alignment
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return weight (rows, columns) in the order in which the kernels read it."""
@@ -142,6 +162,8 @@ class StepShape:
     head_blocks: int
     """Blocks of the product with the embedding: one per multiprocessor."""
     shared_bytes: int
+    is_portable: bool = False
+    """Whether the step does without early launches, bulk copies and clusters."""
 
     @functools.cached_property
     def products(self) -> Mapping[str, BlockedMatrix]:
@@ -161,30 +183,70 @@ class StepShape:
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
 
-        They fit at any batch size if possible, because the weights are packed once for all.
+        They fit at any batch size if possible, because the weights are packed once for all. On a
+        GPU with little shared memory, all blocks should run at once.
         """
-        for block_columns in (32, 16):
-            product = BlockedMatrix(rows, columns, block_columns, warps)
-            needed = product.shared_bytes(self.dtype, MAX_BATCH, has_norm=True)
-            if product.block_bytes(self.dtype) <= most_bytes and needed <= self.shared_bytes:
-                return product
-        return BlockedMatrix(rows, columns, 8, warps)
+        products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
+        fitting = [
+            one
+            for one in products
+            if one.block_bytes(self.dtype) <= most_bytes
+            and one.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
+        ]
+        at_once = [one for one in fitting if self._runs_at_once(one)]
+        if self.shared_bytes >= MUCH_BYTES:
+            at_once = []
+        return [*at_once, *fitting, products[-1]][0]
+
+    def _runs_at_once(self, product: BlockedMatrix) -> bool:
+        """Return whether the GPU has shared memory for all blocks of a product at batch 1."""
+        reserved = 1024  # in each block
+        needed = product.shared_bytes(self.dtype, 1, has_x=True) + reserved
+        resident = (self.shared_bytes + reserved) // needed  # per multiprocessor
+        return product.columns // product.block_columns <= self.head_blocks * resident
 
     @property
-    def fits(self) -> bool:
-        """Whether every block fits in its shared memory."""
-        products = [
-            one.shared_bytes(self.dtype, self.batch, has_norm=name in ("QKV", "FC"))
-            for name, one in self.products.items()
-        ]
+    def needed(self) -> Mapping[str, int]:
+        """The shared memory that each kernel needs, in bytes per block."""
+        needed = {name: self._needed(name) for name in self.products}
         # Pieces of 16 bytes that a lane has per stage of the embedding: its share of a row in
         # float32, 4 in 16 bits.
         chunks = -(-self.config.n_embd // (4 * 32)) if self.dtype == torch.float32 else 4
         two_stages = 2 * chunks * 16 * 256
-        head = HEAD_STATIC_BYTES + x_bytes(self.config.n_embd, self.dtype, MAX_BATCH) + two_stages
+        batch = self.batch if self.is_portable else MAX_BATCH
+        x = x_bytes(self.config.n_embd, self.dtype, batch)
+        return needed | {"LOGITS": HEAD_STATIC_BYTES + x + two_stages}
+
+    def _needed(self, name: str) -> int:
+        product = self.products[name]
+        # The portable step joins attention's splits where it projects the heads.
+        has_x = name in ("QKV", "FC") or (self.is_portable and name == "PROJ")
+        if not self.is_portable:
+            return product.shared_bytes(self.dtype, self.batch, has_x=has_x)
+        stages, stage_bytes = product.stages(self.dtype)  # the ring needs two
+        return min(stages, 2) * stage_bytes + product.other_bytes(
+            self.dtype, self.batch, has_x=has_x
+        )
+
+    @property
+    def unsupported_reasons(self) -> list[str]:
+        """The reasons why a block does not fit in its shared memory."""
+        name, most = max(self.needed.items(), key=lambda one: one[1])
+        reasons = []
+        if most > self.shared_bytes:
+            reasons.append(
+                f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
+                f"has {self.shared_bytes // 1024} KB"
+            )
         partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
-        attention = 4 * (self.config.head_dim + 2) * partials
-        return max(*products, head) <= self.shared_bytes and attention <= MAX_STATIC_BYTES
+        if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
+            reasons.append(f"a context of {self.config.n_positions} tokens")
+        return reasons
+
+    @property
+    def fits(self) -> bool:
+        """Whether every block fits in its shared memory."""
+        return not self.unsupported_reasons
 
     @property
     def max_splits(self) -> int:
@@ -194,7 +256,10 @@ class StepShape:
     @property
     def scratch_floats(self) -> int:
         """The size of the kernels' Scratch, in floats."""
-        return self.batch * (3 * self.config.n_embd + self.config.inner_dim + 2 * self.head_blocks)
+        width, heads = self.config.n_embd, self.config.n_head
+        splits = self.max_splits * (width + 2 * heads)
+        row = 3 * width + self.config.inner_dim + 2 * self.head_blocks + splits
+        return self.batch * row + 2 * 4  # padding to 16 bytes before and after the splits
 
     def version(self) -> header.VersionHeader:
         """Return the kernels' header, with the shape as macros and its own op name."""
@@ -208,6 +273,7 @@ class StepShape:
             "BLOCKS": self.head_blocks,
             "MAX_SPLITS": self.max_splits,
             "SMEM": self.shared_bytes,
+            "PORTABLE": int(self.is_portable),
         }
         for name, one in self.products.items():
             macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}
@@ -215,7 +281,9 @@ class StepShape:
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
         dtypes = (dtype_name(self.dtype),)
         digest = hashlib.sha256(repr((dtypes, flags)).encode()).hexdigest()[:12]
-        return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}")
+        needs = PORTABLE if self.is_portable else EARLY
+        op = f"{parsed.op}_{digest}"
+        return replace(parsed, flags=flags, dtypes=dtypes, op=op, needs=needs)
 
 
 # The tensors whose addresses begin StructParams, in order.
@@ -269,11 +337,17 @@ def _pack(model: GPT2, shape: StepShape) -> Packed:
 
 
 def shape_on(model: GPT2, batch: int) -> StepShape:
-    """Return the shape that the kernels are compiled for on a model's GPU."""
+    """Return the shape that the kernels are compiled for on a model's GPU.
+
+    It is the portable one where the other does not run, or does not fit.
+    """
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return StepShape(model.config, model.dtype, batch, properties.multi_processor_count, shared)
+    blocks = properties.multi_processor_count
+    shape = StepShape(model.config, model.dtype, batch, blocks, shared)
+    is_early = torch.cuda.get_device_capability(model.device) >= EARLY
+    return shape if is_early and shape.fits else replace(shape, is_portable=True)
 
 
 class Step:
@@ -282,7 +356,7 @@ class Step:
     newest, int64 (batch,): the tokens to read. If is_greedy, the step replaces them by the most
     likely next ones (-1 where logits are not finite), writes these to tokens (batch, capacity) at
     `lengths` (batch,) and adds 1 to lengths. It adds 1 to cache.seqlens. logits: float32 (batch,
-    vocab_size). shape: for a CPU, where the emulator runs the step.
+    vocab_size). shape: for a CPU, where the emulator runs the step. arch: replaces the machine's.
     """
 
     def __init__(
@@ -295,6 +369,7 @@ class Step:
         is_greedy: bool,
         *,
         shape: StepShape | None = None,
+        arch: str | None = None,
     ) -> None:
         config, device, batch = model.config, model.device, len(newest)
         shape = shape or shape_on(model, batch)
@@ -318,7 +393,7 @@ class Step:
             config.layer_norm_epsilon,
         )
         self._bytes = torch.frombuffer(self._params, dtype=torch.uint8)
-        self._op = load_op(shape.version(), device.type, "the fused decode step")
+        self._op = load_op(shape.version(), device.type, "the fused decode step", arch)
 
     def __call__(self) -> None:
         """Enqueue the step on the current stream."""

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention_kernels.inspection import resources
+from attention_kernels.ladder import compilers, header
 from gpt2_infer.config import PRODUCTS
-from gpt2_infer.product import KERNELS, Plan, Product, choose, plans
+from gpt2_infer.product import CSRC, KERNELS, Plan, Product, choose, plans
 
 EPSILON = 2.0**-24
 
@@ -133,6 +135,16 @@ def test_every_plan_of_gpt2_is_one_that_the_kernel_takes(products):
                 assert n % tile.block_n == 0
                 assert k % tile.block_k == 0
                 assert 1 <= plan.blocks <= tile.count(m, n) * (k // tile.block_k)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_nvcc_compiles_every_tile(products):
+    kernel = KERNELS[products]
+    version = header.parse_header(CSRC / kernel.file, "matrix_product_")
+    for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
+        assert len(resources.compile_version(version, arch)) == len(kernel.tiles) + 1  # finish()
 
 
 # Widths of GPT-2 small to xl: (k, n) of q, k and v, of the projection and of the MLP.

@@ -3,7 +3,8 @@
     <!-- [[[cog from gpt2_infer.bench.show import documents; documents.show("kernel-fp32") ]]] -->
     <!-- [[[end]]] -->
 
-`make docs` fills them. Nothing here imports torch, except to read a ladder's headers.
+`make docs` fills them. Nothing here imports torch, except to read a ladder's headers
+and to divide the fused step into blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
-from gpt2_infer.bench.show import ladders, predicted, tables
+from gpt2_infer.bench.show import cards, ladders, predicted, tables
 from gpt2_infer.bench.show.figures import (
     Value,
     group_by,
@@ -105,6 +106,17 @@ def predictions(task: str, *measured: str) -> None:
     timed = [row for name in measured for row in main_rows(_newest(name)[1])]
     _show(task, tables.predictions(timed))
     _print(f"{predicted.accuracy(_newest(task)[1], timed)}\n")
+
+
+def other_cards(task: str) -> None:
+    """Print what to expect of the fused step on GPUs that were not measured."""
+    small = [row for row in _newest(task)[1].rows if row.cell["model"] == "gpt2"]
+    _print(cards.expected(small))
+
+
+def blocks_on_other_cards() -> None:
+    """Print the blocks of the fused step's products on these GPUs."""
+    _print(cards.blocks())
 
 
 def wavefronts(task: str, profile: str) -> None:

@@ -21,6 +21,11 @@
 // Sums are in float32, in an order that depends neither on timing nor on the other rows of the
 // batch. 16-bit weights are multiplied on tensor cores, so activations are rounded to 16 bits, too.
 // The file is built for one model shape and batch size; fused.py sets the macros.
+//
+// STEP_PORTABLE builds the step for sm_80 and later, and for weights that do not fit in shared
+// memory: kernels start when the previous one has ended, each thread copies the weights that it
+// multiplies, through a ring if necessary, and kProj joins attention's splits. The sums have the
+// same order.
 
 #include <cfloat>
 #include <cstdint>
@@ -44,6 +49,7 @@ constexpr int kBatch = STEP_BATCH;           // 1, 2, 4 or 8
 constexpr int kHeadBlocks = STEP_BLOCKS;     // blocks of the product with the embedding
 constexpr int kMaxSplits = STEP_MAX_SPLITS;  // splits of the longest row's keys
 constexpr int kSmemBytes = STEP_SMEM;        // available to a block
+constexpr bool kIsPortable = STEP_PORTABLE;  // no early launches, bulk copies or clusters
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
@@ -92,6 +98,13 @@ __device__ constexpr int factor_at(int k, int row) {
   return kUsesTensorCores ? row * (K + kPadding) + k : k * kBatch + row;
 }
 
+// The results of attention's splits, if it has no clusters: O before the division, row_max, row_sum.
+struct Splits {
+  alignas(16) float o[kBatch][kMaxSplits][kEmbd];
+  float row_max[kBatch][kHeads][kMaxSplits];
+  float row_sum[kBatch][kHeads][kMaxSplits];
+};
+
 // What the kernels of a step pass on to each other.
 struct Scratch {
   float x[kBatch][kEmbd];  // the residual stream
@@ -99,6 +112,7 @@ struct Scratch {
   alignas(16) Factor o[kEmbd * kBatch];
   alignas(16) Factor hidden[kInner * kBatch];
   Best best[kHeadBlocks][kBatch];
+  Splits splits;
 };
 
 }  // namespace
@@ -285,9 +299,14 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
     return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
   }
 
-  template <bool kFromL2, typename Await>
-  static __device__ void multiply(const uint4* weights, const float* x, typename Base::Sums& sums,
-                                  Await await_weights) {
+  // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
+  static constexpr int kPieces = 1;
+  static __device__ const uint4* piece(const uint4* packed, int step, int) {
+    return packed + (step * Base::kThreads + threadIdx.x);
+  }
+
+  template <bool kFromL2, typename Weights>
+  static __device__ void multiply(Weights& weights, const float* x, typename Base::Sums& sums) {
     constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x in flight
     float acc[kSums] = {};
 #pragma unroll
@@ -297,17 +316,18 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
       for (int i = 0; i < kAtOnce; ++i)
         if (first + i < kSteps && has(first + i))
           load_rows<kFromL2>(x + k_of(first + i) * kBatch, rows[i]);
-      if (first == 0) await_weights();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
+        weights.await(first + i);
         if (first + i >= kSteps || !has(first + i)) continue;
         float w[4];
-        unpack<float>(weights[(first + i) * Base::kThreads + threadIdx.x], w);
+        unpack<float>(weights.at(first + i, 0), w);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
 #pragma unroll
           for (int r = 0; r < kBatch; ++r) acc[e * kBatch + r] += w[e] * rows[i][r];
         }
+        weights.replace(first + i);
       }
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -341,18 +361,27 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
   static_assert(K % kStepK == 0);
 
-  template <bool kFromL2, typename Await>
-  static __device__ void multiply(const uint4* weights, const Element* x,
-                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums,
-                                  Await await_weights) {
+  static __device__ int group_of(int step) {
+    const int warp = threadIdx.x / 32;
+    return step * kWarps + warp;
+  }
+  static __device__ bool has(int step) {
+    return step < kSteps - 1 ||
+           (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
+  }
+  // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
+  static constexpr int kPieces = 2 * kTiles;
+  static __device__ const uint4* piece(const uint4* packed, int step, int i) {
+    const int lane = threadIdx.x % 32;
+    return packed + (group_of(step) * kTiles + i / 2) * 64 + lane + i % 2 * 32;
+  }
+
+  template <bool kFromL2, typename Weights>
+  static __device__ void multiply(Weights& weights, const Element* x,
+                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = kSharesB ? lane / 4 % 4 : lane / 4;
     const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
-    const auto group_of = [&](int step) { return step * kWarps + warp; };
-    const auto has = [&](int step) {
-      return step < kSteps - 1 ||
-             (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
-    };
     constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x in flight
     float acc[kTiles][kFactors][4] = {};
 #pragma unroll
@@ -370,14 +399,14 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
           factors[i][f] = kFromL2 ? __ldcg(from) : *from;
         }
       }
-      if (first == 0) await_weights();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
+        weights.await(first + i);
         if (!has(first + i)) continue;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const uint4* const w = weights + (group_of(first + i) * kTiles + tile) * 64 + lane;
-          const uint4 a = w[0], next_a = w[32];
+          const uint4 a = weights.at(first + i, 2 * tile);
+          const uint4 next_a = weights.at(first + i, 2 * tile + 1);
 #pragma unroll
           for (int f = 0; f < kFactors; ++f) {
             const uint4 b = factors[i][f];
@@ -386,6 +415,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
                                   {b.z, b.w});
           }
         }
+        weights.replace(first + i);
       }
     }
     // The lane has two columns of W, or one whose other half another lane has if B is shared.
@@ -436,11 +466,132 @@ template <>
 struct Product<kFc2> : AnyProduct<kInner, kEmbd, STEP_FC2_COLUMNS, STEP_FC2_WARPS> {
   static constexpr bool kHasNorm = false;
 };
-// Dynamic shared memory: the weights, and x after a LayerNorm.
+// The shared memory of the product's input, if the block computes it first.
 template <Kind kKind>
-constexpr size_t kProductBytes =
-    Product<kKind>::kBytes +
-    (Product<kKind>::kHasNorm ? sizeof(Factor) * (kEmbd + Product<kKind>::kPadding) * kBatch : 0);
+constexpr bool kComputesX = Product<kKind>::kHasNorm || (kIsPortable && kKind == kProj);
+template <Kind kKind>
+constexpr size_t kXBytes =
+    kComputesX<kKind> ? sizeof(Factor) * (kEmbd + Product<kKind>::kPadding) * kBatch : 0;
+
+// A block's weights in shared memory, with one bulk copy.
+template <Kind kKind>
+struct BulkWeights {
+  using P = Product<kKind>;
+  static constexpr size_t kBytes = P::kBytes;
+  using Shared = ptx::Barrier;
+
+  const uint4* s_weights;
+  Shared& arrived;
+
+  // The caller synchronizes the threads before the first await().
+  __device__ BulkWeights(uint4* to, const Element* packed, Shared& barrier)
+      : s_weights(to), arrived(barrier) {
+    if (threadIdx.x == 0) {
+      ptx::barrier_init(&arrived, 1);
+      ptx::barrier_init_fence();
+      ptx::barrier_expect(&arrived, kBytes);
+      ptx::copy_bulk(to, packed + int64_t{blockIdx.x} * P::K * P::kColumns, kBytes, &arrived);
+    }
+  }
+  __device__ void await(int step) {
+    if (step > 0) return;
+    while (!ptx::barrier_test(&arrived, 0)) {
+    }
+  }
+  __device__ uint4 at(int step, int i) const { return *P::piece(s_weights, step, i); }
+  __device__ void replace(int) {}
+};
+
+// The same for cards without bulk copies: each thread copies what it multiplies, so no barrier is
+// needed. If the weights do not fit, it is a ring of kStages of P::kSteps steps.
+template <Kind kKind>
+struct ThreadWeights {
+  using P = Product<kKind>;
+  static constexpr size_t kStageBytes = sizeof(uint4) * P::kPieces * P::kThreads;
+  static constexpr size_t kRoom = kSmemBytes - kXBytes<kKind> - sizeof(typename P::Sums) -
+                                  (P::kHasNorm ? sizeof(typename Norm<P::kWarps>::Shared) : 0) -
+                                  128;
+  static constexpr bool kIsRing = P::kSteps * kStageBytes > kRoom;
+  // __pipeline_wait_prior() knows at most 8 groups.
+  static constexpr int kStages = kIsRing ? min_of(9, kRoom / kStageBytes) : P::kSteps;
+  static constexpr size_t kBytes = kStages * kStageBytes;
+  static_assert(kStages >= 2 || !kIsRing, "a block has no room for two stages");
+  static_assert(P::kSteps * kStageBytes >= P::kBytes);
+  struct Shared {};
+
+  uint4* const s_weights;  // (kStages, P::kPieces, P::kThreads)
+  const uint4* const packed;
+
+  __device__ ThreadWeights(uint4* to, const Element* matrix, Shared&)
+      : s_weights(to),
+        packed(reinterpret_cast<const uint4*>(matrix + int64_t{blockIdx.x} * P::K * P::kColumns)) {
+#pragma unroll
+    for (int step = 0; step < kStages; ++step) {
+      copy(step);
+      if (kIsRing || step == kStages - 1) __pipeline_commit();
+    }
+  }
+  __device__ uint4* slot(int step, int i) const {
+    return s_weights + (step % kStages * P::kPieces + i) * P::kThreads + threadIdx.x;
+  }
+  __device__ void copy(int step) {
+    if (step >= P::kSteps || !P::has(step)) return;
+#pragma unroll
+    for (int i = 0; i < P::kPieces; ++i)
+      __pipeline_memcpy_async(slot(step, i), P::piece(packed, step, i), 16);
+  }
+  __device__ void await(int step) {
+    if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);
+  }
+  __device__ uint4 at(int step, int i) const { return *slot(step, i); }
+  // Copies a later step to where this one was.
+  __device__ void replace(int step) {
+    if (!kIsRing) return;
+    copy(step + kStages);
+    __pipeline_commit();
+  }
+};
+
+template <Kind kKind>
+using Weights = std::conditional_t<kIsPortable, ThreadWeights<kKind>, BulkWeights<kKind>>;
+template <Kind kKind>
+constexpr size_t kProductBytes = Weights<kKind>::kBytes + kXBytes<kKind>;
+
+constexpr int kSplit = 128;  // keys that a block attends to at a time
+
+// Joins the splits of O in order, as Join does: four columns from n on of a row.
+__device__ inline float4 join_splits(const Splits& splits, int row, int n, int newest) {
+  constexpr int kAtOnce = 8;  // loads in flight
+  const int count = newest / kSplit + 1;
+  const float* const maxima = splits.row_max[row][n / kHeadDim];
+  const float* const row_sums = splits.row_sum[row][n / kHeadDim];
+  float row_max = -FLT_MAX, row_sum = 0.0f;
+  float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int first = 0; first < count; first += kAtOnce) {
+#pragma unroll
+    for (int i = first; i < first + kAtOnce; ++i)
+      if (i < count) row_max = fmaxf(row_max, maxima[i]);
+  }
+  for (int first = 0; first < count; first += kAtOnce) {
+    float scales[kAtOnce], sums[kAtOnce];
+    float4 parts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= count) continue;
+      scales[i] = __expf(maxima[first + i] - row_max);
+      sums[i] = row_sums[first + i];
+      parts[i] = *reinterpret_cast<const float4*>(&splits.o[row][first + i][n]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= count) continue;
+      row_sum += scales[i] * sums[i];
+      o.x += scales[i] * parts[i].x, o.y += scales[i] * parts[i].y;
+      o.z += scales[i] * parts[i].z, o.w += scales[i] * parts[i].w;
+    }
+  }
+  return make_float4(o.x / row_sum, o.y / row_sum, o.z / row_sum, o.w / row_sum);
+}
 
 __device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, int row, int head) {
   const int64_t head_of_all = ((int64_t{layer} * 2 + matrix) * kBatch + row) * kHeads + head;
@@ -452,28 +603,22 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   using P = Product<kKind>;
   using LayerNorm = Norm<P::kWarps>;
   ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
-  auto* const s_x = reinterpret_cast<Factor*>(s_weights + P::kBytes / 16);
+  auto* const s_x = reinterpret_cast<Factor*>(s_weights + Weights<kKind>::kBytes / 16);
   __shared__ typename P::Sums sums;
   __shared__ typename LayerNorm::Shared s_norm;
-  __shared__ ptx::Barrier arrived;
-  const LayerWeights& weights = p.weights[layer];
+  __shared__ typename Weights<kKind>::Shared arrived;
+  const LayerWeights& layer_weights = p.weights[layer];
   const LayerVectors& vectors = p.vectors[layer];
-  const Element* const packed = kKind == kQkv    ? weights.qkv
-                                : kKind == kProj ? weights.proj
-                                : kKind == kFc   ? weights.fc
-                                                 : weights.fc2;
+  const Element* const packed = kKind == kQkv    ? layer_weights.qkv
+                                : kKind == kProj ? layer_weights.proj
+                                : kKind == kFc   ? layer_weights.fc
+                                                 : layer_weights.fc2;
   const float* const bias = kKind == kQkv    ? vectors.qkv_bias
                             : kKind == kProj ? vectors.proj_bias
                             : kKind == kFc   ? vectors.fc_bias
                                              : vectors.fc2_bias;
   const int t = threadIdx.x;
-  if (t == 0) {
-    ptx::barrier_init(&arrived, 1);
-    ptx::barrier_init_fence();
-    ptx::barrier_expect(&arrived, P::kBytes);
-    ptx::copy_bulk(s_weights, packed + int64_t{blockIdx.x} * P::K * P::kColumns, P::kBytes,
-                   &arrived);
-  }
+  Weights<kKind> weights(s_weights, packed, arrived);
   const LayerNorm norm(kKind == kQkv ? vectors.ln_1_weight : vectors.ln_2_weight,
                        kKind == kQkv ? vectors.ln_1_bias : vectors.ln_2_bias);
   // This thread's output, if it has one
@@ -489,20 +634,27 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   if (kBatch > 1) ptx::allow_next();
   Scratch& scratch = *p.scratch;
   const float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
-  const auto await_weights = [&] {
-    while (!ptx::barrier_test(&arrived, 0)) {
-    }
-  };
   if constexpr (P::kHasNorm) {
     norm.apply(scratch.x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r)
         s_x[factor_at<kEmbd, P::kPadding>(k, r)] = from_float<Factor>(rows[r]);
     });
-    P::template multiply<false>(s_weights, s_x, sums, await_weights);
+    P::template multiply<false>(weights, s_x, sums);
+  } else if constexpr (kComputesX<kKind>) {
+    for (int i = t; i < kBatch * kEmbd / 4; i += P::kThreads) {
+      const int x_row = i / (kEmbd / 4), k = i % (kEmbd / 4) * 4;
+      const float4 o = join_splits(scratch.splits, x_row, k, p.seqlens[x_row]);
+      const float columns[4] = {o.x, o.y, o.z, o.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        s_x[factor_at<kEmbd, P::kPadding>(k + c, x_row)] = from_float<Factor>(columns[c]);
+    }
+    __syncthreads();
+    P::template multiply<false>(weights, s_x, sums);
   } else {
     const Factor* const x = kKind == kProj ? scratch.o : scratch.hidden;
-    P::template multiply<true>(s_weights, x, sums, await_weights);
+    P::template multiply<true>(weights, x, sums);
   }
   __syncthreads();
   if (!has_output) return;
@@ -527,11 +679,10 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 // ---- Attention ----------------------------------------------------------------------------------
 
-constexpr int kSplit = 128;  // keys that a block attends to at a time
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
 // Blocks that share the splits of a row and head: fewer with more rows, so that all run at once.
-constexpr int kCluster = min_of(kMaxSplits, min_of(8, 16 / kBatch));
+constexpr int kCluster = kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8, 16 / kBatch));
 
 // The result of a split: O before the division, row_max and row_sum.
 struct Partial {
@@ -563,7 +714,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   constexpr int kSteps = kSplit / kKeys;
   __shared__ Partial warps[kAttendWarps];
   __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
-  ptx::cluster_arrive();                  // later all wait for this: the first block runs
+  // Later all wait for this: the first block runs.
+  if (!kIsPortable) ptx::cluster_arrive();
 
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int head = blockIdx.y, row = blockIdx.z;
@@ -653,10 +805,19 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
     }
     if (lane == 0) warps[warp].row_max = row_max, warps[warp].row_sum = row_sum;
     __syncthreads();
-    if (is_first) ptx::cluster_wait();
+    if (!kIsPortable && is_first) ptx::cluster_wait();
     is_first = false;
     if (t < kHeadDim) {
       const Join join(warps, kAttendWarps, t);
+      if (kIsPortable) {
+        Splits& out = p.scratch->splits;
+        out.o[row][split][head * kHeadDim + t] = join.o;
+        if (t == 0) {
+          out.row_max[row][head][split] = join.row_max;
+          out.row_sum[row][head][split] = join.row_sum;
+        }
+        return;  // every split has its block
+      }
       ptx::store_to_block(&splits[split].o[t], 0, join.o);
       if (t == 0) {
         ptx::store_to_block(&splits[split].row_max, 0, join.row_max);
@@ -664,6 +825,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
       }
     }
   }
+  if (kIsPortable) return;
   if (is_first) ptx::cluster_wait();
   ptx::cluster_arrive();
   if (blockIdx.x != 0) return;
@@ -688,7 +850,8 @@ __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
                               to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
 }
 
-constexpr int kStride = kHeadBlocks * kWarps;  // distance between a warp's groups of rows
+constexpr int kStride = kHeadBlocks * kWarps;        // distance between a warp's groups of rows
+constexpr int kRoomRows = kIsPortable ? kBatch : 8;  // rows of x that the stages leave room for
 
 // A ring buffer that streams a warp's groups of kRows rows of the embedding, to compute their
 // logits. A stage has kStageK columns, of which a lane has kChunks times 16 bytes. Each thread
@@ -696,10 +859,11 @@ constexpr int kStride = kHeadBlocks * kWarps;  // distance between a warp's grou
 template <int kRows_, int kStageK, int kChunks, int kMostStages, int kPadding_>
 struct Ring {
   static constexpr int kRows = kRows_, kGroups = ceil_div(kVocab, kRows);
-  static constexpr int kPadding = kPadding_;  // of x; kStages leaves room for a batch of 8
+  static constexpr int kPadding = kPadding_;  // of x
   static constexpr size_t kStageBytes = sizeof(uint4) * kChunks * kThreads;
-  static constexpr int kStages = min_of(
-      kMostStages, (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * 8) / kStageBytes);
+  static constexpr int kStages =
+      min_of(kMostStages,
+             (kSmemBytes - 4096 - sizeof(Factor) * (kEmbd + kPadding) * kRoomRows) / kStageBytes);
   static constexpr size_t kBytes = kStages * kStageBytes;
 
   const StepParams& p;
@@ -731,7 +895,7 @@ struct Ring {
 };
 
 constexpr int kPasses = ceil_div(kEmbd, 4 * 32);  // passes over a row, 4 floats per lane
-constexpr int kStageRows = (kSmemBytes - 4096 - 32 * kEmbd) / (16 * kPasses * kThreads);
+constexpr int kStageRows = (kSmemBytes - 4096 - 4 * kEmbd * kRoomRows) / (16 * kPasses * kThreads);
 
 // In float32: each stage has whole rows.
 constexpr int kPlainRows = kStageRows >= 8 ? 4 : kStageRows >= 4 ? 2 : 1;
@@ -891,7 +1055,7 @@ __global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
   p.lengths[row] = at + 1;
 }
 
-// Launches kernels early, until one fails.
+// Launches kernels, early if possible, until one fails.
 struct Chain {
   cudaStream_t stream;
   cudaError_t error;
@@ -899,8 +1063,9 @@ struct Chain {
   template <typename Kernel, typename... Arguments>
   void add(Kernel* kernel, dim3 grid, int cluster, int threads, size_t smem,
            Arguments... arguments) {
-    if (error == cudaSuccess)
-      error = launch_early(kernel, grid, cluster, threads, smem, stream, arguments...);
+    if (error != cudaSuccess) return;
+    error = kIsPortable ? launch_kernel(kernel, grid, threads, smem, stream, arguments...)
+                        : launch_early(kernel, grid, cluster, threads, smem, stream, arguments...);
   }
   template <Kind kKind>
   void add_product(const StepParams& p, int layer) {

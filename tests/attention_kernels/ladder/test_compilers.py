@@ -101,6 +101,8 @@ def test_nvcc_gets_the_versions_flags_and_every_architecture(first, fake_nvcc):
     flags = {*compilers.compile_flags(first, "cuda", "80,90")}
     assert {"-DTHIS", "--use_fast_math", "-DATTENTION_CONTIGUOUS"} <= flags
     assert {f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("80", "90")} <= flags
+    portable = compilers.compile_flags(first, "cuda", "compute_80")
+    assert "-gencode=arch=compute_80,code=compute_80" in portable
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attention_kernels import ladder
+from attention_kernels.inspection import resources
 from attention_kernels.judge.reference import naive_attention
-from attention_kernels.ladder import header
+from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
@@ -59,20 +60,48 @@ def state_after(model: GPT2, lengths: list[int]) -> State:
     return State(cache, newest, tokens, counts + 1)
 
 
-def step_of(model: GPT2, state: State) -> Step:
-    shape = None
+def step_of(
+    model: GPT2,
+    state: State,
+    shared_kb: int = 227,
+    *,
+    columns_kb: int | None = None,
+    portable: bool = False,
+) -> Step:
+    """Return the step; a GPU compiles the portable one from the PTX of compute_80.
+
+    columns_kb: the shared memory for which columns are divided among blocks, by default shared_kb.
+    """
+    batch, arch = len(state.newest), None
     if model.device.type == "cpu":
-        shape = StepShape(model.config, model.dtype, len(state.newest), HEAD_BLOCKS, 227 * 1024)
+        shape = StepShape(model.config, model.dtype, batch, HEAD_BLOCKS, shared_kb * 1024)
+    else:
+        shape = fused.shape_on(model, batch)
+        shape = dataclasses.replace(shape, shared_bytes=min(shape.shared_bytes, shared_kb * 1024))
+        arch = "compute_80" if portable else None
+    shape = dataclasses.replace(shape, is_portable=portable)
+    if columns_kb:
+        divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
+        vars(shape)["products"] = divided.products
     return Step(
-        model, state.cache, state.newest, state.tokens, state.lengths, is_greedy=True, shape=shape
+        model,
+        state.cache,
+        state.newest,
+        state.tokens,
+        state.lengths,
+        is_greedy=True,
+        shape=shape,
+        arch=arch,
     )
 
 
 @torch.inference_mode()
-def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -> torch.Tensor:
+def check_steps(
+    model: GPT2, lengths: list[int], steps: int, tolerance: float, *, portable: bool = False
+) -> torch.Tensor:
     """Compare each step with model.decode(); return the last step's logits."""
     expected, state = state_after(model, lengths), state_after(model, lengths)
-    step = step_of(model, state)
+    step = step_of(model, state, portable=portable)
     rows = torch.arange(len(lengths), device=model.device)
     for _ in range(steps):
         logits = model.decode(expected.newest, expected.cache).float()
@@ -99,18 +128,61 @@ def test_a_step_is_what_the_modules_compute(dtype, tolerance):
     )  # 127 tokens: crosses the end of a split
 
 
+@torch.inference_mode()
+def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: int) -> None:
+    """Compare each step's bits and text with those of the portable step in shared_kb.
+
+    A block's columns decide the order of its sums, so they are the same.
+    """
+    expected, state = state_after(model, lengths), state_after(model, lengths)
+    early = step_of(model, expected, columns_kb=shared_kb)
+    portable = step_of(model, state, shared_kb, portable=True)
+    for _ in range(steps):
+        early()
+        portable()
+        assert torch.equal(portable.logits, early.logits)
+        assert torch.equal(state.newest, expected.newest)
+    assert torch.equal(state.tokens, expected.tokens)
+    assert torch.equal(state.cache.kv, expected.cache.kv)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [
+        (torch.float32, [127]),
+        pytest.param(torch.bfloat16, [127], marks=pytest.mark.slow),
+        pytest.param(torch.float32, [3, 127], marks=pytest.mark.slow),
+        pytest.param(torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], marks=pytest.mark.slow),
+    ],
+)
+def test_the_portable_step_gives_the_same_bits(dtype, lengths):
+    check_portable(random_model(CONFIG, dtype), lengths, 2, shared_kb=99)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "lengths", "tolerance"),
+    ("dtype", "inner", "shared_kb"), [(torch.float32, 2048, 40), (torch.bfloat16, 4096, 50)]
+)
+def test_weights_that_do_not_fit_go_through_a_ring(dtype, inner, shared_kb):
+    config = dataclasses.replace(CONFIG, n_inner=inner)
+    fc2 = StepShape(config, dtype, 1, HEAD_BLOCKS, shared_kb * 1024).products["FC2"]
+    assert fc2.block_bytes(dtype) > shared_kb * 1024
+    check_portable(random_model(config, dtype), [127], 2, shared_kb=shared_kb)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "tolerance", "portable"),
     [
-        (torch.float32, [3, 127], 2e-4),
+        (torch.float32, [3, 127], 2e-4, False),
+        (torch.float32, [3, 127], 2e-4, True),
         # Up to 4 rows, tensor cores multiply in a different way.
-        (torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05),
+        (torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05, False),
     ],
 )
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_others_and_nothing_races(
-    dtype, lengths, tolerance, monkeypatch
+    dtype, lengths, tolerance, portable, monkeypatch
 ):
     def load(version, *rest):
         return load_op(ladder.race_checked(version), *rest)
@@ -122,10 +194,11 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
         KVCache(last.cache.kv[:, :, -1:].clone(), last.cache.seqlens[-1:].clone()),
         *(x[-1:].clone() for x in (last.newest, last.tokens, last.lengths)),
     )
-    alone = step_of(model, last)
+    alone = step_of(model, last, portable=portable)
     for _ in range(2):
         alone()
-    assert torch.equal(check_steps(model, lengths, 2, tolerance)[-1], alone.logits[0])
+    logits = check_steps(model, lengths, 2, tolerance, portable=portable)
+    assert torch.equal(logits[-1], alone.logits[0])
 
 
 def test_a_context_of_one_split():
@@ -141,20 +214,24 @@ def test_packing_puts_the_columns_of_a_block_together():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "instruction"),
+    ("place", "instruction"),
     [
-        ("product", "ptx::wait_for_previous();"),
-        ("attend", "ptx::wait_for_previous();"),
-        ("head", "ptx::wait_for_previous();"),
-        ("choose", "ptx::wait_for_previous();"),
-        ("product", "while (!ptx::barrier_test(&arrived, 0)) {\n    }"),
-        ("attend", "if (is_first) ptx::cluster_wait();"),
+        (" product(const StepParams p", "ptx::wait_for_previous();"),
+        (" attend(const StepParams p", "ptx::wait_for_previous();"),
+        (" head(const StepParams p", "ptx::wait_for_previous();"),
+        (" choose(const StepParams p", "ptx::wait_for_previous();"),
+        ("struct BulkWeights", "while (!ptx::barrier_test(&arrived, 0)) {\n    }"),
+        (" attend(const StepParams p", "if (!kIsPortable && is_first) ptx::cluster_wait();"),
+        (
+            "struct ThreadWeights",
+            "if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);",
+        ),
     ],
 )
-def test_a_missing_wait_is_caught(tmp_path, monkeypatch, kernel, instruction):
+def test_a_missing_wait_is_caught(tmp_path, monkeypatch, place, instruction):
     """A kernel without a wait reads data that has not been written yet."""
     text = fused.SOURCE.read_text()
-    start = text.index(f" {kernel}(const StepParams p")
+    start = text.index(place)
     body = text[start:].partition("\n}\n")[0]
     assert instruction in body
     broken = tmp_path / "csrc" / fused.SOURCE.name
@@ -162,10 +239,10 @@ def test_a_missing_wait_is_caught(tmp_path, monkeypatch, kernel, instruction):
     broken.write_text(text.replace(body, body.replace(instruction, "")))
     monkeypatch.setattr(fused, "SOURCE", broken)
     parse = header.parse_header
-    prefix = f"broken_{kernel}_{len(instruction)}_"
+    prefix = f"broken_{start}_{len(instruction)}_"
     monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, prefix))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
-        check_steps(random_model(CONFIG), [5], 2, 2e-4)
+        check_steps(random_model(CONFIG), [5], 2, 2e-4, portable=place == "struct ThreadWeights")
     assert not isinstance(caught.value, BuildError)
 
 
@@ -219,6 +296,56 @@ def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, colu
     assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "batch", "shared_kb", "missing"),
+    [
+        (768, torch.float32, 8, 99, []),
+        (1024, torch.float32, 4, 99, []),
+        (1280, torch.float32, 2, 99, []),
+        (1600, torch.bfloat16, 8, 99, []),
+        (1600, torch.float32, 8, 163, []),
+        (
+            1600,
+            torch.float32,
+            1,
+            99,
+            ["a block of LOGITS needs 115 KB of shared memory, and this device has 99 KB"],
+        ),
+    ],
+)
+def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, missing):
+    config = GPT2Config(n_embd=width, n_head=width // 64)
+    shape = StepShape(config, dtype, batch, 128, shared_kb * 1024, is_portable=True)
+    assert shape.unsupported_reasons == missing
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiprocessors", "shared_kb", "columns"),
+    [
+        (torch.float32, 108, 163, (16, 32)),  # A100
+        (torch.float32, 128, 99, (8, 8)),  # RTX 4090
+        (torch.bfloat16, 128, 99, (32, 32)),
+    ],
+)
+def test_with_little_shared_memory_all_blocks_run_at_once(
+    dtype, multiprocessors, shared_kb, columns
+):
+    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024)
+    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
+    portable = dataclasses.replace(shape, is_portable=True, batch=8)
+    assert portable.products == shape.products  # so that batches give the same bits
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nvcc_compiles_the_portable_step(dtype):
+    for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
+        shared = resources.LIMITS[arch].shared_kb_per_block * 1024
+        shape = StepShape(GPT2Config(), dtype, 1, 128, shared, is_portable=True)
+        assert len(resources.compile_version(shape.version(), arch)) == 8
+
+
 def test_the_embedding_takes_less_room_in_16_bits():
     config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
     shape = StepShape(config, torch.bfloat16, 1, 132, 227 * 1024)
@@ -240,6 +367,41 @@ def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
     for batch in (1, 8) if name != "gpt2" else (1, 2, 4, 8):
         for length in (1, 1000):
             check_steps(model, [length] * batch, 16, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared_kb", [227, 99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_portable_step_gives_the_same_bits_on_a_gpu(dtype, shared_kb):
+    """From compute_80's PTX, with the shared memory of this GPU and of an RTX."""
+    model = published("gpt2", dtype)
+    for batch in (1, 2, 8):
+        for length in (1, 127, 1000):
+            check_portable(model, [length] * batch, 16, shared_kb=shared_kb)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype", "shared_kb"),
+    [
+        ("gpt2-medium", torch.float32, 99),
+        ("gpt2-xl", torch.bfloat16, 99),
+        ("gpt2-xl", torch.float32, 163),
+    ],
+)
+def test_weights_go_through_a_ring_on_a_gpu(name, dtype, shared_kb):
+    check_portable(published(name, dtype), [300], 16, shared_kb=shared_kb)
+
+
+@pytest.mark.gpu
+def test_the_engine_takes_the_portable_step_on_a_gpu(monkeypatch):
+    model = published("gpt2", torch.float32)
+    early = generate(model, [[1, 2, 3]], max_new_tokens=100, mode="kv-cache", engine="fused")
+    model.release()  # the cached engine
+    monkeypatch.setattr(fused.Fused, "arch", "compute_80")
+    portable = generate(model, [[1, 2, 3]], max_new_tokens=100, mode="kv-cache", engine="fused")
+    model.release()
+    assert portable.tokens == early.tokens
 
 
 @pytest.mark.gpu
