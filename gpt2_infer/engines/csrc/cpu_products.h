@@ -50,11 +50,6 @@ struct Lanes {
   typedef float type __attribute__((vector_size(4 * kCount)));
 };
 
-template <int kCount>
-struct Lanes {
-  typedef float type __attribute__((vector_size(4 * kCount)));
-};
-
 // Adds the lanes in pairs that are half a vector apart.
 template <int kCount = kLanes>
 float sum_of(typename Lanes<kCount>::type vec) {
