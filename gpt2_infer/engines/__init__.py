@@ -43,7 +43,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     made quickly, are not cached. Raises what make_engine() raises.
     """
     kind, name = _choose(model, request)
-    if name == "eager" or model.device.type == "cpu":
+    if name == "eager" or not kind.is_kept:
         return make_engine(model, request), lambda: None
     prepared, key = model.prepared, kind.shape(model, request, name)
     stamp, kept = prepared.stamp, prepared.take(key)

@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
-from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.fused import DECODE_ATTENTION, MAX_BATCH
+from gpt2_infer.engines.fused import MAX_BATCH, Fused
 from gpt2_infer.linear import Linear
 from gpt2_infer.model import GPT2, Block, KVCache
 from gpt2_infer.request import Request
@@ -57,33 +55,32 @@ def _op() -> Callable[..., None] | str:
         return str(error)
 
 
-class FusedOnCPU(Cached):
+class FusedOnCPU(Fused):
     """Runs the prompts eagerly and decodes in our own code."""
 
-    @property
-    def decode_attention(self) -> str:
-        """The name of the step's own attention, which is not a backend."""
-        return DECODE_ATTENTION
+    is_kept = False  # it is made in less time than a token takes
+
+    @staticmethod
+    def padded_rows(request: Request) -> list[list[int]]:
+        """Return the prompts; no other rows are needed."""
+        return request.rows
 
     def warm_up(self) -> None:
-        """Prepare the step; the prompts' backend is built on first use."""
+        """Build the prompts' backend and prepare the step."""
         self.model.attention.prepare(self.device.type)
-        no_token = -1 if self.check_finite else 0
-        self.cpu_step = CPUStep(
+        self.prepare_decode()
+
+    def prepare_decode(self) -> None:
+        """Collect the addresses of the weights."""
+        self.fused_step = CPUStep(
             self.model,
             self.cache,
             self.newest,
             self.tokens,
             self.lengths,
-            is_greedy=self.sampling.is_greedy,
-            no_token=no_token,
+            self.sampling.is_greedy,
+            no_token=-1 if self.check_finite else 0,
         )
-
-    def decode(self) -> None:
-        """Run the newest token of each row and accept the next."""
-        self.cpu_step()
-        if not self.sampling.is_greedy:
-            self.accept(self.cpu_step.logits)
 
 
 # ---- The code's view of a model -----------------------------------------------------------------
@@ -150,8 +147,8 @@ class CPUStep:
         newest: Tensor,
         tokens: Tensor,
         lengths: Tensor,
-        *,
         is_greedy: bool,
+        *,
         no_token: int = -1,
     ) -> None:
         op = _op()
@@ -164,14 +161,14 @@ class CPUStep:
         own = torch.empty(threads, batch * config.n_embd + max_seqlen)
         wte = model.wte.weight
         head = wte if model.lm_head is None else model.lm_head.weight
-        self._kept: list[Any] = []  # the code holds the addresses of these
-        state = (wte, model.wpe.weight.contiguous(), cache.kv, cache.seqlens, newest, tokens)
-        state += (lengths, self.logits, shared, own)
+        self._kept: list[Tensor] = []  # the code holds their addresses
+        embeddings = (wte, model.wpe.weight.contiguous())
+        state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, shared, own)
         self._params = StepParams(
             (LayerParams * config.n_layer)(*map(self._layer, model.blocks())),
             self._norm(model.ln_f),
             self._matrix(head.t(), None),
-            *map(self._address, state),
+            *map(self._address, embeddings + state),
             wte.stride(),
             tokens.shape[1],
             batch,

@@ -69,10 +69,12 @@ def step_of(model: GPT2, state: State) -> Step:
 
 
 @torch.inference_mode()
-def check_steps(model: GPT2, lengths: list[int], steps: int, tolerance: float) -> torch.Tensor:
+def check_steps(
+    model: GPT2, lengths: list[int], steps: int, tolerance: float, make=step_of
+) -> torch.Tensor:
     """Compare each step with model.decode(); return the last step's logits."""
     expected, state = state_after(model, lengths), state_after(model, lengths)
-    step = step_of(model, state)
+    step = make(model, state)
     rows = torch.arange(len(lengths), device=model.device)
     for _ in range(steps):
         logits = model.decode(expected.newest, expected.cache).float()
