@@ -156,10 +156,10 @@ class CPUStep:
             raise BuildError(op)
         config, batch, max_seqlen = model.config, len(newest), cache.kv.shape[4]
         threads = torch.get_num_threads()
-        self.logits = torch.zeros(batch, config.vocab_size)
-        shared = torch.empty(batch, 6 * config.n_embd + config.inner_dim)
-        own = torch.empty(threads, batch * config.n_embd + max_seqlen)
         wte = model.wte.weight
+        self.logits = wte.new_zeros(batch, config.vocab_size)
+        shared = wte.new_empty(batch, 6 * config.n_embd + config.inner_dim)
+        own = wte.new_empty(threads, batch * config.n_embd + max_seqlen)
         head = wte if model.lm_head is None else model.lm_head.weight
         self._kept: list[Tensor] = []  # the code holds their addresses
         embeddings = (wte, model.wpe.weight.contiguous())

@@ -166,13 +166,13 @@ def test_without_a_compiler_the_eager_engine_runs(monkeypatch):
     model = random_model(ODD)
 
     def fail(*_):
-        raise BuildError("error: no omp.h")
+        raise BuildError("error: no OpenMP")
 
     cpu_step._op.cache_clear()
     monkeypatch.setattr(cpu_step, "load_op", fail)
     try:
         assert write(model).engine == "eager"
-        with pytest.raises(RequestError, match="does not support this: error: no omp.h"):
+        with pytest.raises(RequestError, match="does not support this: error: no OpenMP"):
             write(model, engine="fused")
     finally:
         cpu_step._op.cache_clear()
