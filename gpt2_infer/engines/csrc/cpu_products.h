@@ -74,7 +74,34 @@ void transform(float* x, int64_t count, const Function& function) {
   std::copy(rest, rest + (count - i), x + i);
 }
 
-// Returns e^x to 2 units in the last place, 0 below -87 and NaN for NaN; x is at most 88.
+// Returns the sum of function(x) over count floats.
+template <typename Function>
+float sum_over(const float* x, int64_t count, const Function& function) {
+  Vec sums = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sums += function(load(x + i));
+  float sum = sum_of(sums);
+  float rest[kLanes] = {};
+  std::copy(x + i, x + count, rest);
+  const Vec last = function(load(rest));
+  for (int lane = 0; i + lane < count; ++lane) sum += last[lane];
+  return sum;
+}
+
+// Returns the largest of count floats, at least low; NaN is ignored.
+float largest_of(const float* x, int64_t count, float low) {
+  Vec largest = Vec{} + low;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Vec vec = load(x + i);
+    largest = vec > largest ? vec : largest;
+  }
+  for (int lane = 0; lane < kLanes; ++lane) low = std::max(low, largest[lane]);
+  for (; i < count; ++i) low = std::max(low, x[i]);
+  return low;
+}
+
+// Returns e^x to 1 unit in the last place, 0 below -87 and NaN for NaN; x is at most 88.
 Vec exp(Vec x) {
   const Vec power = x * 1.44269504f;
   const Vec magic = Vec{} + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, in the low bits

@@ -2,8 +2,8 @@
 //
 // Change: a whole step is one call of host code. It reads the weights as they are stored.
 // Why:    eagerly, a step is some 80 operations, and a small model's take as long to start as to run.
-// Cost:   each thread computes every LayerNorm that it needs, which saves a barrier per LayerNorm.
-// Tile:   8 rows of a weight by kTile columns, or 4 columns that are stored one after another
+// Cost:   every thread computes every LayerNorm, which saves a barrier for each.
+// Tile:   8 rows of a weight by kTile columns; single columns of a weight that is stored by columns
 // Layout: contiguous
 // Role:   struct
 // Takes:  float32, on the CPU
@@ -57,7 +57,7 @@ namespace ATTENTION_VERSION {
 
 namespace {
 
-constexpr int kMaxThreads = 256;
+constexpr int kMaxThreads = 128;
 constexpr int kChunksPerThread = 2;
 constexpr int kSpins = 2000;  // some 50 us
 
@@ -106,7 +106,7 @@ class Step {
         embd(params.layers[0].proj.columns),
         inner(params.layers[0].fc.columns),
         head_dim(embd / params.num_heads),
-        team_(threads),
+        team(threads),
         x(params.shared),
         qkv(x + batch * embd),
         heads(qkv + 3 * batch * embd),
@@ -121,7 +121,7 @@ class Step {
     // work(begin, end) of each chunk of the columns, after a LayerNorm if there is one
     const auto each = [&](int64_t columns, const Norm* norm, const auto& work) {
       bool is_normed = norm == nullptr;
-      team_.run(thread, phase, [&](int chunk) {
+      team.run(thread, phase, [&](int chunk) {
         const int64_t begin = bound(columns, chunk), end = bound(columns, chunk + 1);
         if (begin == end) return;
         if (!is_normed) normalize(*norm, normed);
@@ -137,9 +137,9 @@ class Step {
         for (int b = 0; b < batch; ++b)
           for (int64_t j = begin; j < end; ++j) qkv[b * 3 * embd + j] += layer.qkv.bias[j];
       });
-      team_.run(thread, phase, [&](int chunk) {
+      team.run(thread, phase, [&](int chunk) {
         const int64_t all = batch * p.num_heads;
-        for (int64_t i = all * chunk / team_.chunks(); i < all * (chunk + 1) / team_.chunks(); ++i)
+        for (int64_t i = all * chunk / team.chunks(); i < all * (chunk + 1) / team.chunks(); ++i)
           attend(n, i / p.num_heads, i % p.num_heads, scores);
       });
       each(embd, nullptr, [&](int64_t begin, int64_t end) {
@@ -169,7 +169,7 @@ class Step {
   // computed in the same way.
   int64_t bound(int64_t columns, int chunk) const {
     const int64_t vectors = (columns + kLanes - 1) / kLanes;
-    return std::min(vectors * chunk / team_.chunks() * kLanes, columns);
+    return std::min(vectors * chunk / team.chunks() * kLanes, columns);
   }
 
   void embed(int64_t begin, int64_t end) {
@@ -185,25 +185,13 @@ class Step {
     for (int b = 0; b < batch; ++b) {
       const float* const row = x + b * embd;
       float* const to = normed + b * embd;
-      const float mean = sum(row, 0.0f, false) / embd;
-      const float variance = sum(row, mean, true) / embd;
+      const float mean = sum_over(row, embd, [](Vec v) { return v; }) / embd;
+      const auto square = [=](Vec v) { return (v - mean) * (v - mean); };
+      const float variance = sum_over(row, embd, square) / embd;
       const float scale = 1.0f / std::sqrt(variance + static_cast<float>(p.epsilon));
       for (int64_t j = 0; j < embd; ++j)
         to[j] = (row[j] - mean) * scale * norm.weight[j] + norm.bias[j];
     }
-  }
-
-  // Sums row - mean over the columns, or its squares.
-  float sum(const float* row, float mean, bool is_squared) const {
-    Vec total = {};
-    int64_t j = 0;
-    for (; j + kLanes <= embd; j += kLanes) {
-      const Vec d = load(row + j) - mean;
-      total += is_squared ? d * d : d;
-    }
-    float found = sum_of(total);
-    for (; j < embd; ++j) found += is_squared ? (row[j] - mean) * (row[j] - mean) : row[j] - mean;
-    return found;
   }
 
   // Appends a row's key and value of one head to the cache and attends from it.
@@ -216,11 +204,10 @@ class Step {
     std::copy_n(q + 2 * embd, head_dim, v + (seqlen - 1) * head_dim);
     multiply_columns(k, head_dim, {q, 0}, 1, {scores, 0}, 0, seqlen);
     const float scale = static_cast<float>(p.layers[layer].softmax_scale);
-    float row_max = -INFINITY;
-    for (int64_t i = 0; i < seqlen; ++i) row_max = std::max(row_max, scores[i] * scale);
-    transform(scores, seqlen, [&](Vec s) { return exp(s * scale - row_max); });
-    float row_sum = 0.0f;
-    for (int64_t i = 0; i < seqlen; ++i) row_sum += scores[i];
+    transform(scores, seqlen, [=](Vec s) { return s * scale; });
+    const float row_max = largest_of(scores, seqlen, -INFINITY);
+    transform(scores, seqlen, [=](Vec s) { return exp(s - row_max); });
+    const float row_sum = sum_over(scores, seqlen, [](Vec p) { return p; });
     float* const o = heads + b * embd + head * head_dim;
     multiply_rows(v, head_dim, seqlen, {scores, 0}, 1, {o, 0}, 0, head_dim);
     for (int64_t j = 0; j < head_dim; ++j) o[j] /= row_sum;
@@ -234,7 +221,7 @@ class Step {
   const StructParams& p;
   const int batch;
   const int64_t embd, inner, head_dim;
-  Team team_;
+  Team team;
   float* const x;
   float* const qkv;
   float* const heads;
