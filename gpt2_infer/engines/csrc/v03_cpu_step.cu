@@ -59,10 +59,12 @@ namespace {
 
 constexpr int kMaxThreads = 128;
 constexpr int kChunksPerThread = 2;
-constexpr int kSpins = 2000;  // some 50 us
+constexpr int kPatience = 200;  // spins before a thread takes others' chunks, some 5 us
+constexpr int kSpins = 2000;    // spins before it yields its core
 
-// The threads' common state. A phase is divided into chunks. A thread takes its own first, then
-// those that no other thread has taken; so one that the system has suspended is not waited for.
+// The threads' common state. A phase is divided into chunks. Each thread takes its own; if it then
+// waits for long, it also takes those that no thread has begun. So one that the system has suspended
+// between two chunks is not waited for.
 class Team {
  public:
   explicit Team(int threads) : chunks_(threads * kChunksPerThread) {}
@@ -73,15 +75,10 @@ class Team {
   template <typename Work>
   void run(int thread, int& phase, const Work& work) {
     ++phase;
-    for (int i = 0; i < chunks_; ++i) {
-      const int chunk = (thread * kChunksPerThread + i) % chunks_;
-      int previous = phase - 1;
-      if (taken_[chunk].phase.compare_exchange_strong(previous, phase, std::memory_order_relaxed)) {
-        work(chunk);
-        done_.fetch_add(1, std::memory_order_acq_rel);
-      }
-    }
+    const int own = thread * kChunksPerThread;
+    take(own, own + kChunksPerThread, phase, work);
     for (int spins = 0; done_.load(std::memory_order_acquire) < phase * chunks_; ++spins) {
+      if (spins == kPatience) take(0, chunks_, phase, work);
       if (spins >= kSpins) sched_yield();
 #if defined(__x86_64__)
       __builtin_ia32_pause();
@@ -93,6 +90,23 @@ class Team {
   struct alignas(64) Taken {
     std::atomic<int> phase{0};
   };
+
+  // Runs the chunks [begin, end) that no thread has begun.
+  template <typename Work>
+  void take(int begin, int end, int phase, const Work& work) {
+    int finished = 0;
+    for (int chunk = begin; chunk < end; ++chunk) {
+      std::atomic<int>& taken = taken_[chunk].phase;
+      int previous = phase - 1;
+      if (taken.load(std::memory_order_relaxed) != previous ||
+          !taken.compare_exchange_strong(previous, phase, std::memory_order_relaxed))
+        continue;
+      work(chunk);
+      ++finished;
+    }
+    if (finished > 0) done_.fetch_add(finished, std::memory_order_acq_rel);
+  }
+
   const int chunks_;
   alignas(64) std::atomic<int> done_{0};
   Taken taken_[kMaxThreads * kChunksPerThread];
