@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from attention_kernels.ladder import compilers
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from gpt2_infer import GPT2, NotFiniteError, RequestError, Sampling, generate
 from gpt2_infer.config import GPT2Config
@@ -181,3 +181,12 @@ def test_without_a_compiler_the_eager_engine_runs(monkeypatch):
     sentence = "the fused engine does not support this: CXX asks for no-compiler, which is not an"
     with pytest.raises(RequestError, match=sentence):
         write(model, engine="fused")
+
+
+def test_machines_with_different_cpus_can_share_the_cache(monkeypatch):
+    version = header.parse_header(cpu_step.SOURCE, "fused_step_")
+    stems = set()
+    for macros in ("#define __AVX__ 1", "#define __AVX512F__ 1"):
+        monkeypatch.setattr(build, "native_macros", lambda _, macros=macros: macros)
+        stems.add(build._plan(version, "emulator", "", "").stem)
+    assert len(stems) == 2
