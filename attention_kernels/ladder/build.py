@@ -47,6 +47,7 @@ from attention_kernels.ladder.compilers import (
     find_ninja,
     first_error,
     identity,
+    native_macros,
     shell_safe,
 )
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -274,7 +275,9 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     digests = _digests([csrc / "binding.cpp"], csrc, extra)
     binding = _stem(f"binding-{target}", binding_flags(target, csrc), common, digests)
     digests = _digests([version.path], csrc, extra)
-    stem = _stem(f"{version.op}-{where}", flags, binding, digests)
+    # Several machines may share the cache.
+    native = native_macros(gxx) if "-march=native" in flags else ""
+    stem = _stem(f"{version.op}-{where}", flags, binding, digests, native)
     label = f"{label or version.path.name} for {purpose}"
     return _Plan(version, target, arch, label, stem, binding)
 

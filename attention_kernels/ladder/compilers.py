@@ -114,6 +114,13 @@ def identity(compiler: str) -> str:
     return execute([compiler, "--version"]).output
 
 
+@functools.cache
+def native_macros(compiler: str) -> str:
+    """Return the macros that tell which CPU -march=native means here, cached."""
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    return execute(command).output
+
+
 def nvcc_architectures() -> set[str]:
     """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
     nvcc = find_nvcc()

@@ -21,6 +21,7 @@ from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
 from gpt2_infer.diverge.backends import examine
+from gpt2_infer.engines import DECODE_ATTENTION
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
@@ -105,6 +106,28 @@ class Texts(Subject[GenerationCell]):
             if spec is self.specs[0] and not self.study.transformers:
                 expected = text
             yield contender
+        if self.study.fused and cell.mode == "kv-cache" and cell.dtype == "float32":
+            yield self._fused(model, cell, expected)
+
+    def _fused(self, model: GPT2, cell: GenerationCell, expected: _Text | None) -> Contender:
+        """Return the fused engine, which has its own attention; its text is compared."""
+        extra = {
+            "attention": model.with_attention(None).attention.name,
+            "decode_attention": DECODE_ATTENTION,
+            "precision": PLAIN_PRECISIONS[cell.dtype],
+        }
+        row = Row(contender="fused", metric=self.study.timed, unit="s", extra=extra)
+        call = functools.partial(_write, model, None, cell, self.prompt)
+        try:
+            text, beside = _text_and_peak(row.contender, call, model)
+        except RequestError as error:
+            row.status, row.reason = "refused", str(error)
+            return Contender(row)
+        row.extra["token_digest"] = environment.token_digest(text.tokens)
+        if expected and text.tokens != expected.tokens:
+            _compare(row, model, [], [expected, _Text(text.tokens)])
+        sample = functools.partial(_sample, row, call, text.tokens, model.device)
+        return Contender(row, sample if row.status == "ok" else None, beside=beside)
 
     def _ours(
         self, model: GPT2, spec: BackendSpec, cell: GenerationCell, expected: _Text | None
@@ -200,14 +223,17 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
         selection.check(row, runner, cases, decode=cell.mode == "kv-cache")
 
 
-def _write(model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]) -> _Text:
-    """Generate a text with our program."""
+def _write(
+    model: GPT2, spec: BackendSpec | None, cell: GenerationCell, prompt: Sequence[int]
+) -> _Text:
+    """Generate a text with our program: with a backend, or in the fused engine."""
     done = generate(
         model.with_attention(spec, spec if cell.mode == "kv-cache" else None),
         [[*prompt]] * cell.batch,
         max_new_tokens=cell.max_tokens - len(prompt),
         mode=cell.mode,
         ignore_eos=True,
+        engine="auto" if spec else "fused",
     ).whole()
     return _Text(done.tokens, done)
 

@@ -99,6 +99,8 @@ class GenerationStudy(Comparison, kw_only=True, tag="generation"):
     """The time from the prompt to the last token, or of the whole call with its warm-up."""
     transformers: bool = False
     """Whether transformers' generate() is a contender and the baseline."""
+    fused: bool = False
+    """Whether the fused engine is a contender in float32 with a cache."""
 
 
 class LadderStudy(Study, kw_only=True):

@@ -41,8 +41,9 @@ PROMPT = (
 PROMPT_FILE = "UTF-8 file with one prompt per line, or - for standard input; repeatable"
 ENGINE = (
     "engine: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
-    "runs our own kernels: one per step with --kv-cache, else matrix products in float32; auto is "
-    "the fastest that supports the request (default: %(default)s)"
+    "runs our own code: with --kv-cache whole steps, also in float32 on a CPU, else matrix "
+    "products in float32 on a GPU; auto is the fastest that supports the request (default: "
+    "%(default)s)"
 )
 KV_CACHE = (
     "cache keys and values; without it every token reruns the whole prefix, as in the case study"

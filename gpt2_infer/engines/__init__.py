@@ -7,9 +7,10 @@ from typing import cast
 
 import torch
 
-from gpt2_infer.engines import fused, recompute
+from gpt2_infer.engines import cpu_step, fused, recompute
 from gpt2_infer.engines.base import Engine
 from gpt2_infer.engines.cached import Cached
+from gpt2_infer.engines.cpu_step import FusedOnCPU
 from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
 from gpt2_infer.engines.recompute import Recompute
 from gpt2_infer.errors import RequestError
@@ -38,11 +39,11 @@ def make_engine(model: GPT2, request: Request) -> Engine:
 def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], None]]:
     """Return an engine, cached by an earlier call if possible, and a function that caches it.
 
-    Until it is cached again, no other call gets it. Eager engines are not cached. Raises what
-    make_engine() raises.
+    Until it is cached again, no other call gets it. Eager engines and those of a CPU, which are
+    made quickly, are not cached. Raises what make_engine() raises.
     """
     kind, name = _choose(model, request)
-    if name == "eager":
+    if name == "eager" or not kind.is_kept:
         return make_engine(model, request), lambda: None
     prepared, key = model.prepared, kind.shape(model, request, name)
     stamp, kept = prepared.stamp, prepared.take(key)
@@ -74,7 +75,9 @@ def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
         raise RequestError(f"the {name} engine does not support this: {reasons}")
     if request.mode == "recompute":
         return Recompute, name
-    return (Fused if name == "fused" else Cached), name
+    if name != "fused":
+        return Cached, name
+    return (FusedOnCPU if model.device.type == "cpu" else Fused), name
 
 
 def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
@@ -86,9 +89,10 @@ def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
         if not spec.cuda_graphs
     ]
     graph = captured if model.device.type == "cuda" else ["it needs a CUDA device", *captured]
-    ours = (
-        fused.unsupported_reasons(model, request)
-        if is_cached
-        else [*recompute.unsupported_reasons(model, request), *captured]
-    )
+    if not is_cached:
+        ours = [*recompute.unsupported_reasons(model, request), *captured]
+    elif model.device.type == "cpu":
+        ours = cpu_step.unsupported_reasons(model, request)
+    else:
+        ours = fused.unsupported_reasons(model, request)
     return {"fused": ours, "graph": graph, "eager": []}

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,10 +66,19 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+class FusedStep(Protocol):
+    """A decode step: calling it enqueues it."""
+
+    logits: Tensor
+
+    def __call__(self) -> None:
+        """Enqueue the step."""
+
+
 class Fused(Cached):
     """Decodes in our own kernels; a graph holds a step's kernels, and the sampler if not greedy."""
 
-    fused_step: Step | None = None
+    fused_step: FusedStep | None = None
     arch: str | None = None
     """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 

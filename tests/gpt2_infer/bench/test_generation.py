@@ -8,6 +8,7 @@ import torch
 
 from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.judge.reference import naive_attention
+from attention_kernels.ladder.compilers import missing_compiler
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
 from gpt2_infer.bench import models
@@ -204,15 +205,17 @@ def test_an_interrupted_text_is_not_a_sample(tiny, monkeypatch, tmp_path):
 
 def test_ours_is_compared_with_transformers_text(tiny, monkeypatch):
     settings = {"max_tokens": [10], "prompt": [5, 6, 7], "transformers": True, "timed": "call"}
-    results = compare(tiny, ["NAIVE_PYTORCH"], modes=["recompute", "kv-cache"], **settings)
+    modes = ["recompute", "kv-cache"]
+    results = compare(tiny, ["NAIVE_PYTORCH"], modes=modes, fused=True, **settings)
     rows = main_rows(results)
     assert [(r.contender, r.cell["mode"], r.status, len(r.samples)) for r in rows] == [
         ("transformers", "recompute", "ok", 2),
         ("NAIVE_PYTORCH", "recompute", "ok", 2),
         ("transformers", "kv-cache", "ok", 2),
         ("NAIVE_PYTORCH", "kv-cache", "ok", 2),
+        ("fused", "kv-cache", *(("refused", 0) if missing_compiler("emulator") else ("ok", 2))),
     ]
-    assert len({row.extra["token_digest"] for row in rows}) == 1
+    assert len({row.extra["token_digest"] for row in rows if row.samples}) == 1
     assert rows[1].samples >= results.beside(rows[1], "generation").samples
     reference_of = models.reference_of
 

@@ -33,7 +33,16 @@ def test_text_on_stdout_and_report_on_stderr(capsys):
 
 def test_json_for_machines(capsys):
     status, out, err = run(
-        capsys, *DEMO, "--json", "--prompt", "The", "--prompt", "A", "--kv-cache"
+        capsys,
+        *DEMO,
+        "--json",
+        "--prompt",
+        "The",
+        "--prompt",
+        "A",
+        "--kv-cache",
+        "--engine",
+        "eager",
     )
     assert status == 0
     assert not err

@@ -97,11 +97,11 @@ def step_of(
 
 @torch.inference_mode()
 def check_steps(
-    model: GPT2, lengths: list[int], steps: int, tolerance: float, *, portable: bool = False
+    model: GPT2, lengths: list[int], steps: int, tolerance: float, make=step_of, **how
 ) -> torch.Tensor:
     """Compare each step with model.decode(); return the last step's logits."""
     expected, state = state_after(model, lengths), state_after(model, lengths)
-    step = step_of(model, state, portable=portable)
+    step = make(model, state, **how)
     rows = torch.arange(len(lengths), device=model.device)
     for _ in range(steps):
         logits = model.decode(expected.newest, expected.cache).float()

@@ -16,7 +16,7 @@ from attention_kernels.backends import pytorch
 from gpt2_infer import GPT2, Sampling, engines, generate, sampling
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
-from gpt2_infer.engines.fused import StepShape
+from gpt2_infer.engines.fused import Fused, StepShape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.common import RecordedGraph, random_model, request_for
@@ -59,6 +59,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(fused, "shape_on", shape_on)
     monkeypatch.setattr(engines, "_reasons", lambda *_: reasons)
     monkeypatch.setattr(engines, "_room", lambda device: 2**30)
+    monkeypatch.setattr(engines, "FusedOnCPU", Fused)
     # On a CPU these read values, which a graph cannot do.
     monkeypatch.setattr(pytorch, "_visible", visible)
     monkeypatch.setattr(sampling, "_largest", lambda logits: logits.max(-1))

@@ -1,0 +1,210 @@
+"""The fused engine on a CPU: a decode step is one call of our own code, csrc/v03_cpu_step.cu.
+
+It reads the weights where the model keeps them, so there is no copy that could become stale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from attention_kernels.contract import dtype_name
+from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.op import load_op
+from gpt2_infer.engines.fused import MAX_BATCH, Fused
+from gpt2_infer.linear import Linear
+from gpt2_infer.model import GPT2, Block, KVCache
+from gpt2_infer.request import Request
+
+SOURCE = Path(__file__).parent / "csrc" / "v03_cpu_step.cu"
+
+
+def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
+    """Return the reasons why the fused engine cannot decode this model and request on a CPU.
+
+    Builds the code if nothing else is against it.
+    """
+    config, dtype, reasons = model.config, dtype_name(model.dtype), []
+    if dtype != "float32":
+        reasons.append(f"dtype {dtype} (on a CPU it takes float32)")
+    if not config.is_gelu_tanh:
+        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+    if len(request.rows) > MAX_BATCH:
+        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+    if model.decodes_with_named_backend:
+        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+    if missing := compilers.missing_compiler("emulator"):
+        reasons.append(missing)
+    if not reasons and isinstance(failure := _op(), str):
+        reasons.append(failure)
+    return reasons
+
+
+@functools.cache
+def _op() -> Callable[..., None] | str:
+    """Build and load the code; return its op, or why it cannot be built."""
+    try:
+        return load_op(header.parse_header(SOURCE, "fused_step_"), "cpu", "the fused decode step")
+    except BuildError as error:
+        return str(error)
+
+
+class FusedOnCPU(Fused):
+    """Runs the prompts eagerly and decodes in our own code."""
+
+    is_kept = False  # it is made in less time than a token takes
+
+    @staticmethod
+    def padded_rows(request: Request) -> list[list[int]]:
+        """Return the prompts; no other rows are needed."""
+        return request.rows
+
+    def warm_up(self) -> None:
+        """Build the prompts' backend and prepare the step."""
+        self.model.attention.prepare(self.device.type)
+        self.prepare_decode()
+
+    def prepare_decode(self) -> None:
+        """Collect the addresses of the weights."""
+        self.fused_step = CPUStep(
+            self.model,
+            self.cache,
+            self.newest,
+            self.tokens,
+            self.lengths,
+            self.sampling.is_greedy,
+            no_token=-1 if self.check_finite else 0,
+        )
+
+
+# ---- The code's view of a model -----------------------------------------------------------------
+
+
+class MatrixParams(ctypes.Structure):
+    """The C struct Matrix."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "is_transposed")),
+    )
+
+
+class NormParams(ctypes.Structure):
+    """The C struct Norm."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class LayerParams(ctypes.Structure):
+    """The C struct Layer."""
+
+    _fields_ = (
+        *((name, NormParams) for name in ("ln_1", "ln_2")),
+        *((name, MatrixParams) for name in ("qkv", "proj", "fc", "fc2")),
+        ("softmax_scale", ctypes.c_double),
+    )
+
+
+# The tensors whose addresses are in StructParams, in order.
+POINTERS = "wte wpe kv seqlens newest tokens lengths logits shared own"
+SIZES = "capacity batch layer_count num_heads max_seqlen threads is_greedy no_token"
+
+
+class StepParams(ctypes.Structure):
+    """The C struct StructParams."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerParams)),
+        ("ln_f", NormParams),
+        ("head", MatrixParams),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+        ("wte_strides", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in SIZES.split()),
+        ("epsilon", ctypes.c_double),
+    )
+
+
+class CPUStep:
+    """A decode step of one model over one cache, on as many threads as torch uses.
+
+    newest, int64 (batch,): the tokens to read; one below 0 is read as 0. If is_greedy, the step
+    replaces them by the most likely next ones (no_token where logits are not finite), writes these
+    to tokens (batch, capacity) at `lengths` (batch,) and adds 1 to lengths. It adds 1 to
+    cache.seqlens. logits: float32 (batch, vocab_size). Raises BuildError.
+    """
+
+    def __init__(
+        self,
+        model: GPT2,
+        cache: KVCache,
+        newest: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        is_greedy: bool,
+        *,
+        no_token: int = -1,
+    ) -> None:
+        op = _op()
+        if isinstance(op, str):
+            raise BuildError(op)
+        config, batch, max_seqlen = model.config, len(newest), cache.kv.shape[4]
+        threads = torch.get_num_threads()
+        wte = model.wte.weight
+        self.logits = wte.new_zeros(batch, config.vocab_size)
+        shared = wte.new_empty(batch, 6 * config.n_embd + config.inner_dim)
+        own = wte.new_empty(threads, batch * config.n_embd + max_seqlen)
+        head = wte if model.lm_head is None else model.lm_head.weight
+        self._kept: list[Tensor] = []  # the code holds their addresses
+        embeddings = (wte, model.wpe.weight.contiguous())
+        state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, shared, own)
+        self._params = StepParams(
+            (LayerParams * config.n_layer)(*map(self._layer, model.blocks())),
+            self._norm(model.ln_f),
+            self._matrix(head.t(), None),
+            *map(self._address, embeddings + state),
+            wte.stride(),
+            tokens.shape[1],
+            batch,
+            config.n_layer,
+            config.n_head,
+            max_seqlen,
+            threads,
+            is_greedy,
+            no_token,
+            config.layer_norm_epsilon,
+        )
+        self._bytes, self._op = torch.frombuffer(self._params, dtype=torch.uint8), op
+
+    def __call__(self) -> None:
+        """Run the step."""
+        self._op(self.logits, self._bytes)
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> MatrixParams:
+        """Describe a weight (rows, columns), stored in either order."""
+        if not weight.is_contiguous() and not weight.t().is_contiguous():
+            weight = weight.contiguous()
+        address = 0 if bias is None else self._address(bias)
+        return MatrixParams(
+            self._address(weight), address, *weight.shape, not weight.is_contiguous()
+        )
+
+    def _norm(self, norm: nn.LayerNorm) -> NormParams:
+        return NormParams(self._address(norm.weight), self._address(norm.bias))
+
+    def _layer(self, block: Block) -> LayerParams:
+        attn, mlp = block.attn, block.mlp
+        linears: tuple[Linear, ...] = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+        matrices = (self._matrix(linear.weight, linear.bias) for linear in linears)
+        norms = (self._norm(norm) for norm in (block.ln_1, block.ln_2))
+        return LayerParams(*norms, *matrices, attn.softmax_scale)
