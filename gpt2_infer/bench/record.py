@@ -241,11 +241,6 @@ class Provenance(_Record, kw_only=True):
     resumed_from: list[str] = []
     """Dates of the interrupted runs that this one completed."""
 
-    @property
-    def machine(self) -> str:
-        """The GPU, or the CPU and its threads."""
-        return self.gpu.name if self.gpu else f"{self.cpu}, {self.cpu_threads} threads"
-
 
 class File(_Record, kw_only=True):
     """The results of one study."""
@@ -255,6 +250,14 @@ class File(_Record, kw_only=True):
     """The study's settings and facts about the run."""
     provenance: Provenance
     rows: list[Row]
+
+    @property
+    def machine(self) -> str:
+        """The GPU, or the CPU and its threads if that is what was measured."""
+        about = self.provenance
+        if about.gpu and self.study.get("device") != "cpu":
+            return about.gpu.name
+        return f"{about.cpu}, {about.cpu_threads} threads"
 
     def of(self, metric: str) -> list[Row]:
         """Return the rows of one metric."""

@@ -422,20 +422,20 @@ class Progress:
     def __init__(self, out: Path | None, file: File, subject: Subject[Any]) -> None:
         self.cells: dict[str, list[Row]] = {}
         self.path = out.with_name(f"{out.name}.partial") if out else None
-        provenance = file.provenance
+        about, gpu = file.provenance, file.provenance.gpu
         plan = {
             "settings": {"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
-            "commit": provenance.commit,
-            "source digest": provenance.source_digest,
+            "commit": about.commit,
+            "source digest": about.source_digest,
             "sources": subject.sources,
-            "machine": [provenance.machine, provenance.gpu and provenance.gpu.driver_version],
-            "packages": provenance.packages,
-            "precision": provenance.precision,
-            "build flags": provenance.build_flags,
+            "machine": [gpu.name, gpu.driver_version] if gpu else [about.cpu, about.cpu_threads],
+            "packages": about.packages,
+            "precision": about.precision,
+            "build flags": about.build_flags,
         }
-        self._header = msgspec.json.encode((provenance.date, plan))
+        self._header = msgspec.json.encode((about.date, plan))
         if self.path and self.path.exists():
-            provenance.resumed_from = [self._read(self.path)]
+            about.resumed_from = [self._read(self.path)]
 
     def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
         """Add and write a finished cell; raises ResultsError if it cannot be written."""

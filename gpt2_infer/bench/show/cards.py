@@ -1,12 +1,12 @@
-"""What to expect of the fused step on cards that were not measured: computed, not measured."""
+"""What to expect of the fused step on other cards: computed, not measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpt2_infer.bench.record import Row
+from gpt2_infer.bench.record import File
 from gpt2_infer.bench.show.pivot import markdown
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ RESERVED = 1024  # bytes of shared memory that a GPU reserves in each block
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, and our estimates of its read bandwidth and of the time that a kernel adds."""
+    """A GPU, and our estimate of its read bandwidth."""
 
     name: str
     capability: tuple[int, int]
@@ -26,29 +26,31 @@ class Card:
     shared_kb: int
     """Shared memory available to a block."""
     read_gbps: int
-    kernel_us: float
 
 
 # The read bandwidth is 86 to 92 % of the data sheet's, the H200's share.
 CARDS = (
-    Card("A100 80GB", (8, 0), 108, 163, 1_750, 2.2),
-    Card("RTX 3090", (8, 6), 82, 99, 860, 2.2),
-    Card("RTX 4090", (8, 9), 128, 99, 930, 1.6),
-    Card("RTX 5090", (12, 0), 170, 99, 1_650, 1.6),
+    Card("A100 80GB", (8, 0), 108, 163, 1_750),
+    Card("RTX 3090", (8, 6), 82, 99, 860),
+    Card("RTX 4090", (8, 9), 128, 99, 930),
+    Card("RTX 5090", (12, 0), 170, 99, 1_650),
 )
 
 
-def expected(rows: Iterable[Row]) -> str:
-    """Return the table of computed times; rows: measured ones of GPT-2 small at batch 1."""
-    sizes = {row.cell["dtype"]: int(row.extra["weight_bytes"]) for row in rows}
+def expected(file: File, contender: str) -> str:
+    """Return the table of computed times; file: a contender's measured times at batch 1."""
+    read_gbps = file.provenance.limits["read_gbps"]
     lines: list[list[str]] = []
-    for card in CARDS:
-        for dtype, size in sizes.items():
-            reading, kernels = size / card.read_gbps / 1e3, KERNELS * card.kernel_us
-            total = reading + kernels
-            cells = [card.name, str(dtype), f"{card.read_gbps / 1e3:.2f}", f"{card.kernel_us:.1f}"]
-            cells += [f"{reading:.0f} + {kernels:.0f} = {total:.0f}", f"{1e6 / total:,.0f}"]
-            lines.append(cells)
+    for card, row in itertools.product(CARDS, file.of("time")):
+        if row.contender != contender:
+            continue
+        size = int(row.extra["weight_bytes"])
+        step_us = 1e6 * row.median / int(row.cell["new_tokens"])
+        reading, kernels = size / card.read_gbps / 1e3, step_us - size / read_gbps / 1e3
+        total = reading + kernels
+        cells = [card.name, str(row.cell["dtype"]), f"{card.read_gbps / 1e3:.2f}"]
+        cells += [f"{kernels / KERNELS:.1f}", f"{reading:.0f} + {kernels:.0f} = {total:.0f}"]
+        lines.append([*cells, f"{1e6 / total:,.0f}"])
     head = ["GPU", "dtype", "TB/s", "us per kernel", "us per step", "tokens/s"]
     return markdown(head, lines)
 

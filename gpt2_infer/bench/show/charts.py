@@ -120,7 +120,7 @@ def peak_memory(file: File) -> Figure | None:
     figure, axes = _figure(5)
     axes.set(xlabel="tokens, prompt included", ylabel="MiB")
     _draw_lines(axes, group, lambda _, memory: memory / 2**20)
-    facts = f"{where(file.provenance)}; one call each"
+    facts = f"{where(file)}; one call each"
     _title(axes, "Device memory at its peak, weights included", facts)
     return figure
 

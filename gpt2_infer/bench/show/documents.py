@@ -93,7 +93,7 @@ def row_errors(task: str, *names: str) -> None:
         return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else None
 
     layout = Layout(
-        title=lambda name, file, _: f"{where(file.provenance)} ({name})",
+        title=lambda name, file, _: f"{where(file)} ({name})",
         rows=lambda file: [row for row in main_rows(file) if row.contender in names],
         line=lambda row: row.contender,
         columns=[BACKEND, Column("N={at}", errors, over=length)],
@@ -110,8 +110,7 @@ def predictions(task: str, *measured: str) -> None:
 
 def other_cards(task: str) -> None:
     """Print what to expect of the fused step on GPUs that were not measured."""
-    small = [row for row in _newest(task)[1].rows if row.cell["model"] == "gpt2"]
-    _print(cards.expected(small))
+    _print(cards.expected(_newest(task)[1], "fused, sm_80"))
 
 
 def blocks_on_other_cards() -> None:

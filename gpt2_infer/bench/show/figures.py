@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from gpt2_infer.bench.record import FREE_ATTENTION, File, Provenance, Row, Shape
+from gpt2_infer.bench.record import FREE_ATTENTION, File, Row, Shape
 
 WITHIN_SPREAD = "~"  # shown instead of a figure
 TIE = "no difference beyond the spread of the samples"
@@ -163,15 +163,15 @@ def within_budget(row: Row) -> bool:
     )
 
 
-def where(provenance: Provenance) -> str:
+def where(file: File) -> str:
     """Return the machine and the torch version of a run."""
-    return f"{provenance.machine}, torch {provenance.packages['torch']}"
+    return f"{file.machine}, torch {file.provenance.packages['torch']}"
 
 
 def how(file: File, *packages: str) -> str:
     """Describe where, with which versions and how often something was timed."""
     versions = (f", {name} {file.provenance.packages[name]}" for name in packages)
-    place = where(file.provenance) + "".join(versions)
+    place = where(file) + "".join(versions)
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 

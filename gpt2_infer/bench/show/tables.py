@@ -395,7 +395,7 @@ def _throughput(metric: str, size: int) -> Getter:
 
 LAYOUTS["profile"] = Layout(
     title=lambda name, file, block: (
-        f"{shape_of(block[0])}, {where(file.provenance)}; one profiled call each ({name})"
+        f"{shape_of(block[0])}, {where(file)}; one profiled call each ({name})"
     ),
     rows=_all_rows,
     columns=[
@@ -460,7 +460,7 @@ def _standard_errors(line: Entry) -> Value:
 LAYOUTS["perplexity"] = Layout(
     title=lambda name, file, _: (
         f"{file.study['model']}, the first {file.study['tokens']:,} tokens of the held-out books, "
-        f"windows of {file.study['window']}; {where(file.provenance)} ({name}). The last two "
+        f"windows of {file.study['window']}; {where(file)} ({name}). The last two "
         f"columns compare with `{BASELINE}` in the same dtype"
     ),
     rows=_all_rows,
@@ -486,7 +486,7 @@ LAYOUTS["tests"] = Layout(
         "{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s".format(
             **file.study
         )
-        + f"; {where(file.provenance)} ({name}). The slowest tests, and all that failed"
+        + f"; {where(file)} ({name}). The slowest tests, and all that failed"
     ),
     rows=_all_rows,
     columns=[

@@ -73,7 +73,7 @@ COMMAND = {  # the words, and the names of the fields
     "kernels": (["CUSTOM_CUDA_VERSION_1"], {*vars(RESOURCES)}),
     "perplexity": (
         [*MODEL, "--max-tokens", "8"],
-        {"model", "dtype", "input", "bytes", "window", "stride", "scores"},
+        {"model", "dtype", "products", "input", "bytes", "window", "stride", "scores"},
     ),
     "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound"}),
     "report": (["RESULTS", "--out", "OUT"], {"out", "bytes"}),

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from gpt2_infer.bench.record import Row
+from pathlib import Path
+
+from gpt2_infer.bench import record
 from gpt2_infer.bench.show import cards
+
+RESULTS = Path(__file__).parents[4] / "results"
 
 
 def test_a_step_takes_as_long_as_its_weights_and_its_kernels():
-    row = Row(contender="fused", metric="time", unit="s", extra={"weight_bytes": 247_000_000})
-    row.cell["dtype"] = "bfloat16"
-    table = cards.expected([row])
-    assert "141 + 139 = 280" in table
-    assert "266 + 101 = 366" in table
+    path = max(RESULTS.glob("*_decode-sm80.json"))
+    found = record.read(path)
+    (row,) = (
+        row
+        for row in found.of("time")
+        if row.contender == "fused, sm_80" and row.cell["dtype"] == "bfloat16"
+    )
+    row.samples, found.provenance.limits["read_gbps"] = [504 * 200e-6], 4000
+    row.extra["weight_bytes"] = 200_000_000  # 50 us of 200
+    table = cards.expected(found, "fused, sm_80")
+    assert "114 + 150 = 264" in table  # at 1.75 TB/s
+    assert "215 + 150 = 365" in table  # at 0.93 TB/s
 
 
 def test_every_block_fits_on_every_card():
