@@ -44,6 +44,10 @@ class Linear(nn.Module):
         self._prepared.check(weights_stamp([weight, bias]))
         return self._prepared.share("product", lambda: Product(weight, bias, self.products))
 
+    def release(self) -> bool:
+        """Free the packed weights; return whether there were any."""
+        return self._prepared.clear()
+
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""
         if self.products != "ieee-fp32" and x.shape[0] > 1:

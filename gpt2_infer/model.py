@@ -296,7 +296,9 @@ class GPT2(nn.Module):
 
         Also call it after changing weights through `.data`, which PyTorch does not track.
         """
-        if self._prepared.clear() and self.device.type == "cuda":
+        linears = [module for module in self.h.modules() if isinstance(module, Linear)]
+        cleared = [self._prepared.clear(), *(linear.release() for linear in linears)]
+        if any(cleared) and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property

@@ -60,6 +60,19 @@ def test_a_model_with_other_products_shares_its_weights(monkeypatch):
     assert pickle.loads(pickle.dumps(other)).products == "3xfp16"
 
 
+@torch.inference_mode()
+def test_release_frees_packed_weights(monkeypatch):
+    model = with_emulated_products(random_model(CONFIG), "3xfp16", monkeypatch)
+    tokens = torch.randint(0, 101, (1, 9))
+    before = model(tokens)
+    for parameter in model.h[0].mlp.parameters():
+        parameter.data *= 2  # which PyTorch does not track
+    model.release()
+    after = model(tokens)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, model.with_products("ieee-fp32")(tokens), rtol=0, atol=1e-4)
+
+
 def test_products_that_cannot_be_used_are_refused():
     model = random_model(CONFIG)
     with pytest.raises(RequestError, match=r"3xfp16 cannot be used: it needs a CUDA device$"):
