@@ -174,7 +174,7 @@ def cost(kernel: Kernel, plan: Plan, m: int, n: int, k: int, multiprocessors: in
 
 @functools.cache
 def choose(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> Plan:
-    """Return the plan with the lowest cost; n is a multiple of 64, k of 32."""
+    """Return the plan with the lowest cost, for a shape that Product takes."""
     return min(
         plans(kernel, m, n, k, multiprocessors),
         key=lambda plan: cost(kernel, plan, m, n, k, multiprocessors),
@@ -203,7 +203,9 @@ def _op(file: str, device_type: str) -> Callable[..., None]:
 
 
 class Product:
-    """y = x W + b in float32, like Linear, with W (k, n); n is a multiple of 64, k of 32.
+    """y = x W + b in float32, like Linear, with W (k, n).
+
+    n is a multiple of 64, and k of 32, or with 3xfp16 of 64.
 
     The work just ahead of a product on its stream must not write the weights: a GPU reads them
     before that work has ended. products: one of PRODUCTS; 3xfp16 makes a packed copy of the

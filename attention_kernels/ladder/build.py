@@ -40,6 +40,7 @@ from attention_kernels.ladder.compilers import (
     BuildError,
     Target,
     binding_flags,
+    code_name,
     compile_flags,
     cuda_runtime,
     extra_flags,
@@ -268,7 +269,7 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
-        archs = [name if "_" in name else f"sm_{name}" for name in arch.split(",")]
+        archs = [*map(code_name, arch.split(","))]
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"

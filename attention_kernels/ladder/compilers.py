@@ -114,6 +114,11 @@ def identity(compiler: str) -> str:
     return execute([compiler, "--version"]).output
 
 
+def code_name(arch: str) -> str:
+    """Return nvcc's name of the code for one of build()'s architectures: SASS, or PTX if named."""
+    return arch if arch.startswith("compute_") else f"sm_{arch}"
+
+
 @functools.cache
 def native_macros(compiler: str) -> str:
     """Return the macros that tell which CPU -march=native means here, cached."""
@@ -171,9 +176,8 @@ def compile_flags(
         return flags
     for each in arch.split(","):
         digits = each.removeprefix("compute_")
-        code = each if each != digits else f"sm_{digits}"
         if version.compiles_for(digits):
-            flags.append(f"-gencode=arch=compute_{digits},code={code}")
+            flags.append(f"-gencode=arch=compute_{digits},code={code_name(each)}")
     return [*flags, *version.flags]
 
 

@@ -304,7 +304,7 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const ProductParams&) { return 0; }
 
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
-  switch (params.tile) {  // must match TILES in product.py
+  switch (params.tile) {  // must match KERNELS in product.py
     case 0:
       return launch_product<Tile<1, 3, 3>>(params, stream);
     case 1:

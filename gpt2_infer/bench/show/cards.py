@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpt2_infer.bench.record import File
+from gpt2_infer.bench.show.figures import reading_us, step_us
 from gpt2_infer.bench.show.pivot import markdown
 
 if TYPE_CHECKING:
@@ -39,14 +40,12 @@ CARDS = (
 
 def expected(file: File, contender: str) -> str:
     """Return the table of computed times; file: a contender's measured times at batch 1."""
-    read_gbps = file.provenance.limits["read_gbps"]
     lines: list[list[str]] = []
     for card, row in itertools.product(CARDS, file.of("time")):
         if row.contender != contender:
             continue
-        size = int(row.extra["weight_bytes"])
-        step_us = 1e6 * row.median / int(row.cell["new_tokens"])
-        reading, kernels = size / card.read_gbps / 1e3, step_us - size / read_gbps / 1e3
+        reading = int(row.extra["weight_bytes"]) / card.read_gbps / 1e3
+        kernels = step_us(row) - reading_us(row, file)
         total = reading + kernels
         cells = [card.name, str(row.cell["dtype"]), f"{card.read_gbps / 1e3:.2f}"]
         cells += [f"{kernels / KERNELS:.1f}", f"{reading:.0f} + {kernels:.0f} = {total:.0f}"]

@@ -175,6 +175,16 @@ def how(file: File, *packages: str) -> str:
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 
+def step_us(row: Row) -> float:
+    """Return the microseconds per step of a decoding row, prompt included."""
+    return 1e6 * row.median / int(row.cell["new_tokens"])
+
+
+def reading_us(row: Row, file: File) -> float:
+    """Return the microseconds that reading the weights once takes at the run's bandwidth."""
+    return float(row.extra["weight_bytes"] / file.provenance.limits["read_gbps"] / 1e3)
+
+
 def beneath(row: Row, limits: dict[str, float]) -> tuple[int, float] | None:
     """Return how many of a kernel's samples are below the physical floor, and the floor in us.
 

@@ -17,7 +17,9 @@ from gpt2_infer.bench.show.figures import (
     new_tokens,
     quantiles,
     ratio,
+    reading_us,
     shape_of,
+    step_us,
     times,
     where,
     widest_spread,
@@ -279,18 +281,13 @@ def _least_and_most(row: Row) -> str:
     return f"{new_tokens(row) / most:,.0f} .. {new_tokens(row) / least:,.0f}"
 
 
-def _step_us(row: Row) -> float:
-    """Return microseconds per step, prompt included."""
-    return 1e6 * row.median / int(row.cell["new_tokens"])
-
-
 def _is_recompute(row: Row) -> bool:
     return row.cell.get("mode") == "recompute"
 
 
 def _weights_gbps(row: Row) -> float | None:
     """Return GB/s of weights read; None in recompute, which is bound by arithmetic."""
-    return None if _is_recompute(row) else row.extra["weight_bytes"] / _step_us(row) / 1e3
+    return None if _is_recompute(row) else row.extra["weight_bytes"] / step_us(row) / 1e3
 
 
 def _of_bandwidth(line: Entry) -> Value:
@@ -303,8 +300,7 @@ def _lost_per_layer(line: Entry) -> Value:
     row, config = line.first, named_config(str(line.first.cell["model"]))
     if not row.samples or _is_recompute(row) or config is None:
         return None
-    reading = row.extra["weight_bytes"] / line.file.provenance.limits["read_gbps"] / 1e3
-    return float((_step_us(row) - reading) / config.n_layer)
+    return (step_us(row) - reading_us(row, line.file)) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -331,7 +327,7 @@ LAYOUTS["decode"] = Layout(
         Column("seconds", _timed(lambda row: row.median if _is_recompute(row) else None), "{:.3f}"),
         Column("tokens/s", _timed(lambda row: new_tokens(row) / row.median), "{:,.0f}"),
         Column("least .. most", _timed(_least_and_most)),
-        Column("us per step", _timed(_step_us), "{:.0f}"),
+        Column("us per step", _timed(step_us), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
