@@ -118,7 +118,8 @@ def remembered() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "truth", truth)
-        patch.setattr(conformance, "attention_cases", _of_lists(conformance.attention_cases))
+        for name in ("attention_cases", "decode_cases", "in_order_of_gain"):
+            patch.setattr(conformance, name, _of_lists(getattr(conformance, name)))
         yield
 
 
@@ -141,8 +142,8 @@ def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function whose arguments may be lists."""
-    cached = functools.cache(function)
+    """Cache a function whose arguments may be lists and whose result is iterated over."""
+    cached = functools.cache(lambda *arguments, **named: [*function(*arguments, **named)])
     return lambda *arguments, **named: cached(
         *(tuple(x) if isinstance(x, list) else x for x in arguments), **named
     )
