@@ -133,12 +133,13 @@ conformance.checks_of = lambda *arguments, **options: everything(*arguments, **o
 
 
 @pytest.fixture
-def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clocks differ on a GPU by any factor: other tests use it at the same time."""
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the judge's clocks differ by any factor: other tests use the same cores and GPU."""
     from attention_kernels.judge import clock
 
     for limits in (clock.OUTSIDE, clock.REPEATED):
-        monkeypatch.setitem(limits, "cuda", float("inf"))
+        for device in limits:
+            monkeypatch.setitem(limits, device, float("inf"))
 
 
 def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,6 +108,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
     assert place_of(fault) in message
     # Of the blocks of a cluster, which run at the same time, either may be the first.
     assert re.search(r"; block \([01], 0, 0\), thread \(", message)
+    monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
     assert runs_right(spec)
 
 

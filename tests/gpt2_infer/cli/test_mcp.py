@@ -97,12 +97,12 @@ def test_cancelling_ends_the_kernels_process(session, tmp_path):
 
         async with anyio.create_task_group() as group:
             group.start_soon(client.call_tool, "verify", {"name": str(hanging), "device": "cpu"})
-            with anyio.fail_after(60):
+            with anyio.fail_after(120):
                 while not (place.exists() and place.read_text().endswith("\n")):
                     await anyio.sleep(0.05)
             group.cancel_scope.cancel()
         process = Path("/proc") / place.read_text().strip()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while process.exists():
                 await anyio.sleep(0.05)
         found = await client.call_tool("backends", {})  # it is the next call's turn
