@@ -25,21 +25,20 @@ HANG = """  FILE* file = fopen("PLACE", "w");
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session():
-    """session(use): start the server and await use(client)."""
-    anyio = pytest.importorskip("anyio")
+    """session(use): await use(client) of one server."""
+    from_thread = pytest.importorskip("anyio.from_thread")
     mcp = pytest.importorskip("mcp")
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     server = mcp.StdioServerParameters(command=sys.executable, args=["-c", SERVER], env=environment)
-
-    async def main(use):
-        async with mcp.Client(mcp.stdio_client(server)) as client:
-            await use(client)
-
-    return lambda use: anyio.run(main, use)
+    with (
+        from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(mcp.Client(mcp.stdio_client(server))) as client,
+    ):
+        yield lambda use: portal.call(use, client)
 
 
 @pytest.mark.slow
