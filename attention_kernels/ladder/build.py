@@ -377,10 +377,12 @@ def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
         # Hidden symbols, because the versions define the same names in one process. Line tables
         # (-g1) do not change the code; source_line() reads them.
         flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
-        emulated = (*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS)
-        if "-fsanitize=thread" in flags:
-            emulated = RACES_OPTIMIZATION
-        flags += ["-O3"] if plan.version.is_host else emulated
+        if plan.version.is_host:
+            flags += ["-O3"]
+        elif "-fsanitize=thread" in flags:
+            flags += RACES_OPTIMIZATION
+        else:
+            flags += [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
         source = str(plan.version.path)
     else:
         flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]

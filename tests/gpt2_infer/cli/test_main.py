@@ -74,7 +74,7 @@ def test_an_unknown_option_or_command_is_one_line(arguments, capsys):
 @pytest.mark.parametrize(
     ("words", "status", "error"),
     [
-        ("cache >&-", 2, "error: standard output is closed"),
+        ("--help >&-", 2, "error: standard output is closed"),
         (
             "--help >/dev/full",
             2,
