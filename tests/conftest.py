@@ -82,17 +82,16 @@ def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(tuner, "configs", [config])
 
 
-def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Set, one after the other, variables that must not change an emulated result."""
-    for variable, value in (
-        ("ATTENTION_EMULATOR_ORDER", "reverse"),
-        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
-        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
-        ("ATTENTION_EMULATOR_THREADS", "1"),
+    for settings in (
+        {"ORDER": "reverse", "POISON": "41200000", "THREADS": "1"},  # the poison is 10.0f
+        {"ORDER": "shuffle:1"},
     ):
-        monkeypatch.setenv(variable, value)
-        yield variable, value
-        monkeypatch.delenv(variable)
+        with monkeypatch.context() as patch:
+            for name, value in settings.items():
+                patch.setenv(f"ATTENTION_EMULATOR_{name}", value)
+            yield settings
 
 
 @pytest.fixture(scope="session", autouse=True)
