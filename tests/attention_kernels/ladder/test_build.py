@@ -126,6 +126,16 @@ def test_binding_is_compiled_once_and_again_if_it_is_damaged(csrc, first, calls)
     assert compiled == [3, 2, 3]
 
 
+def test_an_object_file_is_compiled_once_and_again_if_it_is_damaged(csrc, calls):
+    compiled = []
+    for _ in range(3):
+        file = build.object_file(csrc, "binding.cpp", "-O1")
+        compiled.append(len(calls()))
+        if len(compiled) == 2:
+            file.write_bytes(file.read_bytes()[:-1])
+    assert compiled == [1, 0, 1]
+
+
 @pytest.mark.parametrize("what", ["cache", "library"])
 @pytest.mark.parametrize("how", ["owner", "group", "others"])
 def test_files_that_another_user_could_have_written_are_refused(
@@ -318,7 +328,9 @@ def test_a_failed_build_says_why_and_where_the_log_is(first, calls):
     assert log.read_text().startswith("$ ")
     assert "a typo" in log.read_text()
     first.path.write_text(text)
+    calls()
     assert build.build(first, "emulator").exists()
+    assert len(calls()) == 2  # binding.cpp was kept
 
 
 def test_one_failed_version_does_not_stop_the_others(csrc, first, calls, capfd):
