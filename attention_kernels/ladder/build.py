@@ -142,8 +142,8 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
     command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
-    digests = _digests([csrc / source], csrc, [])
-    stem = _stem(Path(source).stem, command, identity(command[0]), digests)
+    contents = sorted(_digests([csrc / source], csrc, []).values())  # in whichever folder
+    stem = _stem(Path(source).stem, command[0], identity(command[0]), flags, contents)
     cache = cache_dir()
     if found := _find(cache / f"{stem}.o"):
         return found
