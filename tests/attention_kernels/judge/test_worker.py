@@ -60,14 +60,14 @@ def strange(plugin):
 @pytest.mark.parametrize(
     ("does", "reported"),
     [
-        ("time.sleep(1e6)", "it did not end within 2 s"),
+        ("time.sleep(1e6)", "it did not end within 4 s"),
         ("os._exit(0)", "it ended with exit status 0"),
         ("raise KeyboardInterrupt", "it raised KeyboardInterrupt: no message"),
     ],
 )
 def test_a_plug_in_that_does_not_return(does, reported, strange):
     strange(calls=does)
-    report = verify("strange", "cpu", timeout_s=2, max_failures=1)
+    report = verify("strange", "cpu", timeout_s=4, max_failures=1)
     (failure,) = report.failures
     assert failure.what.startswith("seqlen 2, head_dim 32")
     assert failure.why.startswith(reported)
