@@ -12,7 +12,7 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.launches import Launch
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
 VERSIONS = [version for version in ladder.versions().values() if not version.is_host]
@@ -84,7 +84,7 @@ def test_the_last_version_of_a_ladder_on_later_architectures(version):
 @needs_nvcc
 def test_an_unknown_architecture_is_the_compilers_error():
     with pytest.raises(BuildError, match="Unsupported gpu architecture 'compute_99'"):
-        build.build(header.versions()[0], "cuda", "99")
+        resources.compile_version(header.versions()[0], "99")
     with pytest.raises(BuildError, match="no limits known for 99"):
         resources.resource_table([], ("99",))
 
