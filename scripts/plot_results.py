@@ -35,7 +35,8 @@ def draw_documents(root: Path) -> dict[Path, bytes]:
     tasks, wanted = newest(root / "results"), shown(root)
     drawn: dict[str, bytes] = {}
     for task in sorted({name.rpartition("_")[0] for name in wanted}):
-        pictures = charts.render(tasks[task][1]) if task in tasks else {}
+        plots = {name.removeprefix(f"{task}_") for name in wanted}
+        pictures = charts.render(tasks[task][1], plots) if task in tasks else {}
         drawn |= {f"{task}_{plot}": svg for plot, svg in pictures.items()}
     if missing := wanted - drawn.keys():
         raise ResultsError(

@@ -82,17 +82,16 @@ def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(tuner, "configs", [config])
 
 
-def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Set, one after the other, variables that must not change an emulated result."""
-    for variable, value in (
-        ("ATTENTION_EMULATOR_ORDER", "reverse"),
-        ("ATTENTION_EMULATOR_ORDER", "shuffle:1"),
-        ("ATTENTION_EMULATOR_POISON", "41200000"),  # 10.0f
-        ("ATTENTION_EMULATOR_THREADS", "1"),
+    for settings in (
+        {"ORDER": "reverse", "POISON": "41200000", "THREADS": "1"},  # the poison is 10.0f
+        {"ORDER": "shuffle:1"},
     ):
-        monkeypatch.setenv(variable, value)
-        yield variable, value
-        monkeypatch.delenv(variable)
+        with monkeypatch.context() as patch:
+            for name, value in settings.items():
+                patch.setenv(f"ATTENTION_EMULATOR_{name}", value)
+            yield settings
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,7 +117,8 @@ def remembered() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "truth", truth)
-        patch.setattr(conformance, "attention_cases", _of_lists(conformance.attention_cases))
+        for name in ("attention_cases", "decode_cases", "in_order_of_gain"):
+            patch.setattr(conformance, name, _of_lists(getattr(conformance, name)))
         yield
 
 
@@ -132,17 +132,18 @@ conformance.checks_of = lambda *arguments, **options: everything(*arguments, **o
 
 
 @pytest.fixture
-def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clocks differ on a GPU by any factor: other tests use it at the same time."""
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the judge's clocks differ by any factor: other tests use the same cores and GPU."""
     from attention_kernels.judge import clock
 
     for limits in (clock.OUTSIDE, clock.REPEATED):
-        monkeypatch.setitem(limits, "cuda", float("inf"))
+        for device in limits:
+            monkeypatch.setitem(limits, device, float("inf"))
 
 
 def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function whose arguments may be lists."""
-    cached = functools.cache(function)
+    """Cache a function whose arguments may be lists and whose result is iterated over."""
+    cached = functools.cache(lambda *arguments, **named: [*function(*arguments, **named)])
     return lambda *arguments, **named: cached(
         *(tuple(x) if isinstance(x, list) else x for x in arguments), **named
     )

@@ -169,10 +169,6 @@ def test_links_in_the_documents_lead_somewhere(document):
         assert not anchor or anchor in anchors(to), target
 
 
-def test_the_readme_is_short():
-    assert 150 <= len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 300
-
-
 def test_the_takeaways_quote_the_tables():
     text = (ROOT / "README.md").read_text("utf-8")
     takeaways = re.split(r"\n## (?:Takeaways|Where to read on)\n", text)[1]
@@ -194,12 +190,3 @@ def test_the_architecture_names_what_exists():
         assert name == "launch" or re.search(rf"def {name}\(", code), name
     for name in re.findall(r"`(_?[A-Z]\w*[a-z]\w*)[`.]", text):
         assert re.search(rf"\b(class {name}\b|{name}(: TypeAlias)? = )", code), name
-
-
-def test_the_walks_through_the_code_are_short():
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    *walks, changes = text.split("\n## ")[1:]
-    assert len(walks) == 3
-    assert all(len(re.findall(r"^\d+\.", walk, re.MULTILINE)) <= 12 for walk in walks)
-    for change in changes.split("\n### ")[1:]:
-        assert len(change.strip().splitlines()[2:]) <= 6, change

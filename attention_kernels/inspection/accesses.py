@@ -24,7 +24,7 @@ from tabulate import tabulate
 from attention_kernels import child
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.launches import case_faults
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
 _FLAGS = "-O0 -g -fno-omit-frame-pointer -fsanitize=thread -fsanitize-coverage=trace-pc"
@@ -135,13 +135,12 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         # Both objects contain the emulator's functions. The linker takes those of the first
         # object, which are not instrumented.
-        objects = [f"{folder}/recorder.o", f"{folder}/kernel.o"]
+        recorder = build.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O1")
+        objects = [str(recorder), f"{folder}/kernel.o"]
         # Unoptimized, so that the program makes every access of the source, in the same order.
         compilers.output_of(
             [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
         )
-        recorder = compilers.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O1")
-        Path(objects[0]).write_bytes(recorder)
         command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
         compilers.output_of(command)
         file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
 # The longest sequence that csrc/binding.cpp accepts.
@@ -69,8 +69,8 @@ def build_recorder(version: VersionHeader, folder: Path) -> Path:
     """Build the program that records a version's launches; raises BuildError."""
     flags = compilers.compile_flags(version, "emulator", "")
     csrc = header.csrc_of(version)
-    program, runtime = folder / "recorder", folder / "runtime.o"
-    runtime.write_bytes(compilers.object_file(csrc, "emulator/runtime.cpp", "-O0"))
+    program = folder / "recorder"
+    runtime = build.object_file(csrc, "emulator/runtime.cpp", "-O0")
     recorder = str(csrc / "recorders" / "launches.cpp")
     source = f'-DATTENTION_SOURCE="{version.path}"'
     link = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]

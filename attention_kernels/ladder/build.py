@@ -49,6 +49,7 @@ from attention_kernels.ladder.compilers import (
     first_error,
     identity,
     native_macros,
+    output_of,
     shell_safe,
 )
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -58,6 +59,8 @@ LOCK_TIMEOUT_S = 300.0
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # Inlining as at -O2: a bound is checked only where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-O1", "-finline-small-functions", "-finline-functions")
+# Of a build that looks for races: it takes half as long, and the other build has the checks.
+RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
@@ -131,6 +134,24 @@ def _missing(
     found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
     built |= {plan.version.op: library for plan, library in found.items() if library}
     return [plan for plan, library in found.items() if not library]
+
+
+def object_file(csrc: Path, source: str, *flags: str) -> Path:
+    """Return the object file of a source in csrc that is the same for every version.
+
+    It is from the cache or newly compiled by g++. Raises BuildError.
+    """
+    command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
+    contents = sorted(_digests([csrc / source], csrc, []).values())  # in whichever folder
+    stem = _stem(Path(source).stem, command[0], identity(command[0]), flags, contents)
+    cache = cache_dir()
+    if found := _find(cache / f"{stem}.o"):
+        return found
+    cache = _writable(cache)
+    with tempfile.TemporaryDirectory(prefix=f"{stem}.build-", dir=cache) as folder:
+        output = Path(folder) / f"{stem}.o"
+        output_of([*command, "-o", str(output)])
+        return _keep(output, cache)
 
 
 def sources(version: VersionHeader) -> list[Path]:
@@ -345,14 +366,16 @@ def _run_ninja(plans: Sequence[_Plan], cache: Path, folder: Path) -> dict[str, P
     for plan in plans:
         op, file = plan.version.op, plan.version.path.name
         library, binding_object = folder / f"{plan.stem}.so", folder / f"{plan.binding}.o"
+        now = _plan(plan.version, plan.target, plan.arch, "")
         if not library.exists():
             built[op] = _error(plan, folder, cache, commands, told)
-        elif _plan(plan.version, plan.target, plan.arch, "").stem != plan.stem:
+        elif now.stem != plan.stem:
             built[op] = BuildError(f"{file}, or what it includes, changed while it was built")
         else:
             built[op] = _keep(library, cache)
-            if binding_object.exists():  # another version may have moved it
-                _keep(binding_object, cache)
+        # A later build needs it even if this one failed; another version may have moved it.
+        if binding_object.exists() and now.binding == plan.binding:
+            _keep(binding_object, cache)
     return built
 
 
@@ -375,8 +398,12 @@ def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
         # Hidden symbols, because the versions define the same names in one process. Line tables
         # (-g1) do not change the code; source_line() reads them.
         flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
-        emulated = (*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS)
-        flags += ["-O3"] if plan.version.is_host else emulated
+        if plan.version.is_host:
+            flags += ["-O3"]
+        elif "-fsanitize=thread" in flags:
+            flags += RACES_OPTIMIZATION
+        else:
+            flags += [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
         source = str(plan.version.path)
     else:
         flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]

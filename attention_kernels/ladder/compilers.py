@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -219,19 +218,6 @@ def output_of(command: Sequence[str], folder: str | None = None) -> str:
     if done.status != 0:
         raise BuildError(first_error(done.output) or f"{command[0]} {done.how}")
     return done.output
-
-
-@functools.cache
-def object_file(csrc: Path, source: str, *flags: str) -> bytes:
-    """Return the object file of a source in csrc that is the same for every version.
-
-    It is compiled by g++, once per process. Raises BuildError.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "object.o"
-        command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
-        output_of([*command, "-o", str(file)])
-        return file.read_bytes()
 
 
 def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, int]]]:

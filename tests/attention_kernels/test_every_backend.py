@@ -142,9 +142,10 @@ def around_the_tile(spec: BackendSpec, head_dims: list[int]) -> list[Case]:
     columns = int(tile[2] or rows)
     edges = {1, rows - 1, rows, rows + 1, columns + 1, 2 * max(rows, columns) + 5}
     lengths = [(n, head_dims[at % len(head_dims)]) for at, n in enumerate(sorted(edges))]
-    found = [Case(n, d, is_causal=c) for n, d in lengths for c in (True, False)]
-    found += [Case(rows + 1, d, batch=2, num_heads=3, seed=1) for d in head_dims]
-    return found + [Case(130, head_dims[-1], scale) for scale in (0.02, 8.0)]
+    found = [Case(n, d, num_heads=1, is_causal=c) for n, d in lengths for c in (True, False)]
+    found += [Case(rows + 1, d, num_heads=2, seed=1) for d in head_dims[1:]]
+    found.append(Case(rows + 1, head_dims[0], batch=2, num_heads=3, seed=1))
+    return found + [Case(130, head_dims[-1], scale, num_heads=1) for scale in (0.02, 8.0)]
 
 
 def decoding(head_dims: list[int]) -> list[DecodeCase]:
@@ -220,7 +221,7 @@ def test_conformance(spec, dtype, device):
 def test_the_future_does_not_change_the_past(spec, dtype, device):
     head_dims = itertools.cycle(usable_head_dims(spec, dtype, device))
     for cut, head_dim in zip((1, 41, 64, 99), head_dims, strict=False):
-        assert not future_leaks(spec, Case(100, head_dim, dtype=dtype), device, cut)
+        assert not future_leaks(spec, Case(100, head_dim, num_heads=1, dtype=dtype), device, cut)
 
 
 @one_tile

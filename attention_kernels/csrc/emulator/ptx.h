@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "mma.h"

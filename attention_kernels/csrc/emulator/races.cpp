@@ -50,9 +50,15 @@ void Races::synchronize(unsigned first_thread, uint32_t lanes) {
   }
 }
 
+std::vector<uint32_t>& Races::clock_of(const void* barrier) {
+  for (Released& one : released)
+    if (one.barrier == barrier) return one.clock;
+  return released.emplace_back(Released{barrier, {}}).clock;
+}
+
 void Races::release(const void* barrier) {
   const unsigned self = this_fiber().thread;
-  std::vector<uint32_t>& clock = released[barrier];
+  std::vector<uint32_t>& clock = clock_of(barrier);
   clock.resize(kMaxThreads);
   for (unsigned of = 0; of < block.threads; ++of) clock[of] = std::max(clock[of], known(self, of));
   clock[self] = now(self);
@@ -61,7 +67,7 @@ void Races::release(const void* barrier) {
 
 void Races::acquire(const void* barrier) {
   const unsigned self = this_fiber().thread;
-  const std::vector<uint32_t>& clock = released[barrier];
+  const std::vector<uint32_t>& clock = clock_of(barrier);
   for (unsigned of = 0; of < clock.size(); ++of)
     known(self, of) = std::max(known(self, of), clock[of]);
 }

@@ -9,10 +9,8 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
 #include "fiber.h"
@@ -57,6 +55,13 @@ class Races {
     Access write, reads[3];
   };
 
+  // Not a std::unordered_map: parsing it takes g++ as long as some kernels.
+  struct Released {
+    const void* barrier;
+    std::vector<uint32_t> clock;
+  };
+
+  std::vector<uint32_t>& clock_of(const void* barrier);
   ATTENTION_EMULATOR_INLINE uint32_t& known(unsigned thread, unsigned of) {
     return clocks[thread * kMaxThreads + of];
   }
@@ -73,7 +78,7 @@ class Races {
   uint32_t own[kMaxThreads]{};  // each thread's clock, unless it is behind `ordered`
   uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
-  std::unordered_map<const void*, std::vector<uint32_t>> released;  // by barrier
+  std::vector<Released> released;
 };
 
 }  // namespace attention::emulator

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +59,8 @@ WHISKERS = "median, least to most"
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
-def render(file: File) -> dict[str, bytes]:
-    """Draw all plots of a results file; return SVGs by plot name.
+def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]:
+    """Draw the wanted plots of a results file, by default all; return SVGs by plot name.
 
     The same file gives the same picture, except for the last digits of coordinates, which depend on
     the processor.
@@ -68,7 +68,7 @@ def render(file: File) -> dict[str, bytes]:
     drawn = {}
     with plt.style.context(STYLE):
         for name, plot in PLOTS.get(file.study["kind"], {}).items():
-            figure = plot(file)
+            figure = plot(file) if wanted is None or name in wanted else None
             if figure is not None:
                 drawn[name] = _svg(figure)
     return drawn

@@ -228,15 +228,6 @@ def test_without_compilers_the_reason_is_given_and_nothing_is_compiled(no_compil
         assert get_backend(name).unavailable_reason("cuda") is not None
 
 
-def test_a_failed_build_makes_the_backend_unavailable(tmp_path, monkeypatch):
-    opening = (NEGATIVE / "v01_dropped_barrier.cu").read_text().split("#include")[0]
-    (tmp_path / "v01_typo.cu").write_text(opening + "a typo\n")
-    spec = spec_of(header.parse_header(tmp_path / "v01_typo.cu", "typo_"))
-    with pytest.raises(UnavailableBackendError, match=r"v01_typo\.cu:11:1: error: .*\(log: /"):
-        spec.attention(BAD, BAD, BAD)
-    assert "v01_typo.cu:11:1: error: " in spec.unavailable_reason("cpu")
-
-
 def test_an_architecture_unknown_to_nvcc_is_left_out(monkeypatch):
     capabilities = [(9, 0), (6, 1), (9, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

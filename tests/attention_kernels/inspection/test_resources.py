@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.launches import Launch
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
 VERSIONS = [version for version in ladder.versions().values() if not version.is_host]
 LAST = {version.path.parent: version.builds()[-1] for version in VERSIONS}.values()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.op)
-def test_every_version_compiles_without_spills(version):
+def needs_nvcc(test):
+    missing = compilers.find_nvcc() is None
+    return pytest.mark.slow(pytest.mark.skipif(missing, reason="needs nvcc")(test))
+
+
+def alike(one: header.VersionHeader) -> tuple[object, ...]:
+    """Return the first architecture that a build supports, and what else decides its flags."""
+    arch = next(a for a in resources.ARCHS if one.compiles_for(a))
+    return arch, one.dtype, one.layout, one.role, one.flags
+
+
+def parts() -> Iterator[list[header.VersionHeader]]:
+    """Yield all builds, up to four with equal flags at a time.
+
+    Of a ladder's last version only the first: the test below compiles the last one.
+    """
+    of_each = (version.builds() for version in VERSIONS)
+    builds = [one for b in of_each for one in (b[:1] if b[-1] in LAST else b)]
+    for _, group in itertools.groupby(sorted(builds, key=alike), alike):
+        some = [*group]
+        yield from (some[at : at + 4] for at in range(0, len(some), 4))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("builds", [*parts()], ids=lambda some: "-".join(x.op for x in some))
+def test_every_version_compiles_without_spills(builds, tmp_path):
     """Compile for the first architecture that a version supports: its code is the same for all.
 
-    Every dtype is compiled, but a ladder's last version in the first one only: the test below
-    compiles it in the last one.
+    Versions are compiled together because nvcc takes longer for its headers than for a simple one.
     """
-    assert "__CUDA_ARCH__" not in version.path.read_text("utf-8")
-    builds = version.builds()
-    for one in builds[:1] if builds[-1] in LAST else builds:
-        arch = next(a for a in resources.ARCHS if one.compiles_for(a))
-        for kernel in resources.compile_version(one, arch).values():
-            # Scalars that live through the inner loops; an array would be hundreds of bytes.
-            assert kernel.spill_stores <= 64 >= kernel.spill_loads
+    assert not any("__CUDA_ARCH__" in one.path.read_text("utf-8") for one in builds)
+    lines = (f'#define ATTENTION_VERSION {one.op}\n#include "{one.path}"\n' for one in builds)
+    file = tmp_path / "v01_together.cu"
+    file.write_text("".join(f"#undef ATTENTION_VERSION\n{line}" for line in lines))
+    together = dataclasses.replace(builds[0], path=file)
+    found = resources.compile_version(together, alike(builds[0])[0])
+    for one in builds:
+        assert any(f"{len(one.op)}{one.op}" in symbol for symbol in found), one.op
+    for kernel in found.values():
+        # Scalars that live through the inner loops; an array would be hundreds of bytes.
+        assert kernel.spill_stores <= 64 >= kernel.spill_loads
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
 def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    # nvcc takes as long for WMMA's as for all the others, so compile it only for the architecture
+    # nvcc takes longer for these two than for all others, so compile them only for the architecture
     # with the least shared memory.
-    architectures = ("120",) if version.op.startswith("wmma") else ("90", "120")
+    is_large = version.path.parent.name in ("fp32", "wmma_fa2")
+    architectures = ("120",) if is_large else ("90", "120")
     rows = resources.resource_table([version], architectures)
     assert {(row.arch, row.head_dim) for row in rows} == {
         (arch, head_dim) for arch in architectures for head_dim in version.head_dims
@@ -53,11 +81,10 @@ def test_the_last_version_of_a_ladder_on_later_architectures(version):
     assert version.label in resources.format_table(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
+@needs_nvcc
 def test_an_unknown_architecture_is_the_compilers_error():
     with pytest.raises(BuildError, match="Unsupported gpu architecture 'compute_99'"):
-        build.build(header.versions()[0], "cuda", "99")
+        resources.compile_version(header.versions()[0], "99")
     with pytest.raises(BuildError, match="no limits known for 99"):
         resources.resource_table([], ("99",))
 

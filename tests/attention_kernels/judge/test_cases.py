@@ -19,23 +19,21 @@ WIDE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("seed", "is_emulated"), [(0, True), (1, False)])
-def test_every_planted_fault_meets_a_case(seed, is_emulated):
-    """python -m tests.attention_kernels.judge.faults tells what 100 seeds miss."""
-    found = met_by(cases_of(seed, is_emulated=is_emulated), is_emulated=is_emulated)
-    assert len(found) > 19_000
-    missed = [fault for fault, which in found.items() if not which.any()]
-    assert missed == []
-
-
 @pytest.mark.parametrize("is_emulated", [True, False])
-def test_most_faults_show_in_a_quick_run(is_emulated):
+def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulated):
+    """python -m tests.attention_kernels.judge.faults tells what 100 seeds miss."""
     whole = cases_of(0, is_emulated=is_emulated)
     quick = cases_of(0, is_emulated=is_emulated, quick=True)
-    assert quick == [case for case in whole if case in quick]
-    found = met_by(quick, is_emulated=is_emulated)
-    assert np.mean([which.any() for which in found.values()]) >= QUICK_SHARE
+    is_quick = np.array([case in quick for case in whole])
+    assert quick == [case for case, is_in in zip(whole, is_quick, strict=True) if is_in]
     assert sum(case.work for case in quick) < 0.4 * sum(case.work for case in whole)
+    kinds = np.array([isinstance(case, Case) for case in whole])
+    found = met_by(whole, is_emulated=is_emulated)
+    assert len(found) > 19_000
+    assert [fault for fault, which in found.items() if not which.any()] == []
+    in_quick = {True: is_quick[kinds], False: is_quick[~kinds]}
+    shown = [which[in_quick[fault[0][0] != "decode"]].any() for fault, which in found.items()]
+    assert np.mean(shown) >= QUICK_SHARE
 
 
 @pytest.mark.parametrize("kind", [Case, DecodeCase])
@@ -46,6 +44,5 @@ def test_every_kind_of_head_dim_is_tried(kind):
 
 def test_what_is_emulated_stays_affordable():
     """The time of the suite is that of its work."""
-    for seed in range(2):
-        found = [case for case in cases_of(seed, is_emulated=True) if isinstance(case, Case)]
-        assert sum(case.work for case in found) < 2.5e9
+    found = [case for case in cases_of(0, is_emulated=True) if isinstance(case, Case)]
+    assert sum(case.work for case in found) < 2.5e9

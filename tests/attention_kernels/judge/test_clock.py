@@ -331,18 +331,22 @@ def test_a_cheat_is_neither_passed_nor_timed(name, graphs, device, plugin, reque
         pytest.skip("nothing is captured")
     source, words = (CHEATS | GPU_CHEATS)[name]
     if words == "passed":
-        request.getfixturevalue("busy_gpu")
+        request.getfixturevalue("busy_machine")
     plugin(source + REGISTERED.replace("GRAPHS", str(graphs)))
     found = fate(LONG if device == "cuda" else CASE, device)
     assert re.search(words, found), found
 
 
 def test_an_honest_kernel_is_timed(plugin):
+    """Another program on the machine may make the clocks differ, but not every time."""
     plugin(
         "def attention(q, k, v, scale, causal):\n    return right(q, k, v, scale, causal)\n"
         + REGISTERED.replace("GRAPHS", "True")
     )
-    assert fate(LONG, "cpu") == "passed"
+    for _ in range(10):
+        if not (found := fate(LONG, "cpu")).startswith("the clocks disagree"):
+            break
+    assert found == "passed"
 
 
 def test_no_other_process_of_the_user_reads_or_traces_the_judge_or_a_worker(plugin):

@@ -260,12 +260,19 @@ def test_how_much_more_error_a_backend_may_ask_for(slack):
         spec_of(naive_attention, error_slack=slack)
 
 
+@pytest.fixture
+def no_nvcc(monkeypatch):
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
+
+
+@pytest.mark.usefixtures("no_nvcc")
 def test_a_larger_budget_is_shown(capsys, monkeypatch):
     everything_passes(monkeypatch)
     assert main(["verify", "CUSTOM_CUDA_VERSION_1", "--device", "cpu"]) == 0
     assert "  its budgets are 2 times its precision class's" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_nvcc")
 def test_an_alias_is_every_backend_that_it_stands_for(capsys, monkeypatch):
     asked = []
     everything_passes(monkeypatch, asked)
@@ -326,23 +333,24 @@ def broken(folder, old, new, name="v08_broken.cu"):
     return str(folder / name)
 
 
+DOES_NOT_BUILD = "launch(what ", r"v08_broken\.cu:\d+:\d+: error: "
+
+
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--sanitize"], marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("new", "words", "options"),
     [
-        ("cudaError_t launch(", "cudaError_t launch(what ", r"v08_broken\.cu:\d+:\d+: error: "),
+        (*DOES_NOT_BUILD, []),
+        pytest.param(*DOES_NOT_BUILD, ["--sanitize"], marks=pytest.mark.slow),
         (
-            "cudaError_t launch(",
-            "cudaError_t launch_it(",
+            "launch_it(",
             r"v08_broken\.cu does not define launch\(\) as csrc/attention.h declares it: a version "
             r"file defines scratch_floats\(\) and launch\(\) in namespace attention::ATT",
+            [],
         ),
     ],
 )
-def test_what_does_not_build_or_load_ends_at_once(old, new, words, options, tmp_path, capsys):
-    file = broken(tmp_path, old, new)
+def test_what_does_not_build_or_load_ends_at_once(new, words, options, tmp_path, capsys):
+    file = broken(tmp_path, "cudaError_t launch(", f"cudaError_t {new}")
     assert main(["verify", file, "--device", "cpu", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -449,11 +457,9 @@ def test_what_the_sanitizer_finds_fails_and_the_suite_does_not_run(capsys, monke
 
 
 @pytest.mark.slow
-def test_a_version_file_of_no_ladder_is_verified(
-    tmp_path, capsys, monkeypatch, in_this_process, short_suite
-):
+@pytest.mark.usefixtures("no_nvcc")
+def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_process, short_suite):
     (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
-    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
     assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"V08_MINE on cpu, emulated: \d+ checks, seed 0\n", out)
@@ -465,6 +471,7 @@ def test_a_version_file_of_no_ladder_is_verified(
     assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("busy_machine")
 def test_what_fails_before_its_timing_has_not_passed(capsys, monkeypatch, mine):
     def attention(q, k, v, softmax_scale, is_causal):
         o = naive_attention(q, k, v, softmax_scale, is_causal)
@@ -480,6 +487,7 @@ def test_what_fails_before_its_timing_has_not_passed(capsys, monkeypatch, mine):
     assert out.endswith("FAILED\n")
 
 
+@pytest.mark.usefixtures("busy_machine")
 def test_a_short_timing_names_the_baseline(capsys, monkeypatch):
     everything_passes(monkeypatch)
     arguments = ["verify", "pytorch-sdpa-math", "--device", "cpu", "--dtypes", "float32"]

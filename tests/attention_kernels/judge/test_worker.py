@@ -11,7 +11,7 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge import worker
+from attention_kernels.judge import conformance, worker
 from attention_kernels.judge.cases import Case
 from attention_kernels.judge.conformance import judged, run_check, verify
 from attention_kernels.judge.reference import naive_attention
@@ -60,14 +60,14 @@ def strange(plugin):
 @pytest.mark.parametrize(
     ("does", "reported"),
     [
-        ("time.sleep(1e6)", "it did not end within 2 s"),
+        ("time.sleep(1e6)", "it did not end within 4 s"),
         ("os._exit(0)", "it ended with exit status 0"),
         ("raise KeyboardInterrupt", "it raised KeyboardInterrupt: no message"),
     ],
 )
 def test_a_plug_in_that_does_not_return(does, reported, strange):
     strange(calls=does)
-    report = verify("strange", "cpu", timeout_s=2, max_failures=1)
+    report = verify("strange", "cpu", timeout_s=4, max_failures=1)
     (failure,) = report.failures
     assert failure.what.startswith("seqlen 2, head_dim 32")
     assert failure.why.startswith(reported)
@@ -104,7 +104,11 @@ def test_a_loader_that_ends_its_process_has_failed(does, words, strange, capfd):
 
 
 @pytest.mark.slow
-def test_a_loader_hides_no_failure(strange, capfd):
+def test_a_loader_hides_no_failure(strange, capfd, monkeypatch):
+    whole = conformance.suite
+    monkeypatch.setattr(
+        conformance, "suite", lambda *a, **o: [c for c in whole(*a, **o) if c.seqlen < 8]
+    )
     strange(
         calls="return q * 2",
         loads="import atexit; print('PASSED'); atexit.register(lambda: os._exit(0))",

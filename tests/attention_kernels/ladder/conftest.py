@@ -23,12 +23,12 @@ HEADER = """\
 
 #include "common.cuh"
 """
-# Logs each call to $NOTED and sleeps for $SLEEP seconds.
+# Logs each call to $NOTED and waits until there is a file $GATE, if that is set.
 COMPILER = """\
 #!/bin/sh
 case "$*" in *--version*) echo "noting compiler"; exec {gxx} --version;; esac
 echo "$*" >> "$NOTED"
-sleep "${{SLEEP:-0}}"
+until [ -z "$GATE" ] || [ -e "$GATE" ]; do sleep 0.05; done
 exec {gxx} "$@"
 """
 

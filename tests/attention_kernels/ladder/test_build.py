@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.compilers import BuildError
 
-ROOT = Path(__file__).parents[3]
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
 def test_a_second_build_is_a_hit(first, calls, capsys):
@@ -125,6 +126,16 @@ def test_binding_is_compiled_once_and_again_if_it_is_damaged(csrc, first, calls)
     assert compiled == [3, 2, 3]
 
 
+def test_an_object_file_is_compiled_once_and_again_if_it_is_damaged(csrc, calls):
+    compiled = []
+    for _ in range(3):
+        file = build.object_file(csrc, "binding.cpp", "-O1")
+        compiled.append(len(calls()))
+        if len(compiled) == 2:
+            file.write_bytes(file.read_bytes()[:-1])
+    assert compiled == [1, 0, 1]
+
+
 @pytest.mark.parametrize("what", ["cache", "library"])
 @pytest.mark.parametrize("how", ["owner", "group", "others"])
 def test_files_that_another_user_could_have_written_are_refused(
@@ -158,7 +169,7 @@ def test_built_files_are_trusted_whatever_the_umask(first, calls):
 def test_a_file_that_changes_while_it_is_compiled_is_not_kept(first, calls):
     compiler = Path(os.environ["CXX"])
     text = compiler.read_text()
-    compiler.write_text(text.replace("sleep ", f"echo // more >> {first.path}; sleep "))
+    compiler.write_text(text.replace("until ", f"echo // more >> {first.path}; until "))
     with pytest.raises(BuildError, match=r"v01_first\.cu, or what it includes, changed while"):
         build.build(first, "emulator")
     assert not [path for path in build.cache_entries() if path.suffix == ".so"]
@@ -189,20 +200,18 @@ def test_the_cache_is_listed_and_emptied(first, calls):
     assert not build.cache_entries()
 
 
-def start_build(csrc: Path, **environment: str) -> subprocess.Popen[str]:
-    code = (
-        "import sys; from pathlib import Path; from attention_kernels.ladder import build, header\n"
-        "print(build.build(header.versions(Path(sys.argv[1]))[0], 'emulator'))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(csrc / "fp32")],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def build_elsewhere(version, file: Path, gate: Path) -> None:
+    """Build in this process; the path and standard error are written to a file."""
+    os.environ["GATE"] = str(gate)
+    with file.open("w") as sys.stderr:
+        print(build.build(version, "emulator"), file=sys.stderr)
+
+
+def start_build(*arguments: object) -> BaseProcess:
+    """Run build_elsewhere() in a process that has imported everything."""
+    process = multiprocessing.get_context("fork").Process(target=build_elsewhere, args=arguments)
+    process.start()
+    return process
 
 
 def wait_for(calls) -> list[str]:
@@ -214,34 +223,45 @@ def wait_for(calls) -> list[str]:
     return begun
 
 
-@pytest.mark.slow
-def test_two_processes_build_once(csrc, first, calls, capsys):
-    builder = start_build(csrc, SLEEP="1")
+@forks
+def test_two_processes_build_once(first, calls, tmp_path, monkeypatch):
+    gate = tmp_path / "gate"
+
+    class Opening(io.StringIO):
+        """Standard error that lets the compilers go on once something is written to it."""
+
+        def write(self, text: str) -> int:
+            gate.touch()
+            return super().write(text)
+
+    told = Opening()
+    builder = start_build(first, tmp_path / "told", gate)
     begun = wait_for(calls)
-    library = build.build(first, "emulator")
-    output, error = builder.communicate(timeout=240)
-    assert output == f"{library}\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", told)
+        library = build.build(first, "emulator")
+    builder.join(timeout=240)
     assert len(begun + calls()) == 3
-    assert error == "building v01_first.cu for the CPU emulator ...\n"
-    assert capsys.readouterr().err == (
+    expected = f"building v01_first.cu for the CPU emulator ...\n{library}\n"
+    assert (tmp_path / "told").read_text() == expected
+    assert told.getvalue() == (
         "waiting for another process that builds v01_first.cu for the CPU emulator ...\n"
     )
 
 
-@pytest.mark.slow
-def test_a_killed_build_leaves_nothing_in_the_way(csrc, first, calls, tmp_path):
-    builder = start_build(csrc, SLEEP="600")
-    cache = tmp_path / "cache"
+@forks
+def test_a_killed_build_leaves_nothing_in_the_way(first, calls, tmp_path):
+    cache, gate = tmp_path / "cache", tmp_path / "gate"
+    builder = start_build(first, tmp_path / "told", gate)
     try:
         wait_for(calls)
         assert list(cache.glob("*.build-*"))
         builder.kill()
-        builder.wait()  # its compilers keep running
+        builder.join()  # its compilers keep running
         assert build.build(first, "emulator").exists()
         assert not list(cache.glob("*.build-*"))
     finally:
-        os.killpg(builder.pid, signal.SIGKILL)
-        builder.communicate()
+        gate.touch()  # lets them end
 
 
 def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
@@ -308,7 +328,9 @@ def test_a_failed_build_says_why_and_where_the_log_is(first, calls):
     assert log.read_text().startswith("$ ")
     assert "a typo" in log.read_text()
     first.path.write_text(text)
+    calls()
     assert build.build(first, "emulator").exists()
+    assert len(calls()) == 2  # binding.cpp was kept
 
 
 def test_one_failed_version_does_not_stop_the_others(csrc, first, calls, capfd):

@@ -111,7 +111,6 @@ def load():
 """
 
 
-@pytest.mark.usefixtures("busy_gpu")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_kernel_that_breaks_its_process_costs_its_own_cell(
     device, plugin, clean_registry, monkeypatch

@@ -74,13 +74,13 @@ def test_an_unknown_option_or_command_is_one_line(arguments, capsys):
 @pytest.mark.parametrize(
     ("words", "status", "error"),
     [
-        ("cache >&-", 2, "error: standard output is closed"),
+        ("--help >&-", 2, "error: standard output is closed"),
         (
             "--help >/dev/full",
             2,
             "error: standard output cannot be written: No space left on device",
         ),
-        ("cache | true", 0, ""),
+        ("--help | true", 0, ""),
     ],
 )
 def test_closed_and_full_streams(words, status, error):
