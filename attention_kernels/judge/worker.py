@@ -36,6 +36,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from attention_kernels import ladder, list_backends, registry
@@ -508,6 +509,8 @@ def _serve(
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken), tell)
+        if device in spec.emulated_on:
+            torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
