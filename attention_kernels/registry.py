@@ -85,6 +85,8 @@ class BackendSpec:
     """
     emulated_on: tuple[str, ...] = ()
     """Device types where its source runs in an emulator, so that timings mean nothing."""
+    compiles_per_shape_on: tuple[str, ...] = ()
+    """Device types where each shape is compiled or tuned; there the suite tries only a few."""
     needs_contiguous: bool = False
     """Whether q, k and v are made contiguous first."""
     cuda_graphs: bool = True

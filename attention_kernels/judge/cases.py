@@ -11,19 +11,21 @@ Everything else is drawn from a seed that every case prints. table() lists the v
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
-from attention_kernels.judge.cover import Cover, Group
+from attention_kernels.judge.cover import Cover, Group, in_order_of_gain
 from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Layout
 
+CaseT = TypeVar("CaseT", bound=Case | DecodeCase)
 SCALES = (0.02, 1.0, 8.0)
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
@@ -76,32 +78,14 @@ SMALL_WORK = 5e5
 LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
+# A backend that compiles for each shape gets one shape of each dtype with a length of each range.
+COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
+SHAPES: dict[type, tuple[str, ...]] = {
+    Case: ("seqlen", "head_dim", "batch", "num_heads", "is_causal"),
+    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads"),
+}
 CALL_WORK = 5e5  # what a call costs in addition, in the emulator
 BLOCK_WORK = 4e4  # and what a block of 64 rows does
-
-
-def cases(
-    head_dims: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    seed: int = 0,
-) -> Iterator[Case]:
-    """Yield the fixed cases: every length with every head_dim and, up to length 200, every scale.
-
-    Lengths up to 200 are also tried with a batch of 3, full attention and a softmax_scale.
-    """
-    for at, seqlen in enumerate(lengths):
-        for nth, head_dim in enumerate(head_dims):
-            if seqlen > 200:  # the scales take turns
-                yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
-                continue
-            for scale in SCALES:
-                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # GPT-2's number, once
-            yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
 
 
 def hard_cases(
@@ -301,6 +285,24 @@ def attention_cases(
     return found
 
 
+def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
+    """Return cases of only a few shapes: for each dtype, one with a length of each COMPILED_RANGES.
+
+    The shapes are of cases that try the most, and have as many head_dims as possible. The cases of
+    a dtype take its shapes in turn, and keep their values, layout and scales.
+    """
+    head_dims = {case.head_dim for case in found}
+    shapes: dict[torch.dtype, dict[range, dict[str, Any]]] = defaultdict(dict)
+    for case, _ in in_order_of_gain(found, tries, lambda _: 1.0):
+        of_dtype = shapes[case.dtype]
+        left = head_dims - {shape["head_dim"] for shape in of_dtype.values()}
+        if case.head_dim in left or not left:
+            shape = {name: getattr(case, name) for name in SHAPES[type(case)]}
+            of_dtype.setdefault(_range_of(case.seqlen, COMPILED_RANGES), shape)
+    turns = {dtype: itertools.cycle(of_dtype.values()) for dtype, of_dtype in shapes.items()}
+    return [*dict.fromkeys(dataclasses.replace(x, **next(turns[x.dtype])) for x in found)]
+
+
 def cost(case: Case | DecodeCase) -> float:
     """Return about what a case costs in the emulator, in the unit of its work."""
     batch = case.batch if isinstance(case, Case) else len(case.lengths)
@@ -476,6 +478,9 @@ def table() -> str:
             texts = rows.setdefault(names.get(name, name), ["", "", ""])
             texts[at] = ", ".join(map(_text, values))
     lines = ["| dimension | attention | attention, emulated | decode |", "|---|---|---|---|"]
+    lengths = ", ".join(map(_text, COMPILED_RANGES))
+    of_each = f"for each dtype, one with a seqlen of each of {lengths}"
+    rows["shapes, if compiled for each"] = [of_each, "", of_each]
     for name, texts in rows.items():
         same = ["the same" if text and text == texts[0] else text for text in texts[1:]]
         lines.append(f"| {' | '.join([name, texts[0], *same])} |")

@@ -72,6 +72,7 @@ class Described(msgspec.Struct, frozen=True):
     head_dims: tuple[int, ...]
     device_types: tuple[str, ...]
     emulated_on: tuple[str, ...]
+    compiles_per_shape_on: tuple[str, ...]
     needs_contiguous: bool
     cuda_graphs: bool
     error_slack: float

@@ -134,6 +134,11 @@ def _show_scope(findings: Findings) -> None:
 
         share = f"{QUICK_SHARE:.0%} of the planted faults"
         show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.few_shapes:
+        from attention_kernels.judge.cases import COMPILED_RANGES
+
+        shapes = f"{len(COMPILED_RANGES)} shapes of each dtype"
+        show(f"  only {shapes} were tried in the cases: it is compiled for each")
     if findings.error_slack != 1:
         times = f"{findings.error_slack:g} times"
         show(f"  its budgets are {times} its precision class's, as it declares")
