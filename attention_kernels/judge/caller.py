@@ -31,6 +31,7 @@ from attention_kernels.judge.calls import (
     split,
     unpack,
 )
+from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
 LEAST_BYTES = 2**26
@@ -157,7 +158,7 @@ class Caller:
         """The version, built for the emulator to report races in shared memory."""
         version = self.spec.version
         assert version is not None
-        return ladder.backend(self.spec.name, self.spec.family, ladder.race_checked(version))
+        return ladder.backend(self.spec.name, self.spec.family, race_checked(version))
 
 
 class _Timed:

@@ -19,9 +19,11 @@ from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attention_kernels.judge.cover import Cover, Group, in_order_of_gain
+from attention_kernels.judge.cover import Cover, Group, Places, in_order_of_gain
 from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Layout
 
 CaseT = TypeVar("CaseT", bound=Case | DecodeCase)
@@ -78,6 +80,7 @@ SMALL_WORK = 5e5
 LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
+SIZES = "batch", "num_heads", "seqlen", "head_dim"
 # A backend that compiles for each shape gets one shape of each dtype with a length of each range.
 COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
 SHAPES: dict[type, tuple[str, ...]] = {
@@ -153,8 +156,11 @@ class Drawn:
             else (USUAL_WORK, LARGEST_WORK, LARGEST_WORK)
         )
 
-        def cost(chosen: Mapping[str, Any]) -> float:
-            return CALL_WORK + _least_work(chosen) if _is_moderate(chosen) else math.inf
+        least = {name: _least(self.dimensions[name]) for name in SIZES}
+
+        def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
+            sizes = {name: values[at[name]] for name, values in least.items()}
+            return np.where(_is_moderate(at), CALL_WORK + _work(sizes), math.inf)
 
         self.cover = Cover(self.dimensions, attention_groups(self.dimensions), self.draw, cost)
 
@@ -213,7 +219,7 @@ class Drawn:
 
     def _sized(self, chosen: dict[str, Any]) -> Case:
         """Draw batch, num_heads and seqlen from their ranges, and the smallest if it is large."""
-        room = self.usual / _least_work(chosen)
+        room = self.usual / _work({name: _least([chosen[name]]) for name in SIZES}).item()
         for name, power in (("batch", 1), ("num_heads", 1), ("seqlen", 2)):
             values = chosen[name]
             least = values[0]
@@ -355,15 +361,22 @@ def _range_of(value: int, ranges: Sequence[range]) -> range:
     return next((x for x in ranges if value in x), ranges[-1])
 
 
-def _is_moderate(chosen: Mapping[str, Any]) -> bool:
-    """Return whether scores stay so small that 16-bit dtypes round them by less than 16."""
-    largest = max(x or 0 for x in chosen["softmax_scale"])
-    return chosen["numbers"][1] <= 1 or largest <= LARGEST_SOFTMAX_SCALE
+def _is_moderate(at: Mapping[str, Places]) -> NDArray[np.bool_]:
+    """Return where scores stay so small that 16-bit dtypes round them by less than 16."""
+    largest = np.array([max(x or 0 for x in scales) for scales in SOFTMAX_SCALES])
+    scale = np.array([scale for _, scale in NUMBERS])
+    is_small: NDArray[np.bool_] = largest[at["softmax_scale"]] <= LARGEST_SOFTMAX_SCALE
+    return is_small | (scale[at["numbers"]] <= 1)
 
 
-def _least_work(chosen: Mapping[str, Any]) -> float:
-    seqlen, batch, heads = (chosen[name][0] for name in ("seqlen", "batch", "num_heads"))
-    return float(batch * heads * seqlen**2 * chosen["head_dim"])
+def _least(values: Sequence[Any]) -> NDArray[np.float64]:
+    """Return the values of a dimension of numbers, of each range the least."""
+    return np.array([x[0] if isinstance(x, range) else x for x in values], dtype=float)
+
+
+def _work(sizes: Mapping[str, Any]) -> Any:
+    """Return the multiplications of a score by a value, given numbers or arrays by SIZES."""
+    return sizes["batch"] * sizes["num_heads"] * sizes["seqlen"] ** 2 * sizes["head_dim"]
 
 
 def decode_cases(
@@ -390,11 +403,14 @@ def decode_cases(
     draw = random.Random(f"decode {seed}")
     dimensions = decode_dimensions(head_dims, dtypes)
 
-    def cost(chosen: Mapping[str, Any]) -> float:
-        is_one_length = chosen["batch"] == BATCH_RANGES[0] or chosen["longest"][0] == 1
-        if not _is_moderate(chosen) or (is_one_length and chosen["lengths"] != "equal"):
-            return math.inf
-        return float(chosen["longest"][0] * chosen["batch"][0] * chosen["num_heads"][0]) + 1e3
+    least = {name: _least(dimensions[name]) for name in ("longest", "batch", "num_heads")}
+
+    def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
+        longest, batch, heads = (values[at[name]] for name, values in least.items())
+        is_equal = at["lengths"] == dimensions["lengths"].index("equal")
+        is_possible = is_equal | ((batch > 1) & (longest > 1))
+        costs = longest * batch * heads + 1e3
+        return np.where(is_possible & _is_moderate(at), costs, math.inf)
 
     cover = Cover(dimensions, decode_groups(dimensions), draw, cost)
     for batch, heads in _widths(draw, is_emulated=is_emulated):

@@ -73,6 +73,8 @@ MOST_FAILURES = 20
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
+# The most work of a case that is judged on the CPU: for less, the launches on a GPU take longer.
+JUDGED_ON_CPU = 2e6
 # How many cases run before repeated calls.
 CHEAP = 200
 # The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
@@ -514,9 +516,8 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
 
 def _judge(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor], o: Tensor) -> Verdict:
     spec = runner.spec
-    q, k, v, *seqlens = (x.to(runner.device) for x in inputs)
+    device = runner.device if case.work > JUDGED_ON_CPU else "cpu"
+    q, k, v, *seqlens = (x.to(device) for x in inputs)
     is_causal = isinstance(case, Case) and case.is_causal
     right = truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
-    return right.judge(
-        o.to(runner.device), spec.precisions[dtype_name(case.dtype)], spec.error_slack
-    )
+    return right.judge(o.to(device), spec.precisions[dtype_name(case.dtype)], spec.error_slack)

@@ -13,7 +13,6 @@ dumpable", which denies this to every process but root's.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import inspect
@@ -40,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import ladder, list_backends, registry
-from attention_kernels.child import check_time_limit, ending
+from attention_kernels.child import check_time_limit, ending, hide
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
@@ -59,7 +58,6 @@ MESSAGE_S = 10.0  # for the rest of a message that has begun
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
 SERVER = "attention_kernels.judge.server"  # what the server imports
-_PR_SET_DUMPABLE = 4
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -424,12 +422,6 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def hide() -> None:
-    """Deny other processes of this user to read this one's memory or to trace it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
 
 
 # ---- Memory that two processes share -------------------------------------------------------------
