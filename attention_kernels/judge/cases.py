@@ -87,8 +87,10 @@ SHAPES: dict[type, tuple[str, ...]] = {
     Case: ("seqlen", "head_dim", "batch", "num_heads", "is_causal"),
     DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads"),
 }
-CALL_WORK = 5e5  # what a call costs in addition, in the emulator
-BLOCK_WORK = 4e4  # and what a block of 64 rows does
+# What a call, emulated or not, and a block of 64 rows cost besides work: it decides which cases run
+# first. On a GPU work is cheap.
+CALL_COST, BLOCK_COST = {True: 5e4, False: 1e7}, 2e4
+CALL_WORK = 5e5  # what a call counts for when combinations are chosen
 
 
 def hard_cases(
@@ -309,10 +311,11 @@ def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
     return [*dict.fromkeys(dataclasses.replace(x, **next(turns[x.dtype])) for x in found)]
 
 
-def cost(case: Case | DecodeCase) -> float:
-    """Return about what a case costs in the emulator, in the unit of its work."""
+def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
+    """Return about what a case costs, in the unit of its work."""
     batch = case.batch if isinstance(case, Case) else len(case.lengths)
-    return CALL_WORK + BLOCK_WORK * batch * case.num_heads * -(-case.seqlen // 64) + case.work
+    blocks = batch * case.num_heads * -(-case.seqlen // 64)
+    return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
 
 
 def tries(case: Case | DecodeCase) -> list[Hashable]:
