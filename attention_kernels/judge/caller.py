@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,53 +20,10 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge.calls import (
-    Calls,
-    Reply,
-    checksum,
-    describe_error,
-    multiply,
-    split,
-    unpack,
-)
+from attention_kernels.judge.blocks import Block, checksum, multiply, split, unpack
+from attention_kernels.judge.calls import Calls, Reply, describe_error
 from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
-
-LEAST_BYTES = 2**26
-
-
-class Block:
-    """A block of memory that grows: shared through a descriptor, or private."""
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = fd
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-    def grow(self, size: int) -> None:
-        """Make room for `size` bytes; the contents may be lost.
-
-        The least is so large that a block rarely moves: it is no memory until it is written.
-        """
-        if len(self.tensor) >= size:
-            return
-        size = max(size, LEAST_BYTES)
-        if self.fd is None:
-            self._mapped = mmap.mmap(-1, size)
-        else:
-            if os.fstat(self.fd).st_size < size:
-                os.ftruncate(self.fd, size)
-            # Not all of it: another process can make it as large as it likes.
-            self._mapped = mmap.mmap(self.fd, size)
-        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
-
-    def storage(self, start: int, size: int) -> Tensor:
-        """Return part of the block as a tensor of its own storage."""
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
-
-    def close(self) -> None:
-        """Close the descriptor, if it has one."""
-        if self.fd is not None:
-            os.close(self.fd)
 
 
 class Caller:

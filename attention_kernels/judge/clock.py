@@ -22,7 +22,8 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.calls import Request, checksum
+from attention_kernels.judge.blocks import checksum
+from attention_kernels.judge.calls import Request
 from attention_kernels.judge.conformance import request_of
 from attention_kernels.judge.inputs import Case, Layout
 from attention_kernels.judge.reference import truth

@@ -45,7 +45,8 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnknownBackendError,
 )
-from attention_kernels.judge.caller import Block, Caller, failure
+from attention_kernels.judge.blocks import Block
+from attention_kernels.judge.caller import Caller, failure
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.ladder import build
 from attention_kernels.registry import BackendSpec
