@@ -1,14 +1,15 @@
 """Causal self-attention kernels behind one contract and one registry.
 
-Importing the package compiles nothing and creates no CUDA context. See `contract` for shapes,
-`registry` for backends and `judge.reference` for the float64 reference that judges every backend.
+Importing the package compiles nothing, creates no CUDA context and does not even import torch,
+which takes seconds. See `contract` for shapes, `registry` for backends and `judge.reference` for
+the float64 reference that judges every backend.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from attention_kernels import contract
 from attention_kernels.errors import (
     ArgumentError,
     AttentionError,
@@ -18,13 +19,16 @@ from attention_kernels.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from attention_kernels.registry import (
-    BackendSpec,
-    default_backend,
-    get_backend,
-    list_backends,
-    register,
-)
+
+if TYPE_CHECKING:
+    from attention_kernels.registry import (
+        BackendSpec,
+        attention,
+        default_backend,
+        get_backend,
+        list_backends,
+        register,
+    )
 
 __all__ = [
     "ArgumentError",
@@ -43,20 +47,8 @@ __all__ = [
 ]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    backend: str | None = None,
-) -> Tensor:
-    """Compute softmax(softmax_scale * q k^T + mask) v with the named or the default backend.
-
-    q, k, v: (batch, seqlen, num_heads, head_dim), last stride 1; returns the same shape,
-    contiguous. Raises UnknownBackendError and everything that BackendSpec.attention() raises.
-    """
-    contract.check_tensors({"q": q})
-    spec = get_backend(backend) if backend is not None else default_backend(q.device.type)
-    return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
+def __getattr__(name: str) -> Any:
+    """Return a name of the registry, which imports torch."""
+    if name in __all__:
+        return getattr(importlib.import_module("attention_kernels.registry"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

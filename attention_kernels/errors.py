@@ -6,10 +6,6 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("registry.py")))
-
 
 class AttentionError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -67,8 +63,11 @@ def describe(error: BaseException) -> str:
 
     The place is the innermost frame outside torch and the registry.
     """
+    import torch
+
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("registry.py")))
     lines = str(error).strip().splitlines() or ["no message"]
     frames = traceback.extract_tb(error.__traceback__)
-    places = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    places = [frame for frame in frames if not frame.filename.startswith(ours)]
     place = f" ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {lines[0]}{place}"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels import contract
-from attention_kernels.contract import PLAIN_PRECISIONS, PRECISIONS, Kernels
+from attention_kernels.contract import Kernels
 from attention_kernels.errors import (
     AttentionError,
     KernelError,
@@ -36,6 +36,7 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
+from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 
 if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
@@ -85,6 +86,8 @@ class BackendSpec:
     """
     emulated_on: tuple[str, ...] = ()
     """Device types where its source runs in an emulator, so that timings mean nothing."""
+    compiles_per_shape_on: tuple[str, ...] = ()
+    """Device types where each shape is compiled or tuned; there the suite tries only a few."""
     needs_contiguous: bool = False
     """Whether q, k and v are made contiguous first."""
     cuda_graphs: bool = True
@@ -101,7 +104,7 @@ class BackendSpec:
 
     def __post_init__(self) -> None:
         classes, devices, slack = self.precisions, self.device_types, self.error_slack
-        most = contract.MOST_ERROR_SLACK
+        most = MOST_ERROR_SLACK
         if not classes or any(one not in PRECISIONS.get(x, ()) for x, one in classes.items()):
             known = "; ".join(f"{', '.join(ones)} for {x}" for x, ones in PRECISIONS.items())
             wrong = f"precisions must be {known}, not {dict(classes)}"
@@ -422,6 +425,25 @@ def _nearest(key: str) -> list[str]:
         if (key and key in name) or difflib.get_close_matches(key, name.split("_"), n=1, cutoff=0.7)
     ]
     return (whole or words)[:3]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute softmax(softmax_scale * q k^T + mask) v with the named or the default backend.
+
+    q, k, v: (batch, seqlen, num_heads, head_dim), last stride 1; returns the same shape,
+    contiguous. Raises UnknownBackendError and everything that BackendSpec.attention() raises.
+    """
+    contract.check_tensors({"q": q})
+    spec = get_backend(backend) if backend is not None else default_backend(q.device.type)
+    return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
 
 
 def default_backend(device_type: str) -> BackendSpec:

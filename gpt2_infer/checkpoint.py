@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from attention_kernels.contract import PLAIN_PRECISIONS
+from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.checks import check_type
 from gpt2_infer.config import GPT2Config, named_config
 from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError

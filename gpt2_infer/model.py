@@ -24,7 +24,8 @@ from attention_kernels import (
     default_backend,
     ladder,
 )
-from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
+from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
+from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import default_decode_backend
 from gpt2_infer.checkpoint import (
     DEFAULT_MODEL,

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
+from attention_kernels.contract import Kernels
 from attention_kernels.errors import UnsupportedError
+from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import register
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,52 +20,10 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge.calls import (
-    Calls,
-    Reply,
-    checksum,
-    describe_error,
-    multiply,
-    split,
-    unpack,
-)
+from attention_kernels.judge.blocks import Block, checksum, multiply, split, unpack
+from attention_kernels.judge.calls import Calls, Reply, describe_error
+from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
-
-LEAST_BYTES = 2**26
-
-
-class Block:
-    """A block of memory that grows: shared through a descriptor, or private."""
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = fd
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-    def grow(self, size: int) -> None:
-        """Make room for `size` bytes; the contents may be lost.
-
-        The least is so large that a block rarely moves: it is no memory until it is written.
-        """
-        if len(self.tensor) >= size:
-            return
-        size = max(size, LEAST_BYTES)
-        if self.fd is None:
-            self._mapped = mmap.mmap(-1, size)
-        else:
-            if os.fstat(self.fd).st_size < size:
-                os.ftruncate(self.fd, size)
-            # Not all of it: another process can make it as large as it likes.
-            self._mapped = mmap.mmap(self.fd, size)
-        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
-
-    def storage(self, start: int, size: int) -> Tensor:
-        """Return part of the block as a tensor of its own storage."""
-        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
-
-    def close(self) -> None:
-        """Close the descriptor, if it has one."""
-        if self.fd is not None:
-            os.close(self.fd)
 
 
 class Caller:
@@ -157,7 +113,7 @@ class Caller:
         """The version, built for the emulator to report races in shared memory."""
         version = self.spec.version
         assert version is not None
-        return ladder.backend(self.spec.name, self.spec.family, ladder.race_checked(version))
+        return ladder.backend(self.spec.name, self.spec.family, race_checked(version))
 
 
 class _Timed:
@@ -275,9 +231,8 @@ def poison_freed_memory(like: Tensor) -> None:
     An allocator that reuses one of them for the output, as CUDA's does, exposes elements that the
     kernel does not write. The CPU emulator fills every output with NaN itself.
     """
-    block = torch.full_like(like, torch.nan, memory_format=torch.contiguous_format)
-    poison = [block.clone() for _ in range(6)]
-    del block, poison
+    blocks = [torch.empty_like(like, memory_format=torch.contiguous_format) for _ in range(7)]
+    torch._foreach_mul_(blocks, torch.nan)  # one launch
 
 
 def _settings() -> dict[str, object]:

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
     AttentionError,
     KernelError,
@@ -24,29 +23,15 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
+from attention_kernels.judge.blocks import GUARD, View, aligned, bits, multiply, pack, split, unpack
 from attention_kernels.judge.reference import extent
 
-# Bytes around every storage in a block of inputs, and their value, which is NaN in every dtype.
-GUARD, GUARD_BYTE = 4096, 0xFF
-ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
-MULTIPLIED = 16  # numbers in a row that multiply() gives factors of their own
 NAMES = {"attention": ("q", "k", "v"), "decode": ("q", "k_cache", "v_cache", "seqlens")}
 Op: TypeAlias = Literal["attention", "decode"]
 # An op's name and, in the emulator, the error that every failed launch begins with.
 _OP = re.compile(
     r"attention_kernels::\w+: (cudaErrorLaunchFailure: unspecified launch failure: (?=.))?"
 )
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class View(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor in a block: in which storage, and where in it, in elements."""
-
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
 
 
 class Calls(msgspec.Struct, frozen=True):
@@ -74,12 +59,12 @@ class Calls(msgspec.Struct, frozen=True):
     def given_bytes(self) -> int:
         """The size of the block of inputs."""
         start, size = self.storages[-1]
-        return start + _aligned(size) + GUARD
+        return start + aligned(size) + GUARD
 
     @property
     def taken_bytes(self) -> int:
         """The size of the block of outputs."""
-        return sum(_aligned(_bytes(q)) for q in self._outputs)
+        return sum(aligned(q.bytes) for q in self._outputs)
 
     @property
     def _outputs(self) -> list[View]:
@@ -90,8 +75,8 @@ class Calls(msgspec.Struct, frozen=True):
         """Return the outputs in a block of uint8: one per call, then the first of them again."""
         found, at = [], 0
         for q in self._outputs:
-            found.append(block[at : at + _bytes(q)].view(_dtype(q)).view(q.shape))
-            at += _aligned(_bytes(q))
+            found.append(block[at : at + q.bytes].view(q.torch_dtype).view(q.shape))
+            at += aligned(q.bytes)
         return found
 
 
@@ -171,7 +156,7 @@ class Request:
         blocks = (unpack(split(x, storages), self.calls.sets) for x in (self.block, after))
         for one, other in zip(*blocks, strict=True):
             for name, x, y in zip(names, one, other, strict=True):
-                differs = _bits(x) != _bits(y)
+                differs = bits(x) != bits(y)
                 if differs.any():
                     where = f": {extent(differs)}" if differs.dim() == 4 else ""
                     return f"it changed its input {name}{where}"
@@ -180,85 +165,6 @@ class Request:
         views = (view for one in self.calls.sets for view in zip(names, one, strict=True))
         name = next(name for name, view in views if view.storage == near)
         return f"it wrote outside its input {name}, between rows or around them"
-
-
-def pack(
-    sets: Sequence[Sequence[Tensor]],
-) -> tuple[Tensor, list[tuple[int, int]], list[list[View]]]:
-    """Copy sets of tensors into one block of uint8; return it, its storages and the views.
-
-    Strides and the memory between rows are kept. Tensors that share a storage still do.
-    """
-    contents: dict[int, Tensor] = {}
-    for x in (x for one in sets for x in one):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in contents:
-            contents[storage.data_ptr()] = x.new_empty(0, dtype=torch.uint8).set_(storage)
-    storages, at = [], GUARD
-    for content in contents.values():
-        storages.append((at, content.numel()))
-        at += _aligned(content.numel()) + GUARD
-    block = torch.full((at,), GUARD_BYTE, dtype=torch.uint8)
-    for part, content in zip(split(block, storages), contents.values(), strict=True):
-        part.copy_(content)
-    numbers = {pointer: number for number, pointer in enumerate(contents)}
-
-    def view(x: Tensor) -> View:
-        storage, offset = numbers[x.untyped_storage().data_ptr()], int(x.storage_offset())
-        return View(storage, dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), offset)
-
-    return block, storages, [[view(x) for x in one] for one in sets]
-
-
-def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
-    """Multiply all numbers in a block by factors from 0.5 to 1 that the seed determines.
-
-    There are MULTIPLIED factors, which take turns. They are exact in every dtype, so a product has
-    the same bits on every device.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256
-    block.view(dtype).view(-1, MULTIPLIED).mul_(factors.to(block.device, dtype))
-
-
-def checksum(outputs: Sequence[Tensor]) -> int:
-    """Return the sum of the outputs' bits, computed on their device.
-
-    A worker that gives it before it has the outputs can no longer choose them.
-    """
-    return int(_bits(torch.cat([o.flatten() for o in outputs])).sum(dtype=torch.int64))
-
-
-def split(block: Tensor, storages: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the storages in a block of uint8."""
-    return [block[start : start + size] for start, size in storages]
-
-
-def unpack(storages: Sequence[Tensor], sets: Sequence[Sequence[View]]) -> list[list[Tensor]]:
-    """Return the tensors of each set, given their storages as tensors of uint8."""
-
-    def tensor(view: View) -> Tensor:
-        whole = storages[view.storage].view(_dtype(view))
-        offset = whole.storage_offset() + view.offset
-        return whole.as_strided(view.shape, view.strides, offset)
-
-    return [[*map(tensor, one)] for one in sets]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _bytes(view: View) -> int:
-    return torch.Size(view.shape).numel() * _dtype(view).itemsize
-
-
-def _dtype(view: View) -> torch.dtype:
-    return getattr(torch, view.dtype)  # type: ignore[no-any-return]
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(_BITS[x.element_size()])
 
 
 def describe_error(error: BaseException) -> str:

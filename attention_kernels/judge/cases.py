@@ -11,19 +11,23 @@ Everything else is drawn from a seed that every case prints. table() lists the v
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attention_kernels.judge.cover import Cover, Group
+from attention_kernels.judge.cover import Cover, Group, Places, in_order_of_gain
 from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Layout
 
+CaseT = TypeVar("CaseT", bound=Case | DecodeCase)
 SCALES = (0.02, 1.0, 8.0)
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
@@ -76,32 +80,17 @@ SMALL_WORK = 5e5
 LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
-CALL_WORK = 5e5  # what a call costs in addition, in the emulator
-BLOCK_WORK = 4e4  # and what a block of 64 rows does
-
-
-def cases(
-    head_dims: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    seed: int = 0,
-) -> Iterator[Case]:
-    """Yield the fixed cases: every length with every head_dim and, up to length 200, every scale.
-
-    Lengths up to 200 are also tried with a batch of 3, full attention and a softmax_scale.
-    """
-    for at, seqlen in enumerate(lengths):
-        for nth, head_dim in enumerate(head_dims):
-            if seqlen > 200:  # the scales take turns
-                yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
-                continue
-            for scale in SCALES:
-                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # GPT-2's number, once
-            yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
+SIZES = "batch", "num_heads", "seqlen", "head_dim"
+# A backend that compiles for each shape gets one shape of each dtype with a length of each range.
+COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
+SHAPES: dict[type, tuple[str, ...]] = {
+    Case: ("seqlen", "head_dim", "batch", "num_heads", "is_causal"),
+    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads"),
+}
+# What a call, emulated or not, and a block of 64 rows cost besides work: it decides which cases run
+# first. On a GPU work is cheap.
+CALL_COST, BLOCK_COST = {True: 5e4, False: 1e7}, 2e4
+CALL_WORK = 5e5  # what a call counts for when combinations are chosen
 
 
 def hard_cases(
@@ -169,8 +158,11 @@ class Drawn:
             else (USUAL_WORK, LARGEST_WORK, LARGEST_WORK)
         )
 
-        def cost(chosen: Mapping[str, Any]) -> float:
-            return CALL_WORK + _least_work(chosen) if _is_moderate(chosen) else math.inf
+        least = {name: _least(self.dimensions[name]) for name in SIZES}
+
+        def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
+            sizes = {name: values[at[name]] for name, values in least.items()}
+            return np.where(_is_moderate(at), CALL_WORK + _work(sizes), math.inf)
 
         self.cover = Cover(self.dimensions, attention_groups(self.dimensions), self.draw, cost)
 
@@ -229,7 +221,7 @@ class Drawn:
 
     def _sized(self, chosen: dict[str, Any]) -> Case:
         """Draw batch, num_heads and seqlen from their ranges, and the smallest if it is large."""
-        room = self.usual / _least_work(chosen)
+        room = self.usual / _work({name: _least([chosen[name]]) for name in SIZES}).item()
         for name, power in (("batch", 1), ("num_heads", 1), ("seqlen", 2)):
             values = chosen[name]
             least = values[0]
@@ -301,10 +293,30 @@ def attention_cases(
     return found
 
 
-def cost(case: Case | DecodeCase) -> float:
-    """Return about what a case costs in the emulator, in the unit of its work."""
+def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
+    """Return cases of only a few shapes: for each dtype, one with a length of each COMPILED_RANGES.
+
+    The shapes are of cases that try the most, and have as many head_dims as possible. The cases of
+    a dtype take its shapes in turn, and keep their values, layout and scales.
+    """
+    head_dims = {case.head_dim for case in found}
+    shapes: dict[torch.dtype, dict[range, dict[str, Any]]] = defaultdict(dict)
+    for case, _ in in_order_of_gain(found, tries, lambda _: 1.0):
+        of_dtype = shapes[case.dtype]
+        left = head_dims - {shape["head_dim"] for shape in of_dtype.values()}
+        if case.head_dim in left or not left:
+            shape = {name: getattr(case, name) for name in SHAPES[type(case)]}
+            of_dtype.setdefault(_range_of(case.seqlen, COMPILED_RANGES), shape)
+    turns = {dtype: itertools.cycle(of_dtype.values()) for dtype, of_dtype in shapes.items()}
+    changed = dict.fromkeys(dataclasses.replace(x, **next(turns[x.dtype])) for x in found)
+    return [x for x in changed if (x.kind, x.seqlen) != ("zero rows", 1)]  # nothing but zeros
+
+
+def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
+    """Return about what a case costs, in the unit of its work."""
     batch = case.batch if isinstance(case, Case) else len(case.lengths)
-    return CALL_WORK + BLOCK_WORK * batch * case.num_heads * -(-case.seqlen // 64) + case.work
+    blocks = batch * case.num_heads * -(-case.seqlen // 64)
+    return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
 
 
 def tries(case: Case | DecodeCase) -> list[Hashable]:
@@ -353,15 +365,22 @@ def _range_of(value: int, ranges: Sequence[range]) -> range:
     return next((x for x in ranges if value in x), ranges[-1])
 
 
-def _is_moderate(chosen: Mapping[str, Any]) -> bool:
-    """Return whether scores stay so small that 16-bit dtypes round them by less than 16."""
-    largest = max(x or 0 for x in chosen["softmax_scale"])
-    return chosen["numbers"][1] <= 1 or largest <= LARGEST_SOFTMAX_SCALE
+def _is_moderate(at: Mapping[str, Places]) -> NDArray[np.bool_]:
+    """Return where scores stay so small that 16-bit dtypes round them by less than 16."""
+    largest = np.array([max(x or 0 for x in scales) for scales in SOFTMAX_SCALES])
+    scale = np.array([scale for _, scale in NUMBERS])
+    is_small: NDArray[np.bool_] = largest[at["softmax_scale"]] <= LARGEST_SOFTMAX_SCALE
+    return is_small | (scale[at["numbers"]] <= 1)
 
 
-def _least_work(chosen: Mapping[str, Any]) -> float:
-    seqlen, batch, heads = (chosen[name][0] for name in ("seqlen", "batch", "num_heads"))
-    return float(batch * heads * seqlen**2 * chosen["head_dim"])
+def _least(values: Sequence[Any]) -> NDArray[np.float64]:
+    """Return the values of a dimension of numbers, of each range the least."""
+    return np.array([x[0] if isinstance(x, range) else x for x in values], dtype=float)
+
+
+def _work(sizes: Mapping[str, Any]) -> Any:
+    """Return the multiplications of a score by a value, given numbers or arrays by SIZES."""
+    return sizes["batch"] * sizes["num_heads"] * sizes["seqlen"] ** 2 * sizes["head_dim"]
 
 
 def decode_cases(
@@ -388,11 +407,14 @@ def decode_cases(
     draw = random.Random(f"decode {seed}")
     dimensions = decode_dimensions(head_dims, dtypes)
 
-    def cost(chosen: Mapping[str, Any]) -> float:
-        is_one_length = chosen["batch"] == BATCH_RANGES[0] or chosen["longest"][0] == 1
-        if not _is_moderate(chosen) or (is_one_length and chosen["lengths"] != "equal"):
-            return math.inf
-        return float(chosen["longest"][0] * chosen["batch"][0] * chosen["num_heads"][0]) + 1e3
+    least = {name: _least(dimensions[name]) for name in ("longest", "batch", "num_heads")}
+
+    def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
+        longest, batch, heads = (values[at[name]] for name, values in least.items())
+        is_equal = at["lengths"] == dimensions["lengths"].index("equal")
+        is_possible = is_equal | ((batch > 1) & (longest > 1))
+        costs = longest * batch * heads + 1e3
+        return np.where(is_possible & _is_moderate(at), costs, math.inf)
 
     cover = Cover(dimensions, decode_groups(dimensions), draw, cost)
     for batch, heads in _widths(draw, is_emulated=is_emulated):
@@ -476,6 +498,9 @@ def table() -> str:
             texts = rows.setdefault(names.get(name, name), ["", "", ""])
             texts[at] = ", ".join(map(_text, values))
     lines = ["| dimension | attention | attention, emulated | decode |", "|---|---|---|---|"]
+    lengths = ", ".join(map(_text, COMPILED_RANGES))
+    of_each = f"for each dtype, one with a seqlen of each of {lengths}"
+    rows["shapes, if compiled for each"] = [of_each, "", of_each]
     for name, texts in rows.items():
         same = ["the same" if text and text == texts[0] else text for text in texts[1:]]
         lines.append(f"| {' | '.join([name, texts[0], *same])} |")

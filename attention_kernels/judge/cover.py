@@ -9,10 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 # Of how many random choices the best is taken, and how many are drawn for them.
 CANDIDATES, TRIES = 30, 60
+Places: TypeAlias = NDArray[np.int64]
 Group: TypeAlias = Mapping[str, Sequence[Any]]
 """Values of some dimensions, whose combinations must all occur."""
 
@@ -20,7 +22,8 @@ Group: TypeAlias = Mapping[str, Sequence[Any]]
 class Cover:
     """Choices of one value per dimension, until every combination in every group has occurred.
 
-    cost: what a choice costs; infinite if it is not allowed.
+    cost: returns what choices cost, given the places of their values in each dimension; infinite
+    if a choice is not allowed.
     """
 
     def __init__(
@@ -28,9 +31,10 @@ class Cover:
         dimensions: Mapping[str, Sequence[Any]],
         groups: Sequence[Group],
         draw: random.Random,
-        cost: Callable[[Mapping[str, Any]], float],
+        cost: Callable[[Mapping[str, Places]], NDArray[np.float64]],
     ) -> None:
-        self._dimensions, self._draw, self._cost = dimensions, draw, cost
+        self._dimensions, self._cost = dimensions, cost
+        self._draw = np.random.default_rng(draw.getrandbits(64))
         self._names = [*dimensions]
         # Combination i of group g is element _first[g] + i of _open.
         sizes = [[len(dimensions[name]) for name in group] for group in groups]
@@ -59,27 +63,19 @@ class Cover:
         `most`.
         """
         places = {name: self._dimensions[name].index(value) for name, value in fixed.items()}
-        # The first place and the number of places to draw from, per dimension.
-        ranges = [
-            (places[name], 1) if name in places else (0, len(values))
-            for name, values in self._dimensions.items()
-        ]
-        random = self._draw.random
-        found: list[tuple[list[int], float]] = []
-        for _ in range(tries):
-            drawn = [first + int(random() * count) for first, count in ranges]
-            cost = self._cost(self._values(drawn))
-            if cost <= most and cost < math.inf:
-                found.append((drawn, cost))
-            if len(found) == CANDIDATES:
-                break
-        if not found:
+        first = [places.get(name, 0) for name in self._names]
+        end = [places.get(name, len(x) - 1) + 1 for name, x in self._dimensions.items()]
+        drawn = self._draw.integers(first, end, (tries, len(first)))
+        costs = self._cost(dict(zip(self._names, drawn.T, strict=True)))
+        allowed = np.flatnonzero((costs <= most) & (costs < math.inf))[:CANDIDATES]
+        if not len(allowed):
             return None
-        closed = np.array([drawn for drawn, _ in found]) @ self._weights + self._first[:-1]
-        costs = np.array([cost for _, cost in found])
+        drawn, costs = drawn[allowed], costs[allowed]
+        closed = drawn @ self._weights + self._first[:-1]
         best = int((self._open[closed].sum(1) / costs).argmax())
         self._open[closed[best]] = False
-        return self._values(found[best][0])
+        values = zip(self._dimensions.items(), drawn[best], strict=True)
+        return {name: of_name[place] for (name, of_name), place in values}
 
     def next(
         self, most: float = math.inf, most_of_triple: float = math.inf
@@ -102,10 +98,6 @@ class Cover:
             if (chosen := self.choose(fixed, limit, 10 * TRIES)) is not None:
                 return chosen
         return None
-
-    def _values(self, places: Sequence[int]) -> dict[str, Any]:
-        pairs = zip(self._dimensions.items(), places, strict=True)
-        return {name: values[place] for (name, values), place in pairs}
 
 
 def in_order_of_gain(

@@ -51,6 +51,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
+from torch.nn.functional import threshold
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError
@@ -71,6 +73,7 @@ ABSOLUTE_TERM_ULPS = 4
 BORDERLINE = 0.8
 # The most scores computed at once: 1 GiB in float64, in five copies.
 LARGEST_SCORES = 2**27
+LEAST_SCORE = -1e150  # finite, even its square
 RELATIVE_FROM = 1e-3
 # The fewest numbers in a row or column that is judged.
 LEAST_NUMBERS = 16
@@ -175,7 +178,7 @@ class Relative:
 
     def errors(self, difference: Tensor) -> Tensor:
         """Return the relative error of every row or column."""
-        errors: Tensor = difference.norm(dim=self.dim) / self.lengths
+        errors: Tensor = vector_norm(difference, dim=self.dim) / self.lengths
         return errors
 
     def budgets(self, precision: str, dtype: torch.dtype, slack: float = 1.0) -> Tensor:
@@ -323,9 +326,9 @@ def truth(
     resolution = torch.finfo(torch.float64).eps * sizes
 
     def relative(dim: int, size: Tensor) -> Relative:
-        lengths = size.norm(dim=dim).clamp(min=1e-300)
-        parts = (naive.norm(dim=dim), rounding.norm(dim=dim), sums.norm(dim=dim))
-        errors, condition, drift = (part / lengths for part in parts)
+        lengths = vector_norm(size, dim=dim).clamp_(min=1e-300)
+        parts = naive, rounding, sums
+        errors, condition, drift = (vector_norm(part, dim=dim) / lengths for part in parts)
         if q.shape[dim] < LEAST_NUMBERS:
             condition.fill_(math.inf)
         return Relative(dim, lengths, errors.max().item(), condition, drift)
@@ -429,22 +432,24 @@ def _rounding(
     scores = _scores(q, k, softmax_scale, is_causal, seqlens)
     weights = torch.softmax(scores, dim=3)
     v = v.transpose(1, 2)
-    o = weights @ v
-    size = weights @ v.abs()
+    o, size = (weights @ torch.cat([v, v.abs()], dim=3)).chunk(2, dim=3)
     unit = sum_eps / 2
-    drift = 2 * weights.clamp(max=unit).norm(dim=3)
-    lost = weights.where(weights < unit, 0.0).sum(3)
+    capped = weights.clamp(max=unit)
+    drift = 2 * vector_norm(capped, dim=3)
+    lost = threshold(capped.neg_(), -unit, 0.0, inplace=True).sum(3).neg_()  # p_ij < u
     sums = (drift + lost) * (2 if is_float64 else 1)
     weights.square_()
-    stored = weights @ v.square() if eps > sum_eps else 0.0  # effect of rounding p to 16 bits
-    scores.masked_fill_(weights == 0, 0.0).square_().mul_((eps / 2) ** 2)
+    squares = v.square()
+    stored = weights @ squares if eps > sum_eps else 0.0  # effect of rounding p to 16 bits
+    # A score of -inf, times its weight of 0, must not become NaN.
+    scores.clamp_(min=LEAST_SCORE).square_().mul_((eps / 2) ** 2)
     q_norms, k_norms = (x.square().sum(3).transpose(1, 2) for x in (q, k))
     rounded = sum_eps**2 + (eps / 2) ** 2 / q.shape[3]
     scores.addcmul_(q_norms[..., None], k_norms[:, :, None], value=rounded * scale**2)
-    scores.add_(sum_eps**2)
-    weights.mul_(scores)
+    weights.mul_(scores.add_(sum_eps**2))
     # (v - o)^2 is expanded, so that the sum over keys is a matrix product.
-    total, first, second = (weights @ x for x in (torch.ones_like(v[..., :1]), v, v.square()))
+    first, second = (weights @ torch.cat([v, squares], dim=3)).chunk(2, dim=3)
+    total = weights.sum(3, keepdim=True)
     moved = (second - 2 * o * first + o.square() * total).clamp_(min=0)
     condition = (moved + (eps / 2) ** 2 * stored).sqrt_()
     o, condition, size, sums = (x.transpose(1, 2) for x in (o, condition, size, sums))

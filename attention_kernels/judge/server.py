@@ -1,8 +1,17 @@
 """The server that workers are forked from imports this: torch, and what a worker needs.
 
-Nobody may trace the server, or the workers, which inherit that.
+Nobody may trace the server, or the workers, which inherit that. So it hides before it lets a
+compiler run, which may do what the author of a version file likes.
 """
 
-from attention_kernels.judge.worker import hide
+import importlib
+import os
+
+from attention_kernels.child import hide
+from attention_kernels.ladder import ahead
 
 hide()
+_builder = ahead.start()
+importlib.import_module("attention_kernels.judge.worker")
+if _builder:
+    os.waitpid(_builder, 0)

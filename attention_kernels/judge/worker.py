@@ -13,7 +13,6 @@ dumpable", which denies this to every process but root's.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import inspect
@@ -36,16 +35,18 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from attention_kernels import ladder, list_backends, registry
-from attention_kernels.child import check_time_limit, ending
+from attention_kernels.child import check_time_limit, ending, hide
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
     UnknownBackendError,
 )
-from attention_kernels.judge.caller import Block, Caller, failure
+from attention_kernels.judge.blocks import Block
+from attention_kernels.judge.caller import Caller, failure
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.ladder import build
 from attention_kernels.registry import BackendSpec
@@ -58,7 +59,6 @@ MESSAGE_S = 10.0  # for the rest of a message that has begun
 # Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
 PASSES_S, MOST_PASSES = 0.02, 1000
 SERVER = "attention_kernels.judge.server"  # what the server imports
-_PR_SET_DUMPABLE = 4
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -71,6 +71,7 @@ class Described(msgspec.Struct, frozen=True):
     head_dims: tuple[int, ...]
     device_types: tuple[str, ...]
     emulated_on: tuple[str, ...]
+    compiles_per_shape_on: tuple[str, ...]
     needs_contiguous: bool
     cuda_graphs: bool
     error_slack: float
@@ -424,12 +425,6 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def hide() -> None:
-    """Deny other processes of this user to read this one's memory or to trace it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
-
-
 # ---- Memory that two processes share -------------------------------------------------------------
 
 
@@ -508,6 +503,8 @@ def _serve(
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken), tell)
+        if device in spec.emulated_on:
+            torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)

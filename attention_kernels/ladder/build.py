@@ -20,6 +20,8 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -33,7 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
-import torch
 
 from attention_kernels.ladder.compilers import (
     FLAGS,
@@ -287,7 +288,8 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
     gxx = str(find_gxx())
     compilers = [identity(name) for name in sorted({flags[0], gxx})]
-    common: list[object] = [gxx, compilers, extra, torch.__version__, torch.__file__]
+    torch = importlib.metadata.version("torch"), _torch_folder()
+    common: list[object] = [gxx, compilers, extra, *torch]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
         archs = [*map(code_name, arch.split(","))]
@@ -392,6 +394,14 @@ def _error(
     return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
 
 
+def _torch_folder() -> Path:
+    """Return torch's folder, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
     flags = compile_flags(plan.version, plan.target, plan.arch, folder)
     if plan.target == "emulator":
@@ -416,14 +426,14 @@ def _compile_binding(plan: _Plan, folder: Path) -> list[str]:
     flags = binding_flags(plan.target, csrc, folder)
     hidden = ["-fPIC", "-fvisibility=hidden"]
     flags += hidden if plan.target == "emulator" else [f"-Xcompiler={','.join(hidden)}"]
-    headers = shell_safe(Path(torch.__file__).parent / "include", folder)
+    headers = shell_safe(_torch_folder() / "include", folder)
     source = f"{shell_safe(csrc, folder)}/binding.cpp"
     flags += ["-O1", "-isystem", headers, *extra_flags()]
     return [*flags, "-c", source, "-o", f"{plan.binding}.o"]
 
 
 def _link(plan: _Plan, binding: str) -> list[str]:
-    libraries = Path(torch.__file__).parent / "lib"
+    libraries = _torch_folder() / "lib"
     flags = compile_flags(plan.version, plan.target, plan.arch)
     command = [str(find_gxx()), "-shared", *(flag for flag in flags if flag == "-fopenmp")]
     command += [*extra_flags(), f"{plan.stem}.o", binding, "-o", f"{plan.stem}.so"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -27,6 +28,8 @@ GXX_VARIABLES = ("CXX",)
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
+TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_...
 
 
 class BuildError(AttentionError, RuntimeError):
@@ -130,6 +133,38 @@ def nvcc_architectures() -> set[str]:
     nvcc = find_nvcc()
     output = execute([nvcc, "--list-gpu-arch"]).output if nvcc else ""
     return set(re.findall(r"compute_(\d+)", output))
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each CUDA device here, as the driver tells without torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+
+    def attribute(name: int, device: int) -> int:
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), name, device)
+        return value.value
+
+    return [
+        (attribute(COMPUTE_CAPABILITY_MAJOR, device), attribute(COMPUTE_CAPABILITY_MINOR, device))
+        for device in range(count.value)
+    ]
+
+
+def architectures() -> str:
+    """Return the compute capabilities of the CUDA devices here, as build() takes them: "80,90".
+
+    Those that nvcc cannot compile for are left out if others remain, so that an old card does not
+    keep a newer one in the same machine from being used.
+    """
+    archs = [f"{major}{minor}" for major, minor in sorted({*capabilities()})]
+    known = nvcc_architectures()
+    return ",".join([arch for arch in archs if arch in known] or archs)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import shlex
@@ -9,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_kernels.contract import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 from attention_kernels.errors import AttentionError
+from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
@@ -221,6 +222,20 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     if role == "decode" and values["Layout"] != "strided":
         raise HeaderError("a decode kernel reads the cache in place: Layout must be strided")
     return values
+
+
+def of_file(file: Path) -> VersionHeader:
+    """Return the header of a version file of no ladder; raises HeaderError."""
+    if not file.is_file():
+        raise HeaderError(f"there is no file {file}")
+    place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
+    return replace(parse_header(file, f"file_{place}_"), label=file.stem)
+
+
+def race_checked(version: VersionHeader) -> VersionHeader:
+    """Return the version with flags that make the emulator report shared-memory races as errors."""
+    flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
+    return replace(version, op=f"{version.op}_races", flags=flags)
 
 
 def csrc_of(version: VersionHeader) -> Path:

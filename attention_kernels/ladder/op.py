@@ -9,12 +9,10 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header
-from attention_kernels.ladder.compilers import BuildError, Target
+from attention_kernels.ladder.compilers import TARGETS, BuildError
 from attention_kernels.ladder.header import HeaderError, VersionHeader
 from attention_kernels.registry import (
     BackendSpec,
@@ -41,7 +39,6 @@ SCHEMAS = {
     "-> Tensor",
     "struct": "(Tensor on, Tensor params) -> ()",
 }
-TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
 def register_ladder(
@@ -79,12 +76,8 @@ def resolve(what: str) -> BackendSpec:
     """
     if not what.endswith(".cu"):
         return get_backend(what)
-    file = Path(what)
-    if not file.is_file():
-        raise HeaderError(f"there is no file {file}")
-    place = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:8]
-    version = replace(header.parse_header(file, f"file_{place}_"), label=file.stem)
-    return backend(file.stem.upper(), "file", version)
+    version = header.of_file(Path(what))
+    return backend(version.label.upper(), "file", version)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
@@ -114,18 +107,6 @@ def families() -> list[str]:
     return list(dict.fromkeys(spec.family for spec in list_backends() if spec.version is not None))
 
 
-def architectures() -> str:
-    """Return the compute capabilities of the CUDA devices here, as build() takes them: "80,90".
-
-    Those that nvcc cannot compile for are left out if others remain, so that an old card does not
-    keep a newer one in the same machine from being used.
-    """
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    archs = [f"{major}{minor}" for major, minor in sorted(found)]
-    known = compilers.nvcc_architectures()
-    return ",".join([arch for arch in archs if arch in known] or archs)
-
-
 def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
     """Build the version files of all these backends at once, on all cores.
 
@@ -141,7 +122,7 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
 
 
 def _arch(device_type: str) -> str:
-    return architectures() if device_type == "cuda" else ""
+    return compilers.architectures() if device_type == "cuda" else ""
 
 
 def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
@@ -171,12 +152,6 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         error_slack=version.error_slack,
         version=version,
     )
-
-
-def race_checked(version: VersionHeader) -> VersionHeader:
-    """Return the version with flags that make the emulator report shared-memory races as errors."""
-    flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
-    return replace(version, op=f"{version.op}_races", flags=flags)
 
 
 def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
+from attention_kernels.contract import Kernels
 from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import open_runner
+from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject

@@ -77,6 +77,8 @@ class Findings:
     """Whether the suite stopped early."""
     killed: bool = False
     """Whether a signal killed the process that the kernel ran in."""
+    few_shapes: bool = False
+    """Whether it was tried with a few shapes only, because it is compiled for each."""
     error_slack: float = 1.0
     """The factor by which the backend declares its budgets to be larger."""
     budget_rule: str = ""
@@ -199,6 +201,7 @@ def _findings(report: Report, *, sanitized: bool) -> Findings:
         has_attention=report.has_attention,
         stopped=report.stopped,
         killed=report.killed,
+        few_shapes=report.device in spec.compiles_per_shape_on,
         error_slack=spec.error_slack,
         budget_rule=_rule(spec, report.worst[0]) if report.worst else "",
         failures=[Failure("suite", failure.what, failure.why) for failure in report.failures],

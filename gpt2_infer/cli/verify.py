@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
+from attention_kernels.child import hide
+from attention_kernels.ladder import ahead
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
@@ -46,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    _start_server()
+    _start_server(arguments.name, arguments.device or "")
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -71,10 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.passed else EXIT_FAILED
 
 
-def _start_server() -> None:
-    """Have the server that workers are forked from import torch while this process does."""
+def _start_server(name: str, device: str) -> None:
+    """Have the server that workers are forked from import torch while this process does.
+
+    It also builds a version file. That may run what the file's author wrote, so hide from it.
+    """
+    hide()
+    if name.endswith(".cu"):
+        os.environ[ahead.VARIABLE] = f"{device}:{name}"
     forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
     forkserver.ensure_running()
+    os.environ.pop(ahead.VARIABLE, None)
 
 
 class _Failures:
@@ -134,6 +144,11 @@ def _show_scope(findings: Findings) -> None:
 
         share = f"{QUICK_SHARE:.0%} of the planted faults"
         show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.few_shapes:
+        from attention_kernels.judge.cases import COMPILED_RANGES
+
+        shapes = f"{len(COMPILED_RANGES)} shapes of each dtype"
+        show(f"  only {shapes} were tried in the cases: it is compiled for each")
     if findings.error_slack != 1:
         times = f"{findings.error_slack:g} times"
         show(f"  its budgets are {times} its precision class's, as it declares")

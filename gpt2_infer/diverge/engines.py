@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import PLAIN_PRECISIONS, dtype_name
+from attention_kernels.contract import dtype_name
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention
+from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.diverge import report
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.cached import Cached

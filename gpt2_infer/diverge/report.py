@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import PLAIN_PRECISIONS, AttentionFunction, Kernels, dtype_name
+from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
+from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Mode
 

@@ -19,15 +19,20 @@ from attention_kernels import BackendSpec, UnsupportedError, list_backends
 from attention_kernels.contract import dtype_name
 from attention_kernels.judge.cases import EDGES, extreme_cases
 from attention_kernels.judge.conformance import (
-    LENGTHS,
     Case,
     DecodeCase,
-    cases,
     future_leaks,
     run_case,
 )
 from attention_kernels.ladder import header
-from tests.attention_kernels.backends.common import FP32, QUICK, STRIDED_HALF, op_of
+from tests.attention_kernels.backends.common import (
+    FP32,
+    LENGTHS,
+    QUICK,
+    STRIDED_HALF,
+    fixed_cases,
+    op_of,
+)
 from tests.conftest import emulator_settings
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
@@ -186,13 +191,13 @@ def suite(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[Case | Dec
     if spec.family == "fp32":
         found += extreme_cases(32, dtype, seed=0)
     if device == "cuda":
-        found += cases(tuple(head_dims))
+        found += fixed_cases(tuple(head_dims))
     elif spec.version is None:
         # Each shape has six cases in a row, so every 5th or 11th case is of a different shape and
         # kind. Each backend and dtype begins at a different case.
         is_fast = spec.family == "pytorch"
         step, longest = (5, Case(1024, 32, 8.0)) if is_fast else (11, Case(350, 32, 8.0))
-        share = [*cases(tuple(head_dims), lengths=LENGTHS[:-2])]
+        share = [*fixed_cases(tuple(head_dims), lengths=LENGTHS[:-2])]
         first = (SPECS.index(spec) + 2 * DTYPES.index(dtype)) % step
         found += [*share[first::step], dataclasses.replace(longest, num_heads=1)]
     if is_ours(spec):  # with NaN around the inputs

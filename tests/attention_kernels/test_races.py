@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def races():
-    version = ladder.race_checked(header.parse_header(FILE, "negative_"))
+    version = header.race_checked(header.parse_header(FILE, "negative_"))
     spec = ladder.backend("RACES", "test", version)
     spec.prepare("cpu")
 

@@ -32,6 +32,7 @@ def _register(name: str, summary: str, op: str) -> None:
         min_compute_capability=(8, 0),
         probe=_probe,
         emulated_on=("cpu",),
+        compiles_per_shape_on=("cuda",),
     )
     def load() -> Kernels:
         import torch

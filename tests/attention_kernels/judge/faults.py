@@ -22,11 +22,12 @@ import torch
 from numpy.typing import NDArray
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
+from attention_kernels.contract import Kernels
 from attention_kernels.judge.cases import EXTREMES, LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE
 from attention_kernels.judge.conformance import suite
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.worker import Runner
+from attention_kernels.precision import PLAIN_PRECISIONS
 
 Condition: TypeAlias = Callable[[Any], bool]
 Fault: TypeAlias = tuple[tuple[str, str], ...]

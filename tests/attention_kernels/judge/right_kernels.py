@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import PLAIN_PRECISIONS, Kernels
+from attention_kernels.contract import Kernels
 from attention_kernels.judge.worker import Runner
+from attention_kernels.precision import PLAIN_PRECISIONS
 
 LOG2_E = 1.4426950408889634
 # A row_max to start from: finite, so that -inf - row_max is -inf, and far below any score.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
+from attention_kernels.judge import cases
 from attention_kernels.judge.conformance import QUICK_SHARE
 from attention_kernels.judge.inputs import Case, DecodeCase
 from tests.attention_kernels.judge.faults import cases_of, met_by
@@ -40,6 +44,28 @@ def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulat
 def test_every_kind_of_head_dim_is_tried(kind):
     found = [case for case in cases_of(0, is_emulated=False, head_dims=()) if type(case) is kind]
     assert [name for name, is_met in WIDE_FAULTS.items() if not any(map(is_met, found))] == []
+
+
+@pytest.mark.parametrize("kind", [Case, DecodeCase])
+def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(kind):
+    """Of each dtype one per range of lengths, with every head_dim, and with all other values."""
+    dtypes = torch.float32, torch.float16
+    dims = (32, 64, 128)
+    found = (
+        cases.attention_cases(dims, dtypes, 0, is_emulated=False)
+        if kind is Case
+        else [*cases.decode_cases(dims, dtypes, 0)]
+    )
+    few = cases.with_few_shapes(found)
+    names = cases.SHAPES[kind]
+    for dtype in dtypes:
+        shapes = {tuple(getattr(c, name) for name in names) for c in few if c.dtype == dtype}
+        assert len(shapes) == len({c.seqlen for c in few if c.dtype == dtype}) <= 4
+        for name in {f.name for f in dataclasses.fields(kind)} - {*names}:
+            values = {getattr(case, name) for case in found if case.dtype == dtype}
+            assert {getattr(case, name) for case in few if case.dtype == dtype} == values, name
+        assert {case.head_dim for case in few if case.dtype == dtype} == {*dims}
+    assert len(few) == len({*few})
 
 
 def test_what_is_emulated_stays_affordable():

@@ -68,7 +68,7 @@ def replace_compiler() -> None:
 
 def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     libraries = {build.build(first, "emulator")}
-    monkeypatch.setattr("torch.__version__", "9.9.9")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9.9")
     libraries.add(build.build(first, "emulator"))
     replace_compiler()
     libraries.add(build.build(first, "emulator"))

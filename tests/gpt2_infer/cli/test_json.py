@@ -31,6 +31,7 @@ FINDINGS = {
         "emulated",
         "sanitized",
         "quick",
+        "few_shapes",
         "seed",
         "passed",
         "total",

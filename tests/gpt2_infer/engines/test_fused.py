@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from attention_kernels import ladder
 from attention_kernels.inspection import resources
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import compilers, header
@@ -185,7 +184,7 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
     dtype, lengths, tolerance, portable, monkeypatch
 ):
     def load(version, *rest):
-        return load_op(ladder.race_checked(version), *rest)
+        return load_op(header.race_checked(version), *rest)
 
     monkeypatch.setattr(fused, "load_op", load)
     model = random_model(CONFIG, dtype)
