@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
-from gpt2_infer.engines.base import Engine
 from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Marks
+from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
-POSITION_STEP = 64  # tokens between two time marks
 TRANSFORMERS = {
     "kv-cache": "transformers, static cache, compiled",
     "recompute": "transformers, no cache",
@@ -33,19 +31,22 @@ TRANSFORMERS = {
 RECIPE = "gpt-fast recipe"
 PORTABLE = "fused, sm_80"
 
-Run = Callable[[], tuple[list[list[int]], list[float]]]
-"""Generates the text; returns its tokens and the seconds from the start to each mark."""
+Run = Callable[[], tuple[list[list[int]], Mapping[str, Any]]]
+"""Generates the text; returns its tokens and the seconds that it took, by metric."""
 
 
 class Decoding(Subject[DecodeCell]):
-    """Times whole greedy texts of random weights, prefill included; a sample is seconds.
+    """Times whole greedy texts of random weights; a sample is seconds.
 
-    One-time work, such as capturing graphs, counts in recompute only. In float32 each contender's
-    text is compared with the first's. A contender whose text changes from run to run fails, except
-    a peer in 16 bits.
+    With a cache, these are the seconds from the first to the last step, prefill included, and
+    `call` has those of the whole call, whose graphs an earlier call has captured. In recompute, and
+    of a peer, they are those of a whole call; ours then includes one-time work, and `generation`
+    has the steps alone. In float32 each contender's text is compared with the first's. A contender
+    whose text changes from run to run fails, except a peer in 16 bits.
     """
 
     warm_up = 0  # contenders() has already run each one twice
+    has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
         if not torch.cuda.is_available():
@@ -53,7 +54,7 @@ class Decoding(Subject[DecodeCell]):
         self.study, self.rounds, self.device = study, study.rounds, "cuda"
         self._models = models.OneModel(random_weights=True, device="cuda")
         self.cells = [
-            DecodeCell(name, dtype, batch, len(PROMPT), count, study.mode)
+            DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
             for name, dtype, batch, count in itertools.product(
                 study.models, study.dtypes, study.batch_sizes, study.new_tokens
             )
@@ -91,77 +92,84 @@ class Decoding(Subject[DecodeCell]):
             ours = model.with_products(products).with_attention(backend)
             yield words, "gpt2-infer", _engine(ours, cell, name)
         if self.study.portable:
-            yield PORTABLE, "gpt2-infer", _engine(model, cell, "fused", arch="compute_80")
+            yield PORTABLE, "gpt2-infer", _portable(model, cell)
         if self.study.peers:
             yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
             if cell.mode == "kv-cache":
                 yield RECIPE, "recipe", _recipe(model, cell)
 
 
-def _sample(run: Run, expected: list[list[int]] | None) -> dict[str, Any]:
-    tokens, marks = run()
+def _sample(run: Run, expected: list[list[int]] | None) -> Mapping[str, Any]:
+    tokens, figures = run()
     if expected is not None and tokens != expected:
         raise RejectedError("its text changes from run to run")
-    return {"time": marks[-1], "marks": marks}
+    return figures
 
 
-def _engine(model: GPT2, cell: DecodeCell, name: EngineName, arch: str | None = None) -> Run:
-    """Return an engine's run; arch: of the portable fused step, from its PTX."""
+def _prompts(cell: DecodeCell) -> list[list[int]]:
+    return [(PROMPT * cell.prompt_tokens)[: cell.prompt_tokens]] * cell.batch
+
+
+def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
+    """Return an engine's run: a call of generate()."""
+
+    def run() -> tuple[list[list[int]], dict[str, Any]]:
+        if cell.mode == "recompute":
+            model.release()
+        call = functools.partial(
+            generate,
+            model,
+            _prompts(cell),
+            max_new_tokens=cell.new_tokens,
+            mode=cell.mode,
+            ignore_eos=True,
+            engine=name,
+        )
+        found, seconds = models.timed(model.device, call)
+        done = found.whole()
+        if cell.mode == "recompute":
+            return done.tokens, {"time": seconds, "generation": done.generation_s}
+        marks = [*done.marks_s, done.generation_s]
+        return done.tokens, {"time": done.generation_s, "call": seconds, "marks": marks}
+
+    return run
+
+
+def _portable(model: GPT2, cell: DecodeCell) -> Run:
+    """Return the run of the portable fused step, from its PTX."""
+    # A copy has engines of its own.
+    model = copy.deepcopy(model).up_to(cell.prompt_tokens + cell.new_tokens)
     request = Request(
         config=model.config,
         tokenizer=None,
-        prompts=[PROMPT] * cell.batch,
+        prompts=_prompts(cell),
         max_new_tokens=cell.new_tokens,
         mode=cell.mode,
         ignore_eos=True,
-        engine=name,
+        engine="fused",
     )
-
-    def ready() -> Engine:
-        engine = make_engine(model, request)
-        if isinstance(engine, Fused):
-            engine.arch = arch
-        engine.warm_up()
-        return engine
-
-    @torch.inference_mode()
-    def run() -> tuple[list[list[int]], list[float]]:
-        marks = Marks(model.device)
-        marks.synchronize()
-        if kept is None:
-            started = time.perf_counter()
-            engine = ready()
-            marks.synchronize()
-            once = time.perf_counter() - started
-        else:
-            engine, once = kept, 0.0
-            engine.reset()
-            marks.synchronize()
-        marks.add()
-        for index in range(cell.new_tokens):
-            engine.step(index)
-            if (index + 1) % POSITION_STEP == 0 or index + 1 == cell.new_tokens:
-                marks.add()
-        marks.synchronize()
-        seconds = [once + moment for moment in marks.seconds()[1:]]
-        return engine.new_tokens(cell.new_tokens), seconds
-
+    engine = make_engine(model, request)
+    assert isinstance(engine, Fused)
+    engine.arch = "compute_80"
     with torch.inference_mode():
-        kept = ready() if cell.mode == "kv-cache" else None
-    return run
+        engine.warm_up()
+    engine.rest()
+    key, prepared = engine.shape(model, request, "fused"), model.prepared
+    prepared.put(key, engine, prepared.stamp, engine.nbytes)
+    return _engine(model, cell, "fused")
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = models.reference_of(model)
-    ids = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    ids = torch.tensor(_prompts(cell), device=model.device)
     how: dict[str, Any] = {"use_cache": False}
     if cell.mode == "kv-cache":
         how = {"cache_implementation": "static"}  # makes transformers compile, too
 
-    def run() -> tuple[list[list[int]], list[float]]:
+    def run() -> tuple[list[list[int]], dict[str, Any]]:
         call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
         tokens, seconds = models.timed(model.device, call)
-        return tokens.tolist(), [seconds]
+        return tokens.tolist(), {"time": seconds}
 
     return run
 
@@ -169,7 +177,7 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
 def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     """Return gpt-fast's recipe: a static cache, and one compiled step that a CUDA graph replays."""
     config = model.config
-    capacity = len(PROMPT) + cell.new_tokens
+    capacity = cell.prompt_tokens + cell.new_tokens
     cache = KVCache.allocate(model, cell.batch, capacity)
     # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
     torch._dynamo.mark_static_address(cache.kv)
@@ -194,13 +202,13 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    prompt = torch.tensor(_prompts(cell), device=model.device)
     tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
-    def generate() -> None:
+    def write() -> None:
         token = model(prompt, cache=cache)[:, 0].argmax(-1)
-        position = torch.tensor([len(PROMPT)], device=model.device)
+        position = torch.tensor([cell.prompt_tokens], device=model.device)
         tokens[:, 0] = token
         for index in range(1, cell.new_tokens):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -208,8 +216,8 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
             tokens[:, index] = token
             position += 1
 
-    def run() -> tuple[list[list[int]], list[float]]:
-        _, seconds = models.timed(model.device, generate)
-        return tokens.tolist(), [seconds]
+    def run() -> tuple[list[list[int]], dict[str, Any]]:
+        _, seconds = models.timed(model.device, write)
+        return tokens.tolist(), {"time": seconds}
 
     return run

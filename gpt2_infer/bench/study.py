@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +154,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    prompt_tokens: AtLeastOne = 8
     new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
     engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
         default_factory=lambda: ["eager", "graph", "fused"]
@@ -265,6 +267,10 @@ class Subject(Generic[Cell]):
     rounds: int = 1
     warm_up: int = 1
     """Initial rounds whose samples are dropped."""
+    has_energy: bool = False
+    """Whether the energy of a sample is measured, too, after the timed rounds."""
+    has_long_samples: bool = False
+    """Whether an interrupted cell keeps its finished samples."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -355,23 +361,18 @@ def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
         for cell in subject.cells:
             bar.set_description(str(cell))
             if str(cell) not in progress.cells:
-                progress.add(cell, _time_cell(subject, cell, bar))
+                progress.add(str(cell), _time_cell(subject, cell, bar, progress))
             bar.update()
     return [row for cell in subject.cells for row in progress.cells[str(cell)]]
 
 
-def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
+def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any], progress: Progress) -> list[Row]:
     timed: dict[str, Contender] = {}
     bar.set_postfix_str("checking")
     for contender in subject.contenders(cell):
         timed[contender.row.contender] = contender
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
-    outcomes = interleave(
-        {name: one.sample for name, one in timed.items() if one.sample},
-        rounds=subject.rounds,
-        warm_up=subject.warm_up,
-        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
-    )
+    outcomes = _outcomes(subject, cell, timed, bar, progress)
     for contender in timed.values():
         contender.sample = None  # release captured graphs before the rechecks
     for name, outcome in outcomes.items():
@@ -380,6 +381,61 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     for row in rows:
         row.cell = msgspec.to_builtins(cell)
     return rows
+
+
+def _outcomes(
+    subject: Subject[Any],
+    cell: Any,
+    timed: Mapping[str, Contender],
+    bar: tqdm[Any],
+    progress: Progress,
+) -> dict[str, list[Mapping[str, Any]] | RejectedError]:
+    """Take all samples of a cell, and then measure their energy."""
+    samples = {name: one.sample for name, one in timed.items() if one.sample}
+    if subject.has_long_samples:
+        samples = {
+            name: _resuming(sample, f"{cell}, {name}", progress) for name, sample in samples.items()
+        }
+    found = interleave(
+        samples,
+        rounds=subject.rounds,
+        warm_up=subject.warm_up,
+        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
+    )
+    if subject.has_energy:
+        from gpt2_infer.bench import energy
+
+        bar.set_postfix_str("energy")
+        runs = {
+            name: functools.partial(energy.measure, name, sample, subject.device)
+            for name, sample in samples.items()
+            if isinstance(found[name], list)
+        }
+        for name, rows in interleave(runs, rounds=1, warm_up=0).items():
+            if isinstance(rows, RejectedError):
+                found[name] = rows
+            else:
+                timed[name].beside.extend(rows)
+    return found
+
+
+def _resuming(
+    sample: Callable[[], Mapping[str, float]], name: str, progress: Progress
+) -> Callable[[], Mapping[str, float]]:
+    """Wrap sample() so that each sample is kept, and those of an interrupted run come first."""
+    numbers = itertools.count(1)
+
+    def take() -> Mapping[str, float]:
+        key = f"{name}, sample {next(numbers)}"
+        if key not in progress.cells:
+            rows = [
+                Row(contender=name, metric=metric, unit="s", samples=[value])
+                for metric, value in sample().items()
+            ]
+            progress.add(key, rows)
+        return {row.metric: row.samples[0] for row in progress.cells[key]}
+
+    return take
 
 
 def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:
@@ -437,10 +493,10 @@ class Progress:
         if self.path and self.path.exists():
             about.resumed_from = [self._read(self.path)]
 
-    def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
+    def add(self, cell: str, rows: list[Row]) -> None:
         """Add and write a finished cell; raises ResultsError if it cannot be written."""
         if self.path:
-            line = msgspec.json.encode((str(cell), rows))
+            line = msgspec.json.encode((cell, rows))
             try:
                 with self.path.open("ab") as file:
                     if file.tell() == 0:
@@ -448,10 +504,10 @@ class Progress:
                     file.write(line + b"\n")
             except OSError as error:
                 raise ResultsError(
-                    f"{self.path} cannot be written: {error.strerror} (finished cells: "
+                    f"{self.path} cannot be written: {error.strerror} (finished: "
                     f"{len(self.cells)}); rerun to resume"
                 ) from error
-        self.cells[str(cell)] = rows
+        self.cells[cell] = rows
 
     def remove(self) -> None:
         """Delete the file, once the output is written."""

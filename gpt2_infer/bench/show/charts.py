@@ -145,7 +145,8 @@ def kernel_time(file: File) -> Figure | None:
 
 def decode_positions(file: File) -> Figure | None:
     """Draw each engine's time per step by position."""
-    group = [row for row in main_rows(file) if row.samples and len(row.extra["marks"][0]) > 2]
+    marked = [row for row in main_rows(file) if row.samples and "marks" in row.extra]
+    group = [row for row in marked if len(row.extra["marks"][0]) > 2]
     if not group or max(int(row.cell["new_tokens"]) for row in group) < 512:
         return None
     figure, axes = _figure(4.5)
@@ -371,7 +372,8 @@ def decode_bars(file: File) -> Figure | None:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
             limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
             least, most = row.spread
-            speed, low, high = (new_tokens(row) / s for s in (row.median, most, least))
+            tokens = new_tokens(file, row)
+            speed, low, high = (tokens / seconds for seconds in (row.median, most, least))
             what = "{model}, {dtype}, batch {batch}".format(**row.cell)
             text = f"{speed:,.0f}, {speed / limit:.0%} of the limit"
             colour = DECODING.get(row.contender, OTHERS[-1])

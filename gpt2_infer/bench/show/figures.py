@@ -65,9 +65,33 @@ def shape_of(row: Row) -> Shape:
     return msgspec.convert(row.cell, Shape)
 
 
-def new_tokens(row: Row) -> int:
-    """Return the new tokens of a decoding, all rows of its batch together."""
-    return int(row.cell["batch"]) * int(row.cell["new_tokens"])
+def new_tokens(file: File, row: Row) -> int:
+    """Return the new tokens of a sample, all rows of its batch or job together."""
+    if "tokens" in row.extra:
+        return int(row.extra["tokens"])
+    each = row.cell.get("new_tokens") or length(row) - int(file.study["prompt_tokens"])
+    return int(row.cell["batch"]) * int(each)
+
+
+def steps_of(file: File, row: Row) -> Row | None:
+    """Return a main row with the seconds of the steps, without set-up; None if unknown."""
+    if start := file.beside(row, "start"):
+        samples = [seconds - start.median for seconds in row.samples]
+        return msgspec.structs.replace(row, samples=samples)
+    return file.beside(row, "generation") or (None if _has_whole_calls(file, row) else row)
+
+
+def calls_of(file: File, row: Row) -> Row | None:
+    """Return a main row with the seconds of whole calls; None if unknown."""
+    is_ours = row.extra.get("program", "gpt2-infer") == "gpt2-infer"
+    is_call = not is_ours or _has_whole_calls(file, row)
+    return file.beside(row, "call") or (row if is_call else None)
+
+
+def _has_whole_calls(file: File, row: Row) -> bool:
+    """Return whether our samples of the main metric include set-up."""
+    kind = file.study["kind"]
+    return kind == "batch" or (kind == "decode" and row.cell.get("mode") == "recompute")
 
 
 def detail_length(rows: Iterable[Row]) -> int:
@@ -176,7 +200,7 @@ def how(file: File, *packages: str) -> str:
 
 
 def step_us(row: Row) -> float:
-    """Return the microseconds per step of a decoding row, prompt included."""
+    """Return the microseconds per step of a decoding's seconds, prompt included."""
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, Row
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
+    calls_of,
     cell_name,
     detail_length,
     has_shapes,
@@ -20,6 +20,7 @@ from gpt2_infer.bench.show.figures import (
     reading_us,
     shape_of,
     step_us,
+    steps_of,
     times,
     where,
     widest_spread,
@@ -84,7 +85,7 @@ def _beside(metric: str, unit: float = 1) -> Getter:
 
     def value(line: Entry) -> Value:
         found = line.row and line.file.beside(line.row, metric)
-        return found.median / unit if found else None
+        return found.median / unit if found and found.samples else None
 
     return value
 
@@ -102,10 +103,42 @@ def _ratio(line: Entry) -> str:
     return times(found)
 
 
+def _steps(value: Callable[[Row], Value]) -> Getter:
+    """Return a value of the seconds without set-up; blank if they were not measured."""
+
+    def got(line: Entry) -> Value:
+        found = line.row and steps_of(line.file, line.row)
+        return value(found) if found and found.samples else None
+
+    return got
+
+
+def _per_second(find: Callable[[File, Row], Row | None]) -> Getter:
+    """Return the median tokens per second of the row that find() returns."""
+
+    def value(line: Entry) -> Value:
+        if not line.row or not (found := find(line.file, line.row)) or not found.samples:
+            return None
+        return new_tokens(line.file, line.row) / found.median
+
+    return value
+
+
+def _millijoules(line: Entry) -> Value:
+    """Return the energy of a token."""
+    joules = _beside("energy")(line)
+    if not line.row or not isinstance(joules, float):
+        return None
+    return 1e3 * joules / new_tokens(line.file, line.row)
+
+
 BACKEND = Column("backend", _first(lambda row: f"`{row.contender}`"))
 CONTENDER = Column("contender", _first(lambda row: row.contender))
 DTYPE = Column("dtype", _cell("dtype"))
 PRECISION = Column("precision", _extra("precision"))
+RATE = Column("tokens/s", _per_second(steps_of), "{:,.0f}")
+CALL_RATE = Column("tokens/s, whole calls", _per_second(calls_of), "{:,.0f}")
+ENERGY = Column("mJ per token", _millijoules, "{:,.1f}")
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -211,16 +244,6 @@ def _text_was_compared(row: Row) -> str:
     return "its text was not compared: the baseline has none"
 
 
-def _new_tokens(file: File, row: Row) -> int:
-    return length(row) - int(file.study["prompt_tokens"])
-
-
-def _tokens_per_second(line: Entry) -> Value:
-    if not line.row or not line.row.samples:
-        return None
-    return int(line.row.cell["batch"]) * _new_tokens(line.file, line.row) / line.row.median
-
-
 LAYOUTS["generation"] = Layout(
     title=lambda name, file, block: (
         f"{file.study['model']}, {cell_name(block[0])}, {how(file)} ({name})"
@@ -236,24 +259,19 @@ LAYOUTS["generation"] = Layout(
         Column("{at} tokens, s", _median, "{:.3f}", over=length),
         Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}", _ratio),
-        Column("tokens/s", _tokens_per_second, "{:.0f}"),
+        RATE,
+        CALL_RATE,
         Column("attention's share", _share, "{:.1%}"),
         Column("peak memory, MiB", _beside("peak memory", 2**20), "{:.0f}"),
     ],
 )
 
 
-def _after_warm_up(value: Getter) -> Getter:
-    """Return a value of the time without warm-up; of the call for transformers, which has none."""
-    return lambda line: value(
-        replace(line, row=line.file.beside(line.first, "generation") or line.first)
-    )
-
-
 LAYOUTS["call"] = Layout(
     title=lambda name, file, block: (
         f"{file.study['model']}, {block[0].cell['dtype']}, {file.study['prompt_tokens']} + "
-        f"{_new_tokens(file, block[0])} tokens, {how(file, 'transformers')} ({name})"
+        f"{length(block[0]) - file.study['prompt_tokens']} tokens, "
+        f"{how(file, 'transformers')} ({name})"
     ),
     columns=[
         Column(
@@ -267,8 +285,9 @@ LAYOUTS["call"] = Layout(
         PRECISION,
         Column("call, s (min .. max)", _first(lambda row: with_spread(row, "{:.3f}"))),
         Column("vs transformers", _ratio),
-        Column("after warm-up, s", _after_warm_up(_median), "{:.3f}"),
-        Column("tokens/s", _after_warm_up(_tokens_per_second), "{:.0f}"),
+        Column("after warm-up, s", _steps(lambda row: row.median), "{:.3f}"),
+        RATE,
+        CALL_RATE,
     ],
 )
 
@@ -276,13 +295,22 @@ LAYOUTS["call"] = Layout(
 # ---- Decoding, batches, builds -------------------------------------------------------------------
 
 
-def _least_and_most(row: Row) -> str:
-    least, most = row.spread
-    return f"{new_tokens(row) / most:,.0f} .. {new_tokens(row) / least:,.0f}"
+def _least_and_most(line: Entry) -> Value:
+    """Return the least and the most tokens per second."""
+    found, tokens = steps_of(line.file, line.first), new_tokens(line.file, line.first)
+    if not found or not found.samples:
+        return None
+    least, most = found.spread
+    return f"{tokens / most:,.0f} .. {tokens / least:,.0f}"
 
 
 def _is_recompute(row: Row) -> bool:
     return row.cell.get("mode") == "recompute"
+
+
+def _recompute_seconds(row: Row) -> str | None:
+    """Return the seconds of a whole call with their spread; None with a cache."""
+    return with_spread(row, "{:.3f}") if _is_recompute(row) else None
 
 
 def _weights_gbps(row: Row) -> float | None:
@@ -324,24 +352,17 @@ LAYOUTS["decode"] = Layout(
         DTYPE,
         Column("batch", _cell("batch")),
         CONTENDER,
-        Column("seconds", _timed(lambda row: row.median if _is_recompute(row) else None), "{:.3f}"),
-        Column("tokens/s", _timed(lambda row: new_tokens(row) / row.median), "{:,.0f}"),
-        Column("least .. most", _timed(_least_and_most)),
-        Column("us per step", _timed(step_us), "{:.0f}"),
+        Column("seconds", _timed(_recompute_seconds)),
+        RATE,
+        Column("least .. most", _least_and_most),
+        CALL_RATE,
+        ENERGY,
+        Column("us per step", _steps(step_us), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
 )
-
-
-def _job_tokens_per_second(line: Entry) -> Value:
-    """Return new tokens per second of the median sample, without the startup time."""
-    if not line.first.samples:
-        return None
-    start = line.file.beside(line.first, "start")
-    seconds = line.first.median - (start.median if start else 0.0)
-    return float(line.first.extra["tokens"] / seconds)
 
 
 LAYOUTS["batch"] = Layout(
@@ -355,7 +376,9 @@ LAYOUTS["batch"] = Layout(
         Column("prompts", _extra("prompts"), "{:,}"),
         Column("start, s", _beside("start"), "{:.1f}"),
         Column("seconds", _first(lambda row: with_spread(row, "{:.2f}"))),
-        Column("tokens/s", _job_tokens_per_second, "{:,.0f}"),
+        RATE,
+        CALL_RATE,
+        ENERGY,
         Column("same rows", _extra("same_rows"), "{:.1%}"),
     ],
 )
@@ -474,7 +497,14 @@ LAYOUTS["perplexity"] = Layout(
 LAYOUTS["published"] = Layout(
     title=lambda name, file, _: f"{file.study['note']} ({name})",
     line=lambda row: row.contender,
-    columns=[BACKEND, Column("{at}", _median, "{:.1f} s", over=lambda row: row.cell["card"])],
+    columns=[
+        BACKEND,
+        Column(
+            "{at}",
+            _timed(lambda row: f"{row.median:.1f} {row.unit}"),
+            over=lambda row: row.cell["card"],
+        ),
+    ],
 )
 
 LAYOUTS["tests"] = Layout(
