@@ -27,7 +27,7 @@ from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
-from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
+from gpt2_infer.bench.study import BackendStudy, InspectionStudy, ProfileStudy, RejectedError
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
@@ -36,7 +36,7 @@ EMULATED = "its source runs in the CPU emulator, where a time would mean nothing
 
 
 def selected(
-    study: Comparison, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
+    study: BackendStudy, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
 ) -> tuple[str, list[BackendSpec], BackendSpec]:
     """Return a study's device, backends and baseline; see select()."""
     device = str(resolve_device(study.device))

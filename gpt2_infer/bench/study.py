@@ -59,8 +59,8 @@ class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field=
     """The kind's Subject, as "module.Class"."""
 
 
-class Comparison(Study, kw_only=True):
-    """A comparison of backends."""
+class BackendStudy(Study, kw_only=True):
+    """The settings of a study that compares backends."""
 
     backends: list[str] = []
     """Names or version files, *.cu; without backends and families, every backend that runs."""
@@ -73,7 +73,7 @@ class Comparison(Study, kw_only=True):
     rounds: Rounds = 5
 
 
-class KernelStudy(Comparison, kw_only=True, tag="kernel"):
+class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     """Kernels alone, in the given cells, else in every combination of the lists."""
 
     subject = "kernels.Kernels"
@@ -86,7 +86,7 @@ class KernelStudy(Comparison, kw_only=True, tag="kernel"):
     """Whether to omit the causal mask."""
 
 
-class GenerationStudy(Comparison, kw_only=True, tag="generation"):
+class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     """End-to-end generation in every combination of the lists."""
 
     subject = "generation.Texts"
@@ -201,7 +201,7 @@ class JobStudy(Study, kw_only=True, tag="job"):
     rounds: Rounds = 2
 
 
-class PerplexityStudy(Comparison, kw_only=True, tag="perplexity"):
+class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
     """The score of each backend on the bundled model's held-out books."""
 
     subject = "scores.Scores"
