@@ -15,6 +15,7 @@ from torch import Tensor
 from gpt2_infer.bench import models
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
+from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.fused import Fused
@@ -25,8 +26,10 @@ from gpt2_infer.request import EngineName, Request
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
 TRANSFORMERS = {
-    "kv-cache": "transformers, static cache, compiled",
-    "recompute": "transformers, no cache",
+    ("cuda", "kv-cache"): "transformers, static cache, compiled",
+    ("cpu", "kv-cache"): "transformers, dynamic cache",
+    ("cuda", "recompute"): "transformers, no cache",
+    ("cpu", "recompute"): "transformers, no cache",
 }
 RECIPE = "gpt-fast recipe"
 PORTABLE = "fused, sm_80"
@@ -49,10 +52,12 @@ class Decoding(Subject[DecodeCell]):
     has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
-        if not torch.cuda.is_available():
-            raise RequestError("decoding is compared on a CUDA device only")
-        self.study, self.rounds, self.device = study, study.rounds, "cuda"
-        self._models = models.OneModel(random_weights=True, device="cuda")
+        self.study, self.rounds = study, study.rounds
+        self.device = resolve_device(study.device).type
+        is_random = DEMO_MODEL not in study.models
+        self._models = models.OneModel(random_weights=is_random, device=self.device)
+        self._peer = TRANSFORMERS[self.device, study.mode]
+        self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
             DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
             for name, dtype, batch, count in itertools.product(
@@ -62,6 +67,8 @@ class Decoding(Subject[DecodeCell]):
 
     def limits(self, *, is_recorded: bool) -> dict[str, float]:
         """Measure the GPU's read bandwidth."""
+        if self.device == "cpu":
+            return {}
         found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
         torch.cuda.empty_cache()
         return {"read_gbps": round(found, 1)}
@@ -72,11 +79,16 @@ class Decoding(Subject[DecodeCell]):
         model = self._models.load(cell.model, cell.dtype)
         expected = None
         for name, program, run in self._runs(model, cell):
-            # Keep the second text: other kernels may run while the first is compiled or captured.
-            text = [run() for _ in range(2)][1][0]
-            expected = expected or text
             row = Row(contender=name, metric="time", unit="s", extra={"program": program})
             row.extra["weight_bytes"] = model.step_bytes
+            try:
+                # Keep the second text: other kernels may run while the first is compiled.
+                text = [run() for _ in range(2)][1][0]
+            except RequestError as error:
+                row.status, row.reason = "refused", str(error)
+                yield Contender(row)
+                continue
+            expected = expected or text
             if cell.dtype == "float32":
                 row.extra["same_text"] = text == expected
             must_repeat = cell.dtype == "float32" or program == "gpt2-infer"
@@ -94,8 +106,8 @@ class Decoding(Subject[DecodeCell]):
         if self.study.portable:
             yield PORTABLE, "gpt2-infer", _portable(model, cell)
         if self.study.peers:
-            yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
-            if cell.mode == "kv-cache":
+            yield self._peer, "transformers", _transformers(model, cell)
+            if cell.mode == "kv-cache" and self.device == "cuda":
                 yield RECIPE, "recipe", _recipe(model, cell)
 
 
@@ -106,8 +118,9 @@ def _sample(run: Run, expected: list[list[int]] | None) -> Mapping[str, Any]:
     return figures
 
 
-def _prompts(cell: DecodeCell) -> list[list[int]]:
-    return [(PROMPT * cell.prompt_tokens)[: cell.prompt_tokens]] * cell.batch
+def _prompts(model: GPT2, cell: DecodeCell) -> list[list[int]]:
+    repeated = itertools.islice(itertools.cycle(PROMPT), cell.prompt_tokens)
+    return [[token % model.config.vocab_size for token in repeated]] * cell.batch
 
 
 def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
@@ -119,7 +132,7 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
         call = functools.partial(
             generate,
             model,
-            _prompts(cell),
+            _prompts(model, cell),
             max_new_tokens=cell.new_tokens,
             mode=cell.mode,
             ignore_eos=True,
@@ -142,7 +155,7 @@ def _portable(model: GPT2, cell: DecodeCell) -> Run:
     request = Request(
         config=model.config,
         tokenizer=None,
-        prompts=_prompts(cell),
+        prompts=_prompts(model, cell),
         max_new_tokens=cell.new_tokens,
         mode=cell.mode,
         ignore_eos=True,
@@ -161,10 +174,10 @@ def _portable(model: GPT2, cell: DecodeCell) -> Run:
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = models.reference_of(model)
-    ids = torch.tensor(_prompts(cell), device=model.device)
-    how: dict[str, Any] = {"use_cache": False}
-    if cell.mode == "kv-cache":
-        how = {"cache_implementation": "static"}  # makes transformers compile, too
+    ids = torch.tensor(_prompts(model, cell), device=model.device)
+    how: dict[str, Any] = {"use_cache": cell.mode == "kv-cache"}
+    if how["use_cache"] and model.device.type == "cuda":
+        how["cache_implementation"] = "static"  # makes transformers compile, too
 
     def run() -> tuple[list[list[int]], dict[str, Any]]:
         call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
@@ -202,7 +215,7 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor(_prompts(cell), device=model.device)
+    prompt = torch.tensor(_prompts(model, cell), device=model.device)
     tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()

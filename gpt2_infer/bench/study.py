@@ -96,12 +96,6 @@ class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
     max_tokens: list[AtLeastOne] = []
     """Total tokens, prompt included; empty selects LENGTHS for the device."""
-    timed: Literal["generation", "call"] = "generation"
-    """The time from the prompt to the last token, or of the whole call with its warm-up."""
-    transformers: bool = False
-    """Whether transformers' generate() is a contender and the baseline."""
-    fused: bool = False
-    """Whether the fused engine is a contender in float32 with a cache."""
 
 
 class LadderStudy(Study, kw_only=True):
@@ -148,9 +142,10 @@ class BuildStudy(Study, kw_only=True, tag="build"):
 
 
 class DecodeStudy(Study, kw_only=True, tag="decode"):
-    """Generation with each engine, and with peers; needs a GPU."""
+    """Generation with each engine, and with peers."""
 
     subject = "decoding.Decoding"
+    device: Literal["cpu", "cuda"] = "cuda"
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
@@ -166,7 +161,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
     """Matrix products, each with every backend and engine."""
     peers: bool = False
-    """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
+    """Whether transformers and, on CUDA with a cache, the gpt-fast recipe are contenders."""
     portable: bool = False
     """Whether the fused step for compute capability 8.0 is a contender; it needs a cache."""
     rounds: Rounds = 5

@@ -44,8 +44,7 @@ def group_by(rows: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 def main_rows(file: File) -> list[Row]:
     """Return the rows of the study's main metric."""
-    is_generation = file.study["kind"] == "generation"
-    return file.of(file.study.get("timed", "generation") if is_generation else "time")
+    return file.of("generation" if file.study["kind"] == "generation" else "time")
 
 
 def cell_name(row: Row) -> str:
@@ -83,9 +82,10 @@ def steps_of(file: File, row: Row) -> Row | None:
 
 def calls_of(file: File, row: Row) -> Row | None:
     """Return a main row with the seconds of whole calls; None if unknown."""
+    if found := file.beside(row, "call"):
+        return msgspec.structs.replace(found, extra=row.extra)
     is_ours = row.extra.get("program", "gpt2-infer") == "gpt2-infer"
-    is_call = not is_ours or _has_whole_calls(file, row)
-    return file.beside(row, "call") or (row if is_call else None)
+    return row if not is_ours or _has_whole_calls(file, row) else None
 
 
 def _has_whole_calls(file: File, row: Row) -> bool:
@@ -192,10 +192,10 @@ def where(file: File) -> str:
     return f"{file.machine}, torch {file.provenance.packages['torch']}"
 
 
-def how(file: File, *packages: str) -> str:
-    """Describe where, with which versions and how often something was timed."""
-    versions = (f", {name} {file.provenance.packages[name]}" for name in packages)
-    place = where(file) + "".join(versions)
+def how(file: File) -> str:
+    """Describe where, next to which transformers, and how often something was timed."""
+    peer = file.provenance.packages["transformers"] if file.study.get("peers") else ""
+    place = where(file) + (f", transformers {peer}" if peer else "")
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 

@@ -42,13 +42,11 @@ def tables(name: str, file: File) -> list[Table]:
     kind = file.study["kind"]
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
-    if file.study.get("timed") == "call":
-        kind = "call"
     return pivot(name, file, LAYOUTS[kind])
 
 
 LAYOUTS: dict[str, Layout] = {}
-"""Layouts by kind of study; "shapes" and "call" are variants of "kernel" and "generation"."""
+"""Layouts by kind of study; "shapes" is a variant of "kernel"."""
 
 
 # ---- Values of columns ---------------------------------------------------------------------------
@@ -267,31 +265,6 @@ LAYOUTS["generation"] = Layout(
 )
 
 
-LAYOUTS["call"] = Layout(
-    title=lambda name, file, block: (
-        f"{file.study['model']}, {block[0].cell['dtype']}, {file.study['prompt_tokens']} + "
-        f"{length(block[0]) - file.study['prompt_tokens']} tokens, "
-        f"{how(file, 'transformers')} ({name})"
-    ),
-    columns=[
-        Column(
-            "program, mode",
-            _first(lambda row: f"{row.extra.get('program', 'gpt2-infer')}, {row.cell['mode']}"),
-        ),
-        Column(
-            "attention",
-            _first(lambda row: f"`{row.extra.get('decode_attention') or row.extra['attention']}`"),
-        ),
-        PRECISION,
-        Column("call, s (min .. max)", _first(lambda row: with_spread(row, "{:.3f}"))),
-        Column("vs transformers", _ratio),
-        Column("after warm-up, s", _steps(lambda row: row.median), "{:.3f}"),
-        RATE,
-        CALL_RATE,
-    ],
-)
-
-
 # ---- Decoding, batches, builds -------------------------------------------------------------------
 
 
@@ -319,25 +292,33 @@ def _weights_gbps(row: Row) -> float | None:
 
 
 def _of_bandwidth(line: Entry) -> Value:
-    speed = _weights_gbps(line.first) if line.first.samples else None
-    return speed and speed / line.file.provenance.limits["read_gbps"]
+    speed, limits = _timed(_weights_gbps)(line), line.file.provenance.limits
+    return speed / limits["read_gbps"] if isinstance(speed, float) and limits else None
 
 
 def _lost_per_layer(line: Entry) -> Value:
     """Return the microseconds of a step beyond those of reading the weights, per layer."""
     row, config = line.first, named_config(str(line.first.cell["model"]))
-    if not row.samples or _is_recompute(row) or config is None:
+    if _of_bandwidth(line) is None or config is None:
         return None
     return (step_us(row) - reading_us(row, line.file)) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
     counts = sorted({int(row.cell["new_tokens"]) for row in block})
+    read_gbps = file.provenance.limits.get("read_gbps")
     return (
         f"{block[0].cell['prompt_tokens']} + {' and '.join(map(str, counts))} tokens, "
-        f"{file.provenance.limits['read_gbps'] / 1000:.2f} TB/s of read bandwidth measured, "
-        f"{how(file)} ({name})"
+        + (f"{read_gbps / 1000:.2f} TB/s of read bandwidth measured, " if read_gbps else "")
+        + f"{how(file)} ({name})"
     )
+
+
+def _call_ratio(line: Entry) -> str:
+    """Return how many times as fast as the baseline's a whole call is."""
+    calls = [calls_of(line.file, row) for row in line.same_cell]
+    mine, baseline = calls_of(line.file, line.first), line.file.study.get("baseline")
+    return times(ratio(mine, filter(None, calls), baseline) if mine and baseline else None)
 
 
 def _text_differs(row: Row) -> str:
@@ -356,6 +337,7 @@ LAYOUTS["decode"] = Layout(
         RATE,
         Column("least .. most", _least_and_most),
         CALL_RATE,
+        Column("vs transformers", _call_ratio),
         ENERGY,
         Column("us per step", _steps(step_us), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
