@@ -9,7 +9,8 @@ from typing import Any
 from gpt2_infer.bench.environment import gpu_uuid
 from gpt2_infer.bench.record import Row
 
-MIN_SECONDS = 3.0  # the counter advances only some ten times per second
+MIN_SECONDS = 3.0  # the counter advances only ten times per second
+WARM_UP_SECONDS = 0.5  # what it shows is up to two advances old
 
 
 class NoCounterError(Exception):
@@ -48,10 +49,18 @@ def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     except NoCounterError as error:
         row.status, row.reason = "refused", str(error)
         return row
-    calls, joules, started = 0, counter(), time.perf_counter()
-    while (seconds := time.perf_counter() - started) < MIN_SECONDS:
-        call()
-        calls += 1
-    row.samples = [float(f"{(counter() - joules) / calls:.6g}")]
+    _repeat(call, WARM_UP_SECONDS)
+    before = counter()
+    calls, seconds = _repeat(call, MIN_SECONDS)
+    row.samples = [float(f"{(counter() - before) / calls:.6g}")]
     row.extra = {"calls": calls, "seconds": round(seconds, 3)}
     return row
+
+
+def _repeat(call: Callable[[], Any], least_s: float) -> tuple[int, float]:
+    """Call until some seconds have passed; return the number of calls and the seconds."""
+    calls, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < least_s:
+        call()
+        calls += 1
+    return calls, seconds

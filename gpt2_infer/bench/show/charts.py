@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
@@ -367,7 +368,7 @@ def shared_load_bars(file: File) -> Figure | None:
 def decode_bars(file: File) -> Figure | None:
     """Draw each contender's tokens per second and the limit set by the bandwidth."""
     bars = []
-    for row in main_rows(file):
+    for row in main_rows(file) if "read_gbps" in file.provenance.limits else ():
         if row.samples:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
             limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
@@ -380,6 +381,57 @@ def decode_bars(file: File) -> Figure | None:
             bars.append(Bar(row.contender, what, speed, text, colour, (low, high)))
     xlabel = "new tokens per second; the limit is one reading of the weights per step"
     return _bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
+
+
+def decode_energy(file: File) -> Figure | None:
+    """Draw each contender's tokens per joule by its tokens per second, and lines of equal power."""
+    spent = [row for row in file.of("energy") if row.samples]
+    if len(spent) < 2:
+        return None
+    figure, axes = _figure(5)
+    names, cells = [*dict.fromkeys(row.contender for row in spent)], list[str]()
+    for row in spent:
+        cell = "{model}, {dtype}, batch {batch}".format(**row.cell)
+        cells += [cell] * (cell not in cells)
+        tokens = new_tokens(file, row)
+        speed = tokens * row.extra["calls"] / row.extra["seconds"]
+        colour, marker = _decoder_colour(row.contender, names), MARKERS[cells.index(cell)]
+        axes.plot(speed, tokens / row.median, marker, color=colour, markersize=7)
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="tokens per second, in whole calls", ylabel="tokens per joule")
+    axes.margins(0.12)
+    _draw_watts(axes)
+    handles = [
+        Line2D([], [], ls="", marker="s", color=_decoder_colour(name, names), label=name)
+        for name in names
+    ]
+    handles += [
+        Line2D([], [], ls="", marker=MARKERS[i], color=QUIET, label=cell)
+        for i, cell in enumerate(cells)
+    ]
+    figure.legend(handles=handles, loc="outside right upper")
+    _title(axes, "Energy of decoding", where(file))
+    return figure
+
+
+def _decoder_colour(name: str, names: Sequence[str]) -> str:
+    return DECODING.get(name) or OTHERS[names.index(name) % len(OTHERS)]
+
+
+def _draw_watts(axes: Axes) -> None:
+    """Draw lines of equal power behind points (tokens per second, tokens per joule)."""
+    (x, right), (y, top) = axes.get_xlim(), axes.get_ylim()
+    for watts in (50, 100, 200, 400, 800):
+        end = min(right, top * watts)
+        if end / watts > y and end > x:
+            axes.plot((x, end), (x / watts, end / watts), ":", color=QUIET, linewidth=0.8)
+            look = {"ha": "right", "va": "top", "fontsize": 7.5, "color": QUIET}
+            _note(axes, f"{watts} W", (end, end / watts), (-10, -2), **look)
+    axes.set(xlim=(x, right), ylim=(y, top))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(PLAIN)
+        axis.set_minor_locator(NullLocator())
 
 
 def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
@@ -512,5 +564,5 @@ PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
         "shapes": kernel_shapes,
     },
     "inspection": {"bars": shared_load_bars},
-    "decode": {"bars": decode_bars, "positions": decode_positions},
+    "decode": {"bars": decode_bars, "energy": decode_energy, "positions": decode_positions},
 }
