@@ -27,7 +27,7 @@ def open_counter(device: str) -> Callable[[], float]:
     try:
         import pynvml
     except ImportError as error:
-        raise NoCounterError("the package nvidia-ml-py is not installed") from error
+        raise NoCounterError("NVML needs nvidia-ml-py: install gpt2-infer[energy]") from error
     try:
         pynvml.nvmlInit()
         # NVML numbers all GPUs of the machine; CUDA_VISIBLE_DEVICES does not change that.

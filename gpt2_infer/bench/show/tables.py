@@ -478,6 +478,7 @@ LAYOUTS["perplexity"] = Layout(
 
 LAYOUTS["published"] = Layout(
     title=lambda name, file, _: f"{file.study['note']} ({name})",
+    rows=_all_rows,
     line=lambda row: row.contender,
     columns=[
         BACKEND,

@@ -70,7 +70,7 @@ def test_a_driver_that_refuses_is_a_reason(fails_at, monkeypatch):
 
 def test_a_missing_package_and_a_cpu_are_reasons(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py is not installed" in energy.measure("A", lambda: None, "cuda").reason
+    assert "install gpt2-infer[energy]" in energy.measure("A", lambda: None, "cuda").reason
     assert "on NVIDIA GPUs only" in energy.measure("A", lambda: None, "cpu").reason
 
 
