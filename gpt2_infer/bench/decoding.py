@@ -17,7 +17,7 @@ from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.device_time import read_bandwidth
-from gpt2_infer.engines import make_engine
+from gpt2_infer.engines import lend_engine
 from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
@@ -161,14 +161,12 @@ def _portable(model: GPT2, cell: DecodeCell) -> Run:
         ignore_eos=True,
         engine="fused",
     )
-    engine = make_engine(model, request)
+    engine, keep = lend_engine(model, request)
     assert isinstance(engine, Fused)
     engine.arch = "compute_80"
     with torch.inference_mode():
         engine.warm_up()
-    engine.rest()
-    key, prepared = engine.shape(model, request, "fused"), model.prepared
-    prepared.put(key, engine, prepared.stamp, engine.nbytes)
+    keep()
     return _engine(model, cell, "fused")
 
 
