@@ -78,14 +78,19 @@ def _extra(name: str) -> Getter:
     return _first(lambda row: row.extra.get(name))
 
 
+def _of(find: Callable[[File, Row], Row | None], value: Callable[[Row, Entry], Value]) -> Getter:
+    """Return a value of the row that find() returns for a cell's row; blank without samples."""
+
+    def got(line: Entry) -> Value:
+        found = line.row and find(line.file, line.row)
+        return value(found, line) if found and found.samples else None
+
+    return got
+
+
 def _beside(metric: str, unit: float = 1) -> Getter:
     """Return the median of another metric for the same contender and cell."""
-
-    def value(line: Entry) -> Value:
-        found = line.row and line.file.beside(line.row, metric)
-        return found.median / unit if found and found.samples else None
-
-    return value
+    return _of(lambda file, row: file.beside(row, metric), lambda row, _: row.median / unit)
 
 
 def _metric(name: str, unit: float = 1) -> Getter:
@@ -101,42 +106,36 @@ def _ratio(line: Entry) -> str:
     return times(found)
 
 
-def _steps(value: Callable[[Row], Value]) -> Getter:
-    """Return a value of the seconds without set-up; blank if they were not measured."""
-
-    def got(line: Entry) -> Value:
-        found = line.row and steps_of(line.file, line.row)
-        return value(found) if found and found.samples else None
-
-    return got
+def _tokens(line: Entry) -> int:
+    """Return the new tokens of a sample of a cell's row."""
+    return new_tokens(line.file, line.row or line.first)
 
 
-def _per_second(find: Callable[[File, Row], Row | None]) -> Getter:
-    """Return the median tokens per second of the row that find() returns."""
-
-    def value(line: Entry) -> Value:
-        if not line.row or not (found := find(line.file, line.row)) or not found.samples:
-            return None
-        return new_tokens(line.file, line.row) / found.median
-
-    return value
+def _per_second(row: Row, line: Entry) -> float:
+    """Return the median tokens per second."""
+    return _tokens(line) / row.median
 
 
-def _millijoules(line: Entry) -> Value:
-    """Return the energy of a token."""
-    joules = _beside("energy")(line)
-    if not line.row or not isinstance(joules, float):
-        return None
-    return 1e3 * joules / new_tokens(line.file, line.row)
+def _least_and_most(row: Row, line: Entry) -> str:
+    """Return the least and the most tokens per second."""
+    least, most = row.spread
+    return f"{_tokens(line) / most:,.0f} .. {_tokens(line) / least:,.0f}"
 
 
 BACKEND = Column("backend", _first(lambda row: f"`{row.contender}`"))
 CONTENDER = Column("contender", _first(lambda row: row.contender))
 DTYPE = Column("dtype", _cell("dtype"))
 PRECISION = Column("precision", _extra("precision"))
-RATE = Column("tokens/s", _per_second(steps_of), "{:,.0f}")
-CALL_RATE = Column("tokens/s, whole calls", _per_second(calls_of), "{:,.0f}")
-ENERGY = Column("mJ per token", _millijoules, "{:,.1f}")
+RATE = Column("tokens/s", _of(steps_of, _per_second), "{:,.0f}")
+CALL_RATE = Column("tokens/s, whole calls", _of(calls_of, _per_second), "{:,.0f}")
+ENERGY = Column(
+    "mJ per token",
+    _of(
+        lambda file, row: file.beside(row, "energy"),
+        lambda row, line: 1e3 * row.median / _tokens(line),
+    ),
+    "{:,.1f}",
+)
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -268,15 +267,6 @@ LAYOUTS["generation"] = Layout(
 # ---- Decoding, batches, builds -------------------------------------------------------------------
 
 
-def _least_and_most(line: Entry) -> Value:
-    """Return the least and the most tokens per second."""
-    found, tokens = steps_of(line.file, line.first), new_tokens(line.file, line.first)
-    if not found or not found.samples:
-        return None
-    least, most = found.spread
-    return f"{tokens / most:,.0f} .. {tokens / least:,.0f}"
-
-
 def _is_recompute(row: Row) -> bool:
     return row.cell.get("mode") == "recompute"
 
@@ -335,11 +325,11 @@ LAYOUTS["decode"] = Layout(
         CONTENDER,
         Column("seconds", _timed(_recompute_seconds)),
         RATE,
-        Column("least .. most", _least_and_most),
+        Column("least .. most", _of(steps_of, _least_and_most)),
         CALL_RATE,
         Column("vs transformers", _call_ratio),
         ENERGY,
-        Column("us per step", _steps(step_us), "{:.0f}"),
+        Column("us per step", _of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
