@@ -39,13 +39,13 @@ Run = Callable[[], tuple[list[list[int]], Mapping[str, Any]]]
 
 
 class Decoding(Subject[DecodeCell]):
-    """Times whole greedy texts of random weights; a sample is seconds.
+    """Times whole greedy texts; only the demo model has real weights.
 
-    With a cache, these are the seconds from the first to the last step, prefill included, and
-    `call` has those of the whole call, whose graphs an earlier call has captured. In recompute, and
-    of a peer, they are those of a whole call; ours then includes one-time work, and `generation`
-    has the steps alone. In float32 each contender's text is compared with the first's. A contender
-    whose text changes from run to run fails, except a peer in 16 bits.
+    With a cache, a sample is the seconds from the first step to the last, prefill included; `call`
+    is the whole call, whose graphs an earlier one has captured. In recompute, a sample is a whole
+    call, one-time work included; `generation` is its steps. A peer's samples are whole calls. In
+    float32 each contender's text is compared with the first's. A contender whose text changes from
+    run to run fails, except a peer in 16 bits.
     """
 
     warm_up = 0  # contenders() has already run each one twice
@@ -170,6 +170,16 @@ def _portable(model: GPT2, cell: DecodeCell) -> Run:
     return _engine(model, cell, "fused")
 
 
+def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Run:
+    """Return a peer's run; call() returns its new tokens."""
+
+    def run() -> tuple[list[list[int]], dict[str, float]]:
+        tokens, seconds = models.timed(model.device, lambda: call().tolist())
+        return tokens, {"time": seconds}
+
+    return run
+
+
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = models.reference_of(model)
     ids = torch.tensor(_prompts(model, cell), device=model.device)
@@ -177,12 +187,9 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     if how["use_cache"] and model.device.type == "cuda":
         how["cache_implementation"] = "static"  # makes transformers compile, too
 
-    def run() -> tuple[list[list[int]], dict[str, Any]]:
-        call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
-        tokens, seconds = models.timed(model.device, call)
-        return tokens.tolist(), {"time": seconds}
-
-    return run
+    return _whole_calls(
+        model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
+    )
 
 
 def _recipe(model: GPT2, cell: DecodeCell) -> Run:
@@ -217,7 +224,7 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
-    def write() -> None:
+    def write() -> Tensor:
         token = model(prompt, cache=cache)[:, 0].argmax(-1)
         position = torch.tensor([cell.prompt_tokens], device=model.device)
         tokens[:, 0] = token
@@ -226,9 +233,6 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
             token = compiled(token, position).clone()
             tokens[:, index] = token
             position += 1
+        return tokens
 
-    def run() -> tuple[list[list[int]], dict[str, Any]]:
-        _, seconds = models.timed(model.device, write)
-        return tokens.tolist(), {"time": seconds}
-
-    return run
+    return _whole_calls(model, write)
