@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, Row
+from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
@@ -38,8 +38,10 @@ def render(name: str, file: File) -> str:
 
 
 def tables(name: str, file: File) -> list[Table]:
-    """Return the tables of a results file."""
+    """Return the tables of a results file; raises ResultsError for an unknown kind of study."""
     kind = file.study["kind"]
+    if kind not in LAYOUTS:
+        raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
     return pivot(name, file, LAYOUTS[kind])

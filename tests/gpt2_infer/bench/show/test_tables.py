@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from gpt2_infer.bench.record import DecodeCell, File, KernelCell, Row
+from gpt2_infer.bench.record import DecodeCell, File, KernelCell, ResultsError, Row
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
 from tests.gpt2_infer.bench.common import (
@@ -188,6 +188,11 @@ def test_a_build_and_published_figures_have_tables():
     ]
     published = file_of("published", theirs, settings={"note": "Theirs"})
     assert rows(tables.render("FILE", published))["B"]["other"] == "3.0 s"
+
+
+def test_an_unknown_kind_of_study_is_one_line():
+    with pytest.raises(ResultsError, match=r"^FILE: unknown kind of study, other$"):
+        tables.render("FILE", file_of("other", []))
 
 
 def test_a_run_of_tests_has_a_table():
