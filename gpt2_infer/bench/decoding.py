@@ -78,9 +78,9 @@ class Decoding(Subject[DecodeCell]):
         torch.cuda.empty_cache()
         model = self._models.load(cell.model, cell.dtype)
         expected = None
-        for name, program, run in self._runs(model, cell):
-            row = Row(contender=name, metric="time", unit="s", extra={"program": program})
-            row.extra["weight_bytes"] = model.step_bytes
+        for name, about, run in self._runs(model, cell):
+            row = Row(contender=name, metric="time", unit="s")
+            row.extra = {**about, "weight_bytes": model.step_bytes}
             try:
                 # Keep the second text: other kernels may run while the first is compiled.
                 text = [run() for _ in range(2)][1][0]
@@ -91,24 +91,25 @@ class Decoding(Subject[DecodeCell]):
             expected = expected or text
             if cell.dtype == "float32":
                 row.extra["same_text"] = text == expected
-            must_repeat = cell.dtype == "float32" or program == "gpt2-infer"
+            must_repeat = cell.dtype == "float32" or about["program"] == "gpt2-infer"
             yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
 
-    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
-        """Yield the name, the program and the run function of each contender."""
+    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, dict[str, str], Run]]:
+        """Yield the name of each contender, its program and precision, and its run function."""
+        program = {"program": "gpt2-infer"}
         backends: list[str] | list[None] = self.study.backends or [None]
         combined = itertools.product(self.study.products, backends, self.study.engines)
         for products, backend, name in combined:
-            how = None if products == "ieee-fp32" else products
-            words = ", ".join(filter(None, [backend, name, how]))
+            how = {} if products == "ieee-fp32" else {"precision": products}
+            words = ", ".join(filter(None, [backend, name, *how.values()]))
             ours = model.with_products(products).with_attention(backend)
-            yield words, "gpt2-infer", _engine(ours, cell, name)
+            yield words, program | how, _engine(ours, cell, name)
         if self.study.portable:
-            yield PORTABLE, "gpt2-infer", _portable(model, cell)
+            yield PORTABLE, program, _portable(model, cell)
         if self.study.peers:
-            yield self._peer, "transformers", _transformers(model, cell)
+            yield self._peer, {"program": "transformers"}, _transformers(model, cell)
             if cell.mode == "kv-cache" and self.device == "cuda":
-                yield RECIPE, "recipe", _recipe(model, cell)
+                yield RECIPE, {"program": "recipe"}, _recipe(model, cell)
 
 
 def _sample(run: Run, expected: list[list[int]] | None) -> Mapping[str, Any]:
