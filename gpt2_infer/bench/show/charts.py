@@ -57,9 +57,11 @@ COLOURS = {
     "PYTORCH_SDPA_FLASH_ATTENTION": "#CC79A7",
     "PYTORCH_SDPA_CUDNN_ATTENTION": "#E69F00",
     FREE_ATTENTION: "#56B4E9",
+    "eager": "#999999",
+    "graph": "#E69F00",
+    "fused": "#0072B2",
 }
 OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#661100", "#DDCC77")
-DECODING = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
 MARKERS = "osD^vP*Xhd<>p8"
 WHISKERS = "median, least to most"
 
@@ -331,7 +333,7 @@ def shared_load_bars(file: File) -> Figure | None:
 
 def decode_bars(file: File) -> Figure | None:
     """Draw each contender's tokens per second and the limit set by the bandwidth."""
-    bars = []
+    bars, looks = [], _looks(main_rows(file))
     for row in main_rows(file) if "read_gbps" in file.provenance.limits else ():
         if row.samples:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
@@ -341,7 +343,7 @@ def decode_bars(file: File) -> Figure | None:
             speed, low, high = (tokens / seconds for seconds in (row.median, most, least))
             what = "{model}, {dtype}, batch {batch}".format(**row.cell)
             text = f"{speed:,.0f}, {speed / limit:.0%} of the limit"
-            colour = DECODING.get(row.contender, OTHERS[-1])
+            colour, _ = looks[row.contender]
             bars.append(Bar(row.contender, what, speed, text, colour, (low, high)))
     xlabel = "new tokens per second; the limit is one reading of the weights per step"
     return bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
@@ -353,33 +355,27 @@ def decode_energy(file: File) -> Figure | None:
     if len(spent) < 2:
         return None
     figure, axes = one_axes(5)
-    names, cells = [*dict.fromkeys(row.contender for row in spent)], list[str]()
-    for row in spent:
-        cell = "{model}, {dtype}, batch {batch}".format(**row.cell)
-        cells += [cell] * (cell not in cells)
+    colours = {name: colour for name, (colour, _) in _looks(spent).items()}
+    by_cell = group_by(spent, lambda row: "{model}, {dtype}, batch {batch}".format(**row.cell))
+    markers = dict(zip(by_cell, itertools.cycle(MARKERS), strict=False))
+    for cell, row in ((cell, row) for cell, rows in by_cell.items() for row in rows):
         tokens = new_tokens(file, row)
         speed = tokens * row.extra["calls"] / row.extra["seconds"]
-        colour, marker = _decoder_colour(row.contender, names), MARKERS[cells.index(cell)]
-        axes.plot(speed, tokens / row.median, marker, color=colour, markersize=7)
+        colour = colours[row.contender]
+        axes.plot(speed, tokens / row.median, markers[cell], color=colour, markersize=7)
     axes.set(xscale="log", yscale="log")
     axes.set(xlabel="tokens per second, in whole calls", ylabel="tokens per joule")
     axes.margins(0.12)
     _draw_watts(axes)
+    looks = [(name, "s", colour) for name, colour in colours.items()]
+    looks += [(cell, marker, QUIET) for cell, marker in markers.items()]
     handles = [
-        Line2D([], [], ls="", marker="s", color=_decoder_colour(name, names), label=name)
-        for name in names
-    ]
-    handles += [
-        Line2D([], [], ls="", marker=MARKERS[i], color=QUIET, label=cell)
-        for i, cell in enumerate(cells)
+        Line2D([], [], linestyle="", marker=marker, color=colour, label=label)
+        for label, marker, colour in looks
     ]
     figure.legend(handles=handles, loc="outside right upper")
     put_title(axes, "Energy of decoding", where(file))
     return figure
-
-
-def _decoder_colour(name: str, names: Sequence[str]) -> str:
-    return DECODING.get(name) or OTHERS[names.index(name) % len(OTHERS)]
 
 
 def _draw_watts(axes: Axes) -> None:
@@ -455,7 +451,8 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
         for index, name in enumerate(steps):
             shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
             shades[name] = to_hex(shade)
-    free = iter(OTHERS * 9)
+    fixed = {COLOURS.get(n) for n in names}
+    free = iter([colour for colour in OTHERS if colour not in fixed] * 9)
     colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
     return {n: (colours[n], MARKERS[index % len(MARKERS)]) for index, n in enumerate(names)}
 
