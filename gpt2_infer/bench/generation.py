@@ -51,8 +51,12 @@ class Texts(Subject[GenerationCell]):
         )
         model = self._models.load(study.model, self.cells[0].dtype)
         (self.prompt,) = encode_prompts(model.tokenizer, [study.prompt])  # type: ignore[arg-type]
-        for cell in self.cells:
-            self._check_room(cell, model)
+        for length in lengths:
+            if not len(self.prompt) < length <= model.config.n_positions:
+                raise RequestError(
+                    f"max_tokens {length} must exceed the prompt's {len(self.prompt)} tokens and "
+                    f"fit into the model's {model.config.n_positions} positions"
+                )
         self.facts = {
             "device": self.device,
             "model": study.model + (", random weights, seed 0" if study.random_weights else ""),
@@ -66,18 +70,6 @@ class Texts(Subject[GenerationCell]):
         others = [spec for spec in specs if spec.name != first.name]
         self.specs = [first, *others, _free_attention()]
         self.facts["baseline"] = first.name
-
-    def _check_room(self, cell: GenerationCell, model: GPT2) -> None:
-        """Raise RequestError if the text does not fit the model or the device."""
-        if not len(self.prompt) < cell.max_tokens <= model.config.n_positions:
-            raise RequestError(
-                f"max_tokens {cell.max_tokens} must exceed the prompt's {len(self.prompt)} tokens "
-                f"and fit into the model's {model.config.n_positions} positions"
-            )
-        itemsize = getattr(torch, cell.dtype).itemsize
-        states = cell.batch * cell.max_tokens * model.config.n_embd * itemsize
-        what = f"the states between two layers at batch {cell.batch}, {cell.max_tokens} tokens"
-        selection.check_memory(what, states, self.device)
 
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -170,18 +169,6 @@ def _chosen(
         if spec.chooses is None or dtype in spec.precisions
     ]
     return list({spec.name: spec for spec in found}.values())
-
-
-def check_memory(what: str, needed: int, device: str) -> None:
-    """Raise RequestError if the device's memory is too small for any backend."""
-    if device == "cuda":
-        memory = torch.cuda.get_device_properties().total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise RequestError(
-            f"{what} would take {needed >> 30:,} GiB, and {device} has {memory >> 30:,}"
-        )
 
 
 def row_of(

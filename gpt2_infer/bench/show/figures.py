@@ -150,12 +150,6 @@ def widest_spread(rows: Iterable[Row]) -> str:
     return f"{max(spreads):.1f} %" if spreads else ""
 
 
-def quantiles(row: Row) -> str:
-    """Return the 20th and 80th percentiles."""
-    low, *_, high = statistics.quantiles(row.samples, n=5, method="inclusive")
-    return f"{low:.1f} .. {high:.1f}"
-
-
 def with_spread(row: Row, form: str, unit: str = "") -> str:
     """Return the median with the smallest and the largest sample, or why there are no samples."""
     if not row.samples:

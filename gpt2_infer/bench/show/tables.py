@@ -15,7 +15,6 @@ from gpt2_infer.bench.show.figures import (
     how,
     length,
     new_tokens,
-    quantiles,
     ratio,
     reading_us,
     shape_of,
@@ -143,16 +142,13 @@ ENERGY = Column(
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
-def _has_one_length(line: Entry) -> bool:
-    return len({*map(length, line.block)}) == 1
-
-
-def _if_one_length(value: Getter) -> Getter:
-    return lambda line: value(line) if _has_one_length(line) else None
-
-
 def _error(name: str) -> Getter:
     return _timed(lambda row: getattr(row.check, name, None))
+
+
+def _relative_error(line: Entry) -> Value:
+    """Return the relative error in a table of a single length."""
+    return _error("relative_error")(line) if len({*map(length, line.block)}) == 1 else None
 
 
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -186,13 +182,12 @@ LAYOUTS["kernel"] = Layout(
         BACKEND,
         PRECISION,
         Column("N={at}, us", _median, "{:.1f}", over=length),
-        Column("20 % .. 80 %", _if_one_length(_timed(quantiles))),
-        Column("spread", lambda line: None if _has_one_length(line) else widest_spread(line.rows)),
+        Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}, N={at}", _ratio),
         Column("TFLOP/s", _timed(lambda row: row.tflops), "{:.3g}"),
         Column("GB/s", _timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"),
         Column("error", _error("error"), "{:.1e}"),
-        Column("relative error", _if_one_length(_error("relative_error")), "{:.1%}"),
+        Column("relative error", _relative_error, "{:.1%}"),
         Column("workspace, KiB", _beside("workspace", 1024), "{:.0f}"),
     ],
 )
