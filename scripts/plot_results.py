@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from gpt2_infer.bench.record import ResultsError, newest, read
-from gpt2_infer.bench.show import charts
+from gpt2_infer.bench.show import charts, drawing
 from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def complaints(drawn: dict[Path, bytes], there: set[Path]) -> list[str]:
         "stale": [
             path
             for path, svg in drawn.items()
-            if path in there and not charts.is_same(path.read_text("utf-8"), svg.decode())
+            if path in there and not drawing.is_same(path.read_text("utf-8"), svg.decode())
         ],
         "missing": drawn.keys() - there,
         "not shown": there - drawn.keys(),
@@ -94,7 +94,7 @@ def main() -> int:
     for file in there - drawn.keys():
         file.unlink()
     for file, svg in drawn.items():
-        if file in there and charts.is_same(file.read_text("utf-8"), svg.decode()):
+        if file in there and drawing.is_same(file.read_text("utf-8"), svg.decode()):
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(svg)

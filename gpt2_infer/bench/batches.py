@@ -37,6 +37,7 @@ Texts = dict[int, list[int]]
 class Batches(Subject[BatchCell]):
     """Times greedy texts of random prompts by batch size; only the demo model has real weights.
 
+    A sample is the seconds of a whole call; `generation` excludes its set-up.
     A small batch gets an evenly spaced sample of the prompts; a batch of 1 runs generate() on one
     prompt after another. Some rows are also completed in another order, to count those that are
     bit for bit equal.
@@ -45,6 +46,7 @@ class Batches(Subject[BatchCell]):
     def __init__(self, study: BatchStudy) -> None:
         self.study, self.rounds = study, study.rounds
         self.target = resolve_device(study.device)
+        self.device, self.has_energy = self.target.type, True
         self.cells = [BatchCell(study.model, dtype, study.new_tokens) for dtype in study.dtypes]
 
     def contenders(self, cell: BatchCell) -> Iterator[Contender]:
@@ -116,16 +118,18 @@ def _ours(
         if isinstance(one, str):
             raise RejectedError(one)
         expected.setdefault(index, one.tokens)
-    return {"time": seconds}
+    return {"time": seconds, "generation": seconds - engine.set_up_s}
 
 
 def _one_by_one(model: GPT2, prompts: Texts, new_tokens: int) -> dict[str, float]:
-    def run() -> None:
-        for prompt in prompts.values():
-            generate(model, [prompt], max_new_tokens=new_tokens, mode="kv-cache", ignore_eos=True)
+    def run() -> float:
+        call = functools.partial(
+            generate, model, max_new_tokens=new_tokens, mode="kv-cache", ignore_eos=True
+        )
+        return sum(call([prompt]).generation_s for prompt in prompts.values())
 
-    _, seconds = models.timed(model.device, run)
-    return {"time": seconds}
+    generation_s, seconds = models.timed(model.device, run)
+    return {"time": seconds, "generation": generation_s}
 
 
 def _transformers(
@@ -159,6 +163,7 @@ class Jobs(Subject[BatchCell]):
     """
 
     warm_up = 0
+    has_long_samples = True
 
     def __init__(self, study: JobStudy) -> None:
         self.study, self.rounds = study, study.rounds

@@ -29,6 +29,7 @@ class Builds(Subject[Target]):
     """Builds into an empty cache each time: for a GPU with nvcc, for the emulator with g++."""
 
     warm_up = 0
+    has_long_samples = True
 
     def __init__(self, study: BuildStudy) -> None:
         self.rounds = study.rounds

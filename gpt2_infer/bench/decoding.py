@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,45 +15,51 @@ from torch import Tensor
 from gpt2_infer.bench import models
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
+from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.device_time import read_bandwidth
-from gpt2_infer.engines import make_engine
-from gpt2_infer.engines.base import Engine
+from gpt2_infer.engines import lend_engine
 from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
-from gpt2_infer.generation import Marks
+from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
-POSITION_STEP = 64  # tokens between two time marks
 TRANSFORMERS = {
-    "kv-cache": "transformers, static cache, compiled",
-    "recompute": "transformers, no cache",
+    ("cuda", "kv-cache"): "transformers, static cache, compiled",
+    ("cpu", "kv-cache"): "transformers, dynamic cache",
+    ("cuda", "recompute"): "transformers, no cache",
+    ("cpu", "recompute"): "transformers, no cache",
 }
 RECIPE = "gpt-fast recipe"
 PORTABLE = "fused, sm_80"
 
-Run = Callable[[], tuple[list[list[int]], list[float]]]
-"""Generates the text; returns its tokens and the seconds from the start to each mark."""
+Run = Callable[[], tuple[list[list[int]], Mapping[str, Any]]]
+"""Generates the text; returns its tokens and the seconds that it took, by metric."""
 
 
 class Decoding(Subject[DecodeCell]):
-    """Times whole greedy texts of random weights, prefill included; a sample is seconds.
+    """Times whole greedy texts; only the demo model has real weights.
 
-    One-time work, such as capturing graphs, counts in recompute only. In float32 each contender's
-    text is compared with the first's. A contender whose text changes from run to run fails, except
-    a peer in 16 bits.
+    With a cache, a sample is the seconds from the first step to the last, prefill included; `call`
+    is the whole call, whose graphs an earlier one has captured. In recompute, a sample is a whole
+    call, one-time work included; `generation` is its steps. A peer's samples are whole calls. In
+    float32 each contender's text is compared with the first's. A contender whose text changes from
+    run to run fails, except a peer in 16 bits.
     """
 
     warm_up = 0  # contenders() has already run each one twice
+    has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
-        if not torch.cuda.is_available():
-            raise RequestError("decoding is compared on a CUDA device only")
-        self.study, self.rounds, self.device = study, study.rounds, "cuda"
-        self._models = models.OneModel(random_weights=True, device="cuda")
+        self.study, self.rounds = study, study.rounds
+        self.device = resolve_device(study.device).type
+        is_random = DEMO_MODEL not in study.models
+        self._models = models.OneModel(random_weights=is_random, device=self.device)
+        self._peer = TRANSFORMERS[self.device, study.mode]
+        self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
-            DecodeCell(name, dtype, batch, len(PROMPT), count, study.mode)
+            DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
             for name, dtype, batch, count in itertools.product(
                 study.models, study.dtypes, study.batch_sizes, study.new_tokens
             )
@@ -61,6 +67,8 @@ class Decoding(Subject[DecodeCell]):
 
     def limits(self, *, is_recorded: bool) -> dict[str, float]:
         """Measure the GPU's read bandwidth."""
+        if self.device == "cpu":
+            return {}
         found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
         torch.cuda.empty_cache()
         return {"read_gbps": round(found, 1)}
@@ -70,106 +78,125 @@ class Decoding(Subject[DecodeCell]):
         torch.cuda.empty_cache()
         model = self._models.load(cell.model, cell.dtype)
         expected = None
-        for name, program, run in self._runs(model, cell):
-            # Keep the second text: other kernels may run while the first is compiled or captured.
-            text = [run() for _ in range(2)][1][0]
+        for name, about, run in self._runs(model, cell):
+            row = Row(contender=name, metric="time", unit="s")
+            row.extra = {**about, "weight_bytes": model.step_bytes}
+            try:
+                # Keep the second text: other kernels may run while the first is compiled.
+                text = [run() for _ in range(2)][1][0]
+            except RequestError as error:
+                row.status, row.reason = "refused", str(error)
+                yield Contender(row)
+                continue
             expected = expected or text
-            row = Row(contender=name, metric="time", unit="s", extra={"program": program})
-            row.extra["weight_bytes"] = model.step_bytes
             if cell.dtype == "float32":
                 row.extra["same_text"] = text == expected
-            must_repeat = cell.dtype == "float32" or program == "gpt2-infer"
+            must_repeat = cell.dtype == "float32" or about["program"] == "gpt2-infer"
             yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
 
-    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, str, Run]]:
-        """Yield the name, the program and the run function of each contender."""
+    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, dict[str, str], Run]]:
+        """Yield the name of each contender, its program and precision, and its run function."""
+        program = {"program": "gpt2-infer"}
         backends: list[str] | list[None] = self.study.backends or [None]
         combined = itertools.product(self.study.products, backends, self.study.engines)
         for products, backend, name in combined:
-            how = None if products == "ieee-fp32" else products
-            words = ", ".join(filter(None, [backend, name, how]))
+            how = {} if products == "ieee-fp32" else {"precision": products}
+            words = ", ".join(filter(None, [backend, name, *how.values()]))
             ours = model.with_products(products).with_attention(backend)
-            yield words, "gpt2-infer", _engine(ours, cell, name)
+            yield words, program | how, _engine(ours, cell, name)
         if self.study.portable:
-            yield PORTABLE, "gpt2-infer", _engine(model, cell, "fused", arch="compute_80")
+            yield PORTABLE, program, _portable(model, cell)
         if self.study.peers:
-            yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
-            if cell.mode == "kv-cache":
-                yield RECIPE, "recipe", _recipe(model, cell)
+            yield self._peer, {"program": "transformers"}, _transformers(model, cell)
+            if cell.mode == "kv-cache" and self.device == "cuda":
+                yield RECIPE, {"program": "recipe"}, _recipe(model, cell)
 
 
-def _sample(run: Run, expected: list[list[int]] | None) -> dict[str, Any]:
-    tokens, marks = run()
+def _sample(run: Run, expected: list[list[int]] | None) -> Mapping[str, Any]:
+    tokens, figures = run()
     if expected is not None and tokens != expected:
         raise RejectedError("its text changes from run to run")
-    return {"time": marks[-1], "marks": marks}
+    return figures
 
 
-def _engine(model: GPT2, cell: DecodeCell, name: EngineName, arch: str | None = None) -> Run:
-    """Return an engine's run; arch: of the portable fused step, from its PTX."""
+def _prompts(model: GPT2, cell: DecodeCell) -> list[list[int]]:
+    repeated = itertools.islice(itertools.cycle(PROMPT), cell.prompt_tokens)
+    return [[token % model.config.vocab_size for token in repeated]] * cell.batch
+
+
+def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
+    """Return an engine's run: a call of generate()."""
+
+    def run() -> tuple[list[list[int]], dict[str, Any]]:
+        if cell.mode == "recompute":
+            model.release()
+        call = functools.partial(
+            generate,
+            model,
+            _prompts(model, cell),
+            max_new_tokens=cell.new_tokens,
+            mode=cell.mode,
+            ignore_eos=True,
+            engine=name,
+        )
+        found, seconds = models.timed(model.device, call)
+        done = found.whole()
+        if cell.mode == "recompute":
+            return done.tokens, {"time": seconds, "generation": done.generation_s}
+        marks = [*done.marks_s, done.generation_s]
+        return done.tokens, {"time": done.generation_s, "call": seconds, "marks": marks}
+
+    return run
+
+
+def _portable(model: GPT2, cell: DecodeCell) -> Run:
+    """Return the run of the portable fused step, from its PTX."""
+    # A copy has engines of its own.
+    model = copy.deepcopy(model).up_to(cell.prompt_tokens + cell.new_tokens)
     request = Request(
         config=model.config,
         tokenizer=None,
-        prompts=[PROMPT] * cell.batch,
+        prompts=_prompts(model, cell),
         max_new_tokens=cell.new_tokens,
         mode=cell.mode,
         ignore_eos=True,
-        engine=name,
+        engine="fused",
     )
-
-    def ready() -> Engine:
-        engine = make_engine(model, request)
-        if isinstance(engine, Fused):
-            engine.arch = arch
-        engine.warm_up()
-        return engine
-
-    @torch.inference_mode()
-    def run() -> tuple[list[list[int]], list[float]]:
-        marks = Marks(model.device)
-        marks.synchronize()
-        if kept is None:
-            started = time.perf_counter()
-            engine = ready()
-            marks.synchronize()
-            once = time.perf_counter() - started
-        else:
-            engine, once = kept, 0.0
-            engine.reset()
-            marks.synchronize()
-        marks.add()
-        for index in range(cell.new_tokens):
-            engine.step(index)
-            if (index + 1) % POSITION_STEP == 0 or index + 1 == cell.new_tokens:
-                marks.add()
-        marks.synchronize()
-        seconds = [once + moment for moment in marks.seconds()[1:]]
-        return engine.new_tokens(cell.new_tokens), seconds
-
+    engine, keep = lend_engine(model, request)
+    assert isinstance(engine, Fused)
+    engine.arch = "compute_80"
     with torch.inference_mode():
-        kept = ready() if cell.mode == "kv-cache" else None
+        engine.warm_up()
+    keep()
+    return _engine(model, cell, "fused")
+
+
+def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Run:
+    """Return a peer's run; call() returns its new tokens."""
+
+    def run() -> tuple[list[list[int]], dict[str, float]]:
+        tokens, seconds = models.timed(model.device, lambda: call().tolist())
+        return tokens, {"time": seconds}
+
     return run
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     reference = models.reference_of(model)
-    ids = torch.tensor([PROMPT] * cell.batch, device=model.device)
-    how: dict[str, Any] = {"use_cache": False}
-    if cell.mode == "kv-cache":
-        how = {"cache_implementation": "static"}  # makes transformers compile, too
+    ids = torch.tensor(_prompts(model, cell), device=model.device)
+    how: dict[str, Any] = {"use_cache": cell.mode == "kv-cache"}
+    if how["use_cache"] and model.device.type == "cuda":
+        how["cache_implementation"] = "static"  # makes transformers compile, too
 
-    def run() -> tuple[list[list[int]], list[float]]:
-        call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
-        tokens, seconds = models.timed(model.device, call)
-        return tokens.tolist(), [seconds]
-
-    return run
+    return _whole_calls(
+        model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
+    )
 
 
 def _recipe(model: GPT2, cell: DecodeCell) -> Run:
     """Return gpt-fast's recipe: a static cache, and one compiled step that a CUDA graph replays."""
     config = model.config
-    capacity = len(PROMPT) + cell.new_tokens
+    capacity = cell.prompt_tokens + cell.new_tokens
     cache = KVCache.allocate(model, cell.batch, capacity)
     # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
     torch._dynamo.mark_static_address(cache.kv)
@@ -194,22 +221,19 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Run:
         return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor([PROMPT] * cell.batch, device=model.device)
+    prompt = torch.tensor(_prompts(model, cell), device=model.device)
     tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
-    def generate() -> None:
+    def write() -> Tensor:
         token = model(prompt, cache=cache)[:, 0].argmax(-1)
-        position = torch.tensor([len(PROMPT)], device=model.device)
+        position = torch.tensor([cell.prompt_tokens], device=model.device)
         tokens[:, 0] = token
         for index in range(1, cell.new_tokens):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             token = compiled(token, position).clone()
             tokens[:, index] = token
             position += 1
+        return tokens
 
-    def run() -> tuple[list[list[int]], list[float]]:
-        _, seconds = models.timed(model.device, generate)
-        return tokens.tolist(), [seconds]
-
-    return run
+    return _whole_calls(model, write)

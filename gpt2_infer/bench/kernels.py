@@ -46,9 +46,6 @@ class Kernels(Subject[KernelCell]):
         ]
         kinds = [(cell.dtype, cell.head_dim, cell.seqlen) for cell in self.cells]
         first, self.specs = selection.with_baseline(baseline, specs, kinds, self.device)
-        for cell in self.cells:
-            what = f"inputs and output at {cell}"
-            selection.check_memory(what, cell.min_bytes, self.device)
         self.rounds = study.rounds
         self._runners: dict[str, Runner] = {}
         self._limits: dict[str, float] = {}

@@ -16,7 +16,7 @@ from attention_kernels.inspection import predict
 from attention_kernels.inspection.multiprocessor import GpuModel, gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.record import File, KernelCell, Row, Status
+from gpt2_infer.bench.record import File, KernelCell, Row
 from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
@@ -88,7 +88,7 @@ def predict_version(
         )
     except AttentionError as error:
         why = str(error)
-        return [prediction_row(name, one, digest, status="refused", reason=why) for one in cells]
+        return [prediction_row(name, one, digest, reason=why) for one in cells]
     return [
         prediction_row(
             name,
@@ -113,18 +113,17 @@ def prediction_row(
     digest: str,
     *,
     samples: Sequence[float] = (),
-    status: Status = "ok",
     reason: str = "",
     **extra: Any,
 ) -> Row:
-    """Return the row of a version's prediction; `extra` holds its components."""
+    """Return the row of a version's prediction, or why there is none; extra: its components."""
     return Row(
         contender=name,
         cell=msgspec.to_builtins(cell),
         metric="predicted time",
         unit="us",
         samples=[*samples],
-        status=status,
+        status="refused" if reason else "ok",
         reason=reason,
         extra={"version_digest": digest, **extra},
     )

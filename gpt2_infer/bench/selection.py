@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,7 +26,7 @@ from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
-from gpt2_infer.bench.study import Comparison, InspectionStudy, ProfileStudy, RejectedError
+from gpt2_infer.bench.study import BackendStudy, InspectionStudy, ProfileStudy, RejectedError
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
@@ -36,7 +35,7 @@ EMULATED = "its source runs in the CPU emulator, where a time would mean nothing
 
 
 def selected(
-    study: Comparison, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
+    study: BackendStudy, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
 ) -> tuple[str, list[BackendSpec], BackendSpec]:
     """Return a study's device, backends and baseline; see select()."""
     device = str(resolve_device(study.device))
@@ -170,18 +169,6 @@ def _chosen(
         if spec.chooses is None or dtype in spec.precisions
     ]
     return list({spec.name: spec for spec in found}.values())
-
-
-def check_memory(what: str, needed: int, device: str) -> None:
-    """Raise RequestError if the device's memory is too small for any backend."""
-    if device == "cuda":
-        memory = torch.cuda.get_device_properties().total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise RequestError(
-            f"{what} would take {needed >> 30:,} GiB, and {device} has {memory >> 30:,}"
-        )
 
 
 def row_of(

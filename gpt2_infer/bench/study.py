@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +59,8 @@ class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field=
     """The kind's Subject, as "module.Class"."""
 
 
-class Comparison(Study, kw_only=True):
-    """A comparison of backends."""
+class BackendStudy(Study, kw_only=True):
+    """The settings of a study that compares backends."""
 
     backends: list[str] = []
     """Names or version files, *.cu; without backends and families, every backend that runs."""
@@ -72,7 +73,7 @@ class Comparison(Study, kw_only=True):
     rounds: Rounds = 5
 
 
-class KernelStudy(Comparison, kw_only=True, tag="kernel"):
+class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     """Kernels alone, in the given cells, else in every combination of the lists."""
 
     subject = "kernels.Kernels"
@@ -85,7 +86,7 @@ class KernelStudy(Comparison, kw_only=True, tag="kernel"):
     """Whether to omit the causal mask."""
 
 
-class GenerationStudy(Comparison, kw_only=True, tag="generation"):
+class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     """End-to-end generation in every combination of the lists."""
 
     subject = "generation.Texts"
@@ -95,12 +96,6 @@ class GenerationStudy(Comparison, kw_only=True, tag="generation"):
     modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
     max_tokens: list[AtLeastOne] = []
     """Total tokens, prompt included; empty selects LENGTHS for the device."""
-    timed: Literal["generation", "call"] = "generation"
-    """The time from the prompt to the last token, or of the whole call with its warm-up."""
-    transformers: bool = False
-    """Whether transformers' generate() is a contender and the baseline."""
-    fused: bool = False
-    """Whether the fused engine is a contender in float32 with a cache."""
 
 
 class LadderStudy(Study, kw_only=True):
@@ -147,12 +142,14 @@ class BuildStudy(Study, kw_only=True, tag="build"):
 
 
 class DecodeStudy(Study, kw_only=True, tag="decode"):
-    """Generation with each engine, and with peers; needs a GPU."""
+    """Generation with each engine, and with peers."""
 
     subject = "decoding.Decoding"
+    device: Literal["cpu", "cuda"] = "cuda"
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    prompt_tokens: AtLeastOne = 8
     new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
     engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
         default_factory=lambda: ["eager", "graph", "fused"]
@@ -164,7 +161,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
     """Matrix products, each with every backend and engine."""
     peers: bool = False
-    """Whether transformers and, with a cache, the gpt-fast recipe are contenders."""
+    """Whether transformers and, on CUDA with a cache, the gpt-fast recipe are contenders."""
     portable: bool = False
     """Whether the fused step for compute capability 8.0 is a contender; it needs a cache."""
     rounds: Rounds = 5
@@ -199,7 +196,7 @@ class JobStudy(Study, kw_only=True, tag="job"):
     rounds: Rounds = 2
 
 
-class PerplexityStudy(Comparison, kw_only=True, tag="perplexity"):
+class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
     """The score of each backend on the bundled model's held-out books."""
 
     subject = "scores.Scores"
@@ -265,6 +262,10 @@ class Subject(Generic[Cell]):
     rounds: int = 1
     warm_up: int = 1
     """Initial rounds whose samples are dropped."""
+    has_energy: bool = False
+    """Whether the energy of a sample is measured, too, after the timed rounds."""
+    has_long_samples: bool = False
+    """Whether an interrupted cell keeps its finished samples."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -355,23 +356,18 @@ def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
         for cell in subject.cells:
             bar.set_description(str(cell))
             if str(cell) not in progress.cells:
-                progress.add(cell, _time_cell(subject, cell, bar))
+                progress.add(str(cell), _time_cell(subject, cell, bar, progress))
             bar.update()
     return [row for cell in subject.cells for row in progress.cells[str(cell)]]
 
 
-def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
+def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any], progress: Progress) -> list[Row]:
     timed: dict[str, Contender] = {}
     bar.set_postfix_str("checking")
     for contender in subject.contenders(cell):
         timed[contender.row.contender] = contender
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
-    outcomes = interleave(
-        {name: one.sample for name, one in timed.items() if one.sample},
-        rounds=subject.rounds,
-        warm_up=subject.warm_up,
-        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
-    )
+    outcomes = _outcomes(subject, cell, timed, bar, progress)
     for contender in timed.values():
         contender.sample = None  # release captured graphs before the rechecks
     for name, outcome in outcomes.items():
@@ -380,6 +376,61 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     for row in rows:
         row.cell = msgspec.to_builtins(cell)
     return rows
+
+
+def _outcomes(
+    subject: Subject[Any],
+    cell: Any,
+    timed: Mapping[str, Contender],
+    bar: tqdm[Any],
+    progress: Progress,
+) -> dict[str, list[Mapping[str, Any]] | RejectedError]:
+    """Take all samples of a cell, and then measure their energy."""
+    samples = {name: one.sample for name, one in timed.items() if one.sample}
+    if subject.has_long_samples:
+        samples = {
+            name: _resuming(sample, f"{cell}, {name}", progress) for name, sample in samples.items()
+        }
+    found = interleave(
+        samples,
+        rounds=subject.rounds,
+        warm_up=subject.warm_up,
+        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
+    )
+    if subject.has_energy:
+        from gpt2_infer.bench import energy
+
+        bar.set_postfix_str("energy")
+        runs = {
+            name: functools.partial(energy.measure, name, sample, subject.device)
+            for name, sample in samples.items()
+            if isinstance(found[name], list)
+        }
+        for name, rows in interleave(runs, rounds=1, warm_up=0).items():
+            if isinstance(rows, RejectedError):
+                found[name] = rows
+            else:
+                timed[name].beside.extend(rows)
+    return found
+
+
+def _resuming(
+    sample: Callable[[], Mapping[str, float]], name: str, progress: Progress
+) -> Callable[[], Mapping[str, float]]:
+    """Wrap sample() so that each sample is kept, and those of an interrupted run come first."""
+    numbers = itertools.count(1)
+
+    def take() -> Mapping[str, float]:
+        key = f"{name}, sample {next(numbers)}"
+        if key not in progress.cells:
+            rows = [
+                Row(contender=name, metric=metric, unit="s", samples=[value])
+                for metric, value in sample().items()
+            ]
+            progress.add(key, rows)
+        return {row.metric: row.samples[0] for row in progress.cells[key]}
+
+    return take
 
 
 def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:
@@ -437,10 +488,10 @@ class Progress:
         if self.path and self.path.exists():
             about.resumed_from = [self._read(self.path)]
 
-    def add(self, cell: msgspec.Struct, rows: list[Row]) -> None:
+    def add(self, cell: str, rows: list[Row]) -> None:
         """Add and write a finished cell; raises ResultsError if it cannot be written."""
         if self.path:
-            line = msgspec.json.encode((str(cell), rows))
+            line = msgspec.json.encode((cell, rows))
             try:
                 with self.path.open("ab") as file:
                     if file.tell() == 0:
@@ -448,10 +499,10 @@ class Progress:
                     file.write(line + b"\n")
             except OSError as error:
                 raise ResultsError(
-                    f"{self.path} cannot be written: {error.strerror} (finished cells: "
+                    f"{self.path} cannot be written: {error.strerror} (finished: "
                     f"{len(self.cells)}); rerun to resume"
                 ) from error
-        self.cells[str(cell)] = rows
+        self.cells[cell] = rows
 
     def remove(self) -> None:
         """Delete the file, once the output is written."""

@@ -43,7 +43,8 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     made quickly, are not cached. Raises what make_engine() raises.
     """
     kind, name = _choose(model, request)
-    if name == "eager" or not kind.is_kept:
+    room = _room(model.device)
+    if name == "eager" or not room:
         return make_engine(model, request), lambda: None
     prepared, key = model.prepared, kind.shape(model, request, name)
     stamp, kept = prepared.stamp, prepared.take(key)
@@ -56,13 +57,15 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
     def keep() -> None:
         engine.rest()
-        prepared.put(key, engine, stamp, _room(engine.device))
+        prepared.put(key, engine, stamp, room)
 
     return engine, keep
 
 
 def _room(device: torch.device) -> int:
-    """Return how many bytes a model's cached engines may hold."""
+    """Return how many bytes a model's cached engines may hold; on a CPU, none."""
+    if device.type != "cuda":
+        return 0
     return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
 
 

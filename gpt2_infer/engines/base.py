@@ -29,9 +29,6 @@ class Engine:
     token 0, and the host raises an error when it sees it.
     """
 
-    is_kept = True
-    """Whether a later call may reuse it."""
-
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
         self.name, self.device = name, model.device
         self.length_step = length_step(name, model.device)

@@ -8,6 +8,7 @@ that row. So in float32 a row is the same, bit for bit, whichever rows share its
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Continuous:
         self.model, self.batch = model, batch
         captures = can_capture and engine != "eager"
         self.engine: EngineName = "graph" if captures else "eager"
+        self.set_up_s = 0.0
+        """Seconds in which the last run() allocated caches and captured graphs."""
 
     @torch.inference_mode()
     def run(
@@ -100,6 +103,7 @@ class Continuous:
         Each request has one prompt; all have the same max_new_tokens, and the same sampling except
         for the seed.
         """
+        self.set_up_s = 0.0
         buckets = defaultdict(list)
         for key, request in requests:
             buckets[self._padded(len(request.rows[0]))].append((key, request))
@@ -137,7 +141,9 @@ class Continuous:
         self, prompt_length: int, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
         model = self.model.up_to(prompt_length)
+        started = time.perf_counter()
         slots = _Slots(model, members[0][1], self.batch, prompt_length, self.engine)
+        self.set_up_s += time.perf_counter() - started
         waiting, backend = deque(members), model.attention.name
         free, running = list(range(self.batch)), dict[int, _Row]()
         work = deque[_Work]()

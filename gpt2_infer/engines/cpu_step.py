@@ -58,8 +58,6 @@ def _op() -> Callable[..., None] | str:
 class FusedOnCPU(Fused):
     """Runs the prompts eagerly and decodes in our own code."""
 
-    is_kept = False  # it is made in less time than a token takes
-
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:
         """Return the prompts; no other rows are needed."""

@@ -388,11 +388,15 @@ def test_a_backend_without_a_decode_kernel(clean_registry):
         GPT2.from_pretrained("demo", device="cpu", decode_attention="TEST_PREFILL_ONLY")
 
 
-def test_intervals_between_tokens_are_timed_if_tokens_are_read(demo):
+def test_intervals_between_tokens_are_timed_if_tokens_are_read_and_else_every_64th(demo):
     watched = generate(demo, "Once", max_new_tokens=5, mode="kv-cache", stop="no such text")
     assert len(watched.intervals_s) == len(watched.tokens[0]) - 1 == 4
     assert 0 < sum(watched.intervals_s) <= watched.generation_s - watched.prefill_s
-    assert not generate(demo, "Once", max_new_tokens=5, ignore_eos=True).intervals_s
+    assert not watched.marks_s
+    long = generate(demo, "Once", max_new_tokens=129, mode="kv-cache", ignore_eos=True)
+    assert not long.intervals_s
+    assert len(long.marks_s) == 2
+    assert long.prefill_s < long.marks_s[0] < long.marks_s[1] < long.generation_s
 
 
 def test_an_engine_that_cannot_run_says_why(demo):

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import re
 import statistics
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import matplotlib as mpl
-
-mpl.use("Agg")  # a backend without a display; set before pyplot is imported
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import msgspec
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
+from gpt2_infer.bench.show.drawing import (
+    PLAIN,
+    QUIET,
+    STYLE,
+    Bar,
+    bar_figure,
+    draw_bars,
+    note,
+    one_axes,
+    put_title,
+    to_svg,
+    two_axes,
+)
 from gpt2_infer.bench.show.figures import (
     cell_name,
     detail_length,
@@ -40,7 +48,6 @@ from gpt2_infer.bench.show.figures import (
 if TYPE_CHECKING:  # this module imports torch
     from attention_kernels.inspection.accesses import Turn
 
-STYLE = Path(__file__).with_suffix(".mplstyle")
 # Backends outside the ladders have Okabe and Ito's colours, the versions of a ladder shades of
 # viridis: both are safe for the colour-blind.
 COLOURS = {
@@ -50,13 +57,13 @@ COLOURS = {
     "PYTORCH_SDPA_FLASH_ATTENTION": "#CC79A7",
     "PYTORCH_SDPA_CUDNN_ATTENTION": "#E69F00",
     FREE_ATTENTION: "#56B4E9",
+    "eager": "#999999",
+    "graph": "#E69F00",
+    "fused": "#0072B2",
 }
 OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#661100", "#DDCC77")
-DECODING = {"eager": "#999999", "graph": "#E69F00", "fused": "#0072B2"}
-QUIET = "#555555"
 MARKERS = "osD^vP*Xhd<>p8"
 WHISKERS = "median, least to most"
-PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]:
@@ -70,28 +77,8 @@ def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]
         for name, plot in PLOTS.get(file.study["kind"], {}).items():
             figure = plot(file) if wanted is None or name in wanted else None
             if figure is not None:
-                drawn[name] = _svg(figure)
+                drawn[name] = to_svg(figure)
     return drawn
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    return buffer.getvalue()
-
-
-def is_same(one: str, other: str) -> bool:
-    """Return whether two SVGs have the same text and elements, within 0.01 points."""
-    number = r"-?\d+\.\d+"
-    # Ids are hashes over coordinates.
-    one, other = (
-        re.sub(r"(?<=[#\"])[a-zA-Z][0-9a-f]{10}(?=[\")])", "id", svg) for svg in (one, other)
-    )
-    if re.split(number, one) != re.split(number, other):
-        return False
-    pairs = zip(re.findall(number, one), re.findall(number, other), strict=True)
-    return all(abs(float(x) - float(y)) < 0.01 for x, y in pairs)
 
 
 # ---- Lines over the lengths ----------------------------------------------------------------------
@@ -101,10 +88,10 @@ def generation_time(file: File) -> Figure | None:
     """Draw generation seconds by the number of tokens: the case study's plot."""
     if not (group := _over_lengths(file)):
         return None
-    figure, axes = _figure(5)
+    figure, axes = one_axes(5)
     axes.set(xlabel="tokens, prompt included", ylabel=f"seconds: {WHISKERS}", yscale="log")
     _draw_lines(axes, group, lambda _, seconds: seconds)
-    _title(axes, f"Generation, {cell_name(group[0])}", how(file))
+    put_title(axes, f"Generation, {cell_name(group[0])}", how(file))
     return figure
 
 
@@ -117,11 +104,11 @@ def peak_memory(file: File) -> Figure | None:
     ]
     if not group:
         return None
-    figure, axes = _figure(5)
+    figure, axes = one_axes(5)
     axes.set(xlabel="tokens, prompt included", ylabel="MiB")
     _draw_lines(axes, group, lambda _, memory: memory / 2**20)
     facts = f"{where(file)}; one call each"
-    _title(axes, "Device memory at its peak, weights included", facts)
+    put_title(axes, "Device memory at its peak, weights included", facts)
     return figure
 
 
@@ -129,7 +116,7 @@ def kernel_time(file: File) -> Figure | None:
     """Draw kernel times and TFLOP/s, with the card's limit, by seqlen."""
     if not (group := _over_lengths(file)):
         return None
-    figure, left, right = _two_axes((12, 5))
+    figure, left, right = two_axes((12, 5))
     left.set(xlabel="seqlen", ylabel=f"microseconds: {WHISKERS}", yscale="log")
     right.set(xlabel="seqlen", ylabel="TFLOP/s", yscale="log")
     _draw_lines(left, group, lambda _, microseconds: microseconds, legend=False)
@@ -139,16 +126,17 @@ def kernel_time(file: File) -> Figure | None:
         right.axhline(limit, color=QUIET, linestyle=":", linewidth=1)
         text = f"8192\u00b3 matmul, {dtype}: {limit:.0f}"
         right.annotate(text, (min(map(length, group)), limit), va="bottom", fontsize=8)
-    _title(left, f"Attention alone, {cell_name(group[0])}", how(file))
+    put_title(left, f"Attention alone, {cell_name(group[0])}", how(file))
     return figure
 
 
 def decode_positions(file: File) -> Figure | None:
     """Draw each engine's time per step by position."""
-    group = [row for row in main_rows(file) if row.samples and len(row.extra["marks"][0]) > 2]
+    marked = [row for row in main_rows(file) if row.samples and "marks" in row.extra]
+    group = [row for row in marked if len(row.extra["marks"][0]) > 2]
     if not group or max(int(row.cell["new_tokens"]) for row in group) < 512:
         return None
-    figure, axes = _figure(4.5)
+    figure, axes = one_axes(4.5)
     step = 64
     for row in group:
         moments = [statistics.median(at) for at in zip(*row.extra["marks"], strict=True)]
@@ -161,7 +149,7 @@ def decode_positions(file: File) -> Figure | None:
     axes.set(xlabel="position", ylabel="microseconds per step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    _title(axes, f"Time of a step by position, {group[0].cell['model']}, batch 1", how(file))
+    put_title(axes, f"Time of a step by position, {group[0].cell['model']}, batch 1", how(file))
     return figure
 
 
@@ -203,12 +191,12 @@ def turns(found: Sequence[Turn]) -> bytes:
     warps = 1 + max(turn.warp for turn in found)
     total = sum(turn.accesses for turn in found)
     with plt.style.context(STYLE):
-        figure, axes = _figure(1.1 + 0.14 * warps)
+        figure, axes = one_axes(1.1 + 0.14 * warps)
         x, y, start = list[float](), list[float](), 0
         for barriers, mine in group_by(found, lambda turn: turn.barriers).items():
             axes.axvline(start, color="#D55E00", linestyle=":", linewidth=1)
             if sum(turn.accesses for turn in mine) > 0.03 * total:
-                _note(axes, f"{barriers}", (start, -0.5), (2, 3), fontsize=7.5, color=QUIET)
+                note(axes, f"{barriers}", (start, -0.5), (2, 3), fontsize=7.5, color=QUIET)
             for turn in mine:
                 # At least wide enough to be seen.
                 x += [start, start + max(turn.accesses, total / 2000), math.nan]
@@ -221,30 +209,10 @@ def turns(found: Sequence[Turn]) -> bytes:
         axes.xaxis.set_major_formatter(PLAIN)
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.grid(visible=False)
-        return _svg(figure)
+        return to_svg(figure)
 
 
 # ---- Horizontal bars -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A horizontal bar with a name and a description on its left and a text on its right."""
-
-    name: str
-    what: str
-    value: float
-    text: str
-    colour: str
-    spread: tuple[float, float] | None = None
-    """The ends of its whisker."""
-    rest: float = 0.0
-    """The length of a second bar that continues it."""
-
-    @property
-    def end(self) -> float:
-        """Where the text begins."""
-        return self.spread[1] if self.spread else self.value + self.rest
 
 
 def median_bars(file: File) -> Figure | None:
@@ -263,7 +231,7 @@ def median_bars(file: File) -> Figure | None:
         Bar(*_label(row), row.median, form.format(row.median), looks[row.contender][0], row.spread)
         for row in at
     ]
-    return _bar_figure(bars, f"{unit}: {WHISKERS}", title, how(file))
+    return bar_figure(bars, f"{unit}: {WHISKERS}", title, how(file))
 
 
 def roofline(file: File) -> Figure | None:
@@ -277,9 +245,9 @@ def roofline(file: File) -> Figure | None:
     if len(at) < 2:
         return None
     size = (11, 1.6 + 0.36 * len(at))
-    figure, left, right = _two_axes(size, sharey=True, width_ratios=(2, 1))
+    figure, left, right = two_axes(size, sharey=True, width_ratios=(2, 1))
     colours = [_looks(at)[row.contender][0] for row in at]
-    _draw_bars(
+    draw_bars(
         left,
         [
             Bar(*_label(row), row.tflops, f"{row.tflops:.3g}", colour)
@@ -295,8 +263,8 @@ def roofline(file: File) -> Figure | None:
     for words, roof in bounds.items():
         left.axvline(roof, color=QUIET, linestyle=":", linewidth=1)
         look = {"rotation": "vertical", "ha": "right", "va": "top", "fontsize": 7.5, "color": QUIET}
-        _note(left, f"{words}: {roof:.0f}", (roof, 1), (-3, -3), ("data", "axes fraction"), **look)
-    _title(left, f"TFLOP/s, {at[0].kernel}", how(file))
+        note(left, f"{words}: {roof:.0f}", (roof, 1), (-3, -3), ("data", "axes fraction"), **look)
+    put_title(left, f"TFLOP/s, {at[0].kernel}", how(file))
     checks = [row.check for row in at if row.check]
     by_row = all(check.row_error is not None for check in checks)
     pairs = [(c.row_error, c.row_budget) if by_row else (c.error, c.budget) for c in checks]
@@ -307,7 +275,7 @@ def roofline(file: File) -> Figure | None:
                 error, place, "o", color=colour, markeredgecolor="black", markeredgewidth=0.4
             )
     what = "a row's relative error" if by_row else "largest error"
-    _title(right, "Error against float64", f"{what}; | its budget")
+    put_title(right, "Error against float64", f"{what}; | its budget")
     right.set_xscale("log")
     low, high = right.get_xlim()
     right.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 100 * low else (1,)))
@@ -325,7 +293,7 @@ def kernel_shapes(file: File) -> Figure | None:
     cells = [*dict.fromkeys(row.kernel for row in main_rows(file))]
     looks = _looks(timed)
     height = 0.8 / len(looks)
-    figure, axes = _figure(1.2 + 0.16 * len(timed))
+    figure, axes = one_axes(1.2 + 0.16 * len(timed))
     for index, (name, (colour, _)) in enumerate(looks.items()):
         mine = [row for row in timed if row.contender == name]
         places = [cells.index(row.kernel) - 0.4 + height * (index + 0.5) for row in mine]
@@ -337,7 +305,7 @@ def kernel_shapes(file: File) -> Figure | None:
     axes.set_ylim(len(cells) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("TFLOP/s")
-    _title(axes, "Attention alone, by shape", how(file))
+    put_title(axes, "Attention alone, by shape", how(file))
     figure.legend(loc="outside lower left", ncols=2, fontsize=7.5)
     return figure
 
@@ -355,7 +323,7 @@ def shared_load_bars(file: File) -> Figure | None:
     if len(bars) < 2:
         return None
     facts = str(shape_of(file.rows[0]))
-    figure = _bar_figure(bars, "", "Shared memory: loads in the source", facts)
+    figure = bar_figure(bars, "", "Shared memory: loads in the source", facts)
     labels = ("loads of a warp", "bank conflicts on them")
     for container, label in zip(figure.axes[0].containers, labels, strict=True):
         container.set_label(label)
@@ -365,19 +333,65 @@ def shared_load_bars(file: File) -> Figure | None:
 
 def decode_bars(file: File) -> Figure | None:
     """Draw each contender's tokens per second and the limit set by the bandwidth."""
-    bars = []
-    for row in main_rows(file):
+    bars, looks = [], _looks(main_rows(file))
+    for row in main_rows(file) if "read_gbps" in file.provenance.limits else ():
         if row.samples:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
             limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
             least, most = row.spread
-            speed, low, high = (new_tokens(row) / s for s in (row.median, most, least))
+            tokens = new_tokens(file, row)
+            speed, low, high = (tokens / seconds for seconds in (row.median, most, least))
             what = "{model}, {dtype}, batch {batch}".format(**row.cell)
             text = f"{speed:,.0f}, {speed / limit:.0%} of the limit"
-            colour = DECODING.get(row.contender, OTHERS[-1])
+            colour, _ = looks[row.contender]
             bars.append(Bar(row.contender, what, speed, text, colour, (low, high)))
     xlabel = "new tokens per second; the limit is one reading of the weights per step"
-    return _bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
+    return bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
+
+
+def decode_energy(file: File) -> Figure | None:
+    """Draw each contender's tokens per joule by its tokens per second, and lines of equal power."""
+    spent = [row for row in file.of("energy") if row.samples]
+    if len(spent) < 2:
+        return None
+    figure, axes = one_axes(5)
+    colours = {name: colour for name, (colour, _) in _looks(spent).items()}
+    by_cell = group_by(spent, lambda row: "{model}, {dtype}, batch {batch}".format(**row.cell))
+    markers = dict(zip(by_cell, itertools.cycle(MARKERS), strict=False))
+    for cell, row in ((cell, row) for cell, rows in by_cell.items() for row in rows):
+        tokens = new_tokens(file, row)
+        speed = tokens * row.extra["calls"] / row.extra["seconds"]
+        colour = colours[row.contender]
+        axes.plot(speed, tokens / row.median, markers[cell], color=colour, markersize=7)
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="tokens per second, in whole calls", ylabel="tokens per joule")
+    axes.margins(0.12)
+    _draw_watts(axes)
+    looks = [(name, "s", colour) for name, colour in colours.items()]
+    looks += [(cell, marker, QUIET) for cell, marker in markers.items()]
+    handles = [
+        Line2D([], [], linestyle="", marker=marker, color=colour, label=label)
+        for label, marker, colour in looks
+    ]
+    figure.legend(handles=handles, loc="outside right upper")
+    put_title(axes, "Energy of decoding", where(file))
+    return figure
+
+
+def _draw_watts(axes: Axes) -> None:
+    """Draw lines of equal power behind points (tokens per second, tokens per joule)."""
+    (x, right), (y, top) = axes.get_xlim(), axes.get_ylim()
+    for watts in (50, 100, 200, 400, 800):
+        end = min(right, top * watts)
+        if end / watts > y and end > x:
+            axes.plot((x, end), (x / watts, end / watts), ":", color=QUIET, linewidth=0.8)
+            look = {"ha": "right", "va": "top", "fontsize": 7.5, "color": QUIET}
+            note(axes, f"{watts} W", (end, end / watts), (-10, -2), **look)
+    axes.set(xlim=(x, right), ylim=(y, top))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(PLAIN)
+        axis.set_minor_locator(NullLocator())
 
 
 def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
@@ -404,39 +418,7 @@ def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
         parts.append(("measured", what, one.median, "#009E73"))
     bars = [Bar(name, what, us, f"{us:,.1f}", colour) for name, what, us, colour in parts]
     with plt.style.context(STYLE):
-        return _svg(_bar_figure(bars, "microseconds"))
-
-
-def _bar_figure(bars: Sequence[Bar], xlabel: str, title: str = "", facts: str = "") -> Figure:
-    """Draw horizontal bars."""
-    figure, axes = _figure(1.3 + 0.42 * len(bars))
-    _draw_bars(axes, bars)
-    axes.set_xlabel(xlabel)
-    if title:
-        _title(axes, title, facts)
-    return figure
-
-
-def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Draw horizontal bars with their names, descriptions, texts and whiskers."""
-    places = range(len(bars))
-    axes.set_yticks(places, [bar.name for bar in bars], fontsize=8)
-    for tick, bar in zip(axes.yaxis.get_major_ticks(), bars, strict=True):
-        tick.label1.set_verticalalignment("bottom")
-        look = {"ha": "right", "va": "top", "fontsize": 6.5, "color": QUIET}
-        _note(axes, bar.what, (0, tick.get_loc()), (-7, -1), axes.get_yaxis_transform(), **look)
-    for place, bar in enumerate(bars):
-        _note(axes, bar.text, (bar.end, place), (4, 0), va="center", fontsize=7.5)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, 1.12 * max(bar.end for bar in bars))
-    axes.xaxis.set_major_formatter(PLAIN)
-    axes.grid(visible=False, axis="y")
-    values, colours = [bar.value for bar in bars], [bar.colour for bar in bars]
-    spreads = [(bar.value - bar.spread[0], bar.spread[1] - bar.value) for bar in bars if bar.spread]
-    whiskers = [*zip(*spreads, strict=True)] if spreads else None
-    axes.barh(places, values, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
-    if any(bar.rest for bar in bars):
-        axes.barh(places, [bar.rest for bar in bars], left=values, color="#D55E00")
+        return to_svg(bar_figure(bars, "microseconds"))
 
 
 # ---- All charts ----------------------------------------------------------------------------------
@@ -468,37 +450,11 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
         steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
         for index, name in enumerate(steps):
             shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
-            shades[name] = mpl.colors.to_hex(shade)
-    free = iter(OTHERS * 9)
+            shades[name] = to_hex(shade)
+    fixed = {COLOURS.get(n) for n in names}
+    free = iter([colour for colour in OTHERS if colour not in fixed] * 9)
     colours = {n: COLOURS.get(n) or shades.get(n) or next(free) for n in names}
     return {n: (colours[n], MARKERS[index % len(MARKERS)]) for index, n in enumerate(names)}
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
-    return figure, axes
-
-
-def _two_axes(size: tuple[float, float], **options: Any) -> tuple[Figure, Axes, Axes]:
-    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", **options)
-    return figure, left, right
-
-
-def _title(axes: Axes, title: str, facts: str) -> None:
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
-    _note(axes, facts, (0, 1), (0, 6), "axes fraction", fontsize=8, color=QUIET)
-
-
-def _note(
-    axes: Axes,
-    text: str,
-    at: tuple[float, float],
-    shift: tuple[float, float],
-    coordinates: Any = "data",
-    **look: Any,
-) -> None:
-    """Write a text, shifted by some points from a place in the given coordinates."""
-    axes.annotate(text, at, shift, coordinates, "offset points", **look)
 
 
 PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
@@ -510,5 +466,5 @@ PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
         "shapes": kernel_shapes,
     },
     "inspection": {"bars": shared_load_bars},
-    "decode": {"bars": decode_bars, "positions": decode_positions},
+    "decode": {"bars": decode_bars, "energy": decode_energy, "positions": decode_positions},
 }

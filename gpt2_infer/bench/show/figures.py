@@ -44,8 +44,7 @@ def group_by(rows: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 def main_rows(file: File) -> list[Row]:
     """Return the rows of the study's main metric."""
-    is_generation = file.study["kind"] == "generation"
-    return file.of(file.study.get("timed", "generation") if is_generation else "time")
+    return file.of("generation" if file.study["kind"] == "generation" else "time")
 
 
 def cell_name(row: Row) -> str:
@@ -65,9 +64,34 @@ def shape_of(row: Row) -> Shape:
     return msgspec.convert(row.cell, Shape)
 
 
-def new_tokens(row: Row) -> int:
-    """Return the new tokens of a decoding, all rows of its batch together."""
-    return int(row.cell["batch"]) * int(row.cell["new_tokens"])
+def new_tokens(file: File, row: Row) -> int:
+    """Return the new tokens of a sample, all rows of its batch or job together."""
+    if "tokens" in row.extra:
+        return int(row.extra["tokens"])
+    each = row.cell.get("new_tokens") or length(row) - int(file.study["prompt_tokens"])
+    return int(row.cell["batch"]) * int(each)
+
+
+def steps_of(file: File, row: Row) -> Row | None:
+    """Return a main row with the seconds of the steps, without set-up; None if unknown."""
+    if start := file.beside(row, "start"):
+        samples = [seconds - start.median for seconds in row.samples]
+        return msgspec.structs.replace(row, samples=samples)
+    return file.beside(row, "generation") or (None if _has_whole_calls(file, row) else row)
+
+
+def calls_of(file: File, row: Row) -> Row | None:
+    """Return a main row with the seconds of whole calls; None if unknown."""
+    if found := file.beside(row, "call"):
+        return msgspec.structs.replace(found, extra=row.extra)
+    is_ours = row.extra.get("program", "gpt2-infer") == "gpt2-infer"
+    return row if not is_ours or _has_whole_calls(file, row) else None
+
+
+def _has_whole_calls(file: File, row: Row) -> bool:
+    """Return whether our samples of the main metric include set-up."""
+    kind = file.study["kind"]
+    return kind == "batch" or (kind == "decode" and row.cell.get("mode") == "recompute")
 
 
 def detail_length(rows: Iterable[Row]) -> int:
@@ -126,12 +150,6 @@ def widest_spread(rows: Iterable[Row]) -> str:
     return f"{max(spreads):.1f} %" if spreads else ""
 
 
-def quantiles(row: Row) -> str:
-    """Return the 20th and 80th percentiles."""
-    low, *_, high = statistics.quantiles(row.samples, n=5, method="inclusive")
-    return f"{low:.1f} .. {high:.1f}"
-
-
 def with_spread(row: Row, form: str, unit: str = "") -> str:
     """Return the median with the smallest and the largest sample, or why there are no samples."""
     if not row.samples:
@@ -168,15 +186,15 @@ def where(file: File) -> str:
     return f"{file.machine}, torch {file.provenance.packages['torch']}"
 
 
-def how(file: File, *packages: str) -> str:
-    """Describe where, with which versions and how often something was timed."""
-    versions = (f", {name} {file.provenance.packages[name]}" for name in packages)
-    place = where(file) + "".join(versions)
+def how(file: File) -> str:
+    """Describe where, next to which transformers, and how often something was timed."""
+    peer = file.provenance.packages["transformers"] if file.study.get("peers") else ""
+    place = where(file) + (f", transformers {peer}" if peer else "")
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 
 def step_us(row: Row) -> float:
-    """Return the microseconds per step of a decoding row, prompt included."""
+    """Return the microseconds per step of a decoding's seconds, prompt included."""
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, Row
+from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
+    calls_of,
     cell_name,
     detail_length,
     has_shapes,
     how,
     length,
     new_tokens,
-    quantiles,
     ratio,
     reading_us,
     shape_of,
     step_us,
+    steps_of,
     times,
     where,
     widest_spread,
@@ -37,17 +37,17 @@ def render(name: str, file: File) -> str:
 
 
 def tables(name: str, file: File) -> list[Table]:
-    """Return the tables of a results file."""
+    """Return the tables of a results file; raises ResultsError for an unknown kind of study."""
     kind = file.study["kind"]
+    if kind not in LAYOUTS:
+        raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
-    if file.study.get("timed") == "call":
-        kind = "call"
     return pivot(name, file, LAYOUTS[kind])
 
 
 LAYOUTS: dict[str, Layout] = {}
-"""Layouts by kind of study; "shapes" and "call" are variants of "kernel" and "generation"."""
+"""Layouts by kind of study; "shapes" is a variant of "kernel"."""
 
 
 # ---- Values of columns ---------------------------------------------------------------------------
@@ -79,14 +79,19 @@ def _extra(name: str) -> Getter:
     return _first(lambda row: row.extra.get(name))
 
 
+def _of(find: Callable[[File, Row], Row | None], value: Callable[[Row, Entry], Value]) -> Getter:
+    """Return a value of the row that find() returns for a cell's row; blank without samples."""
+
+    def got(line: Entry) -> Value:
+        found = line.row and find(line.file, line.row)
+        return value(found, line) if found and found.samples else None
+
+    return got
+
+
 def _beside(metric: str, unit: float = 1) -> Getter:
     """Return the median of another metric for the same contender and cell."""
-
-    def value(line: Entry) -> Value:
-        found = line.row and line.file.beside(line.row, metric)
-        return found.median / unit if found else None
-
-    return value
+    return _of(lambda file, row: file.beside(row, metric), lambda row, _: row.median / unit)
 
 
 def _metric(name: str, unit: float = 1) -> Getter:
@@ -102,25 +107,48 @@ def _ratio(line: Entry) -> str:
     return times(found)
 
 
+def _tokens(line: Entry) -> int:
+    """Return the new tokens of a sample of a cell's row."""
+    return new_tokens(line.file, line.row or line.first)
+
+
+def _per_second(row: Row, line: Entry) -> float:
+    """Return the median tokens per second."""
+    return _tokens(line) / row.median
+
+
+def _least_and_most(row: Row, line: Entry) -> str:
+    """Return the least and the most tokens per second."""
+    least, most = row.spread
+    return f"{_tokens(line) / most:,.0f} .. {_tokens(line) / least:,.0f}"
+
+
 BACKEND = Column("backend", _first(lambda row: f"`{row.contender}`"))
 CONTENDER = Column("contender", _first(lambda row: row.contender))
 DTYPE = Column("dtype", _cell("dtype"))
 PRECISION = Column("precision", _extra("precision"))
+RATE = Column("tokens/s", _of(steps_of, _per_second), "{:,.0f}")
+CALL_RATE = Column("tokens/s, whole calls", _of(calls_of, _per_second), "{:,.0f}")
+ENERGY = Column(
+    "mJ per token",
+    _of(
+        lambda file, row: file.beside(row, "energy"),
+        lambda row, line: 1e3 * row.median / _tokens(line),
+    ),
+    "{:,.1f}",
+)
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
-def _has_one_length(line: Entry) -> bool:
-    return len({*map(length, line.block)}) == 1
-
-
-def _if_one_length(value: Getter) -> Getter:
-    return lambda line: value(line) if _has_one_length(line) else None
-
-
 def _error(name: str) -> Getter:
     return _timed(lambda row: getattr(row.check, name, None))
+
+
+def _relative_error(line: Entry) -> Value:
+    """Return the relative error in a table of a single length."""
+    return _error("relative_error")(line) if len({*map(length, line.block)}) == 1 else None
 
 
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -154,13 +182,12 @@ LAYOUTS["kernel"] = Layout(
         BACKEND,
         PRECISION,
         Column("N={at}, us", _median, "{:.1f}", over=length),
-        Column("20 % .. 80 %", _if_one_length(_timed(quantiles))),
-        Column("spread", lambda line: None if _has_one_length(line) else widest_spread(line.rows)),
+        Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}, N={at}", _ratio),
         Column("TFLOP/s", _timed(lambda row: row.tflops), "{:.3g}"),
         Column("GB/s", _timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"),
         Column("error", _error("error"), "{:.1e}"),
-        Column("relative error", _if_one_length(_error("relative_error")), "{:.1%}"),
+        Column("relative error", _relative_error, "{:.1%}"),
         Column("workspace, KiB", _beside("workspace", 1024), "{:.0f}"),
     ],
 )
@@ -211,16 +238,6 @@ def _text_was_compared(row: Row) -> str:
     return "its text was not compared: the baseline has none"
 
 
-def _new_tokens(file: File, row: Row) -> int:
-    return length(row) - int(file.study["prompt_tokens"])
-
-
-def _tokens_per_second(line: Entry) -> Value:
-    if not line.row or not line.row.samples:
-        return None
-    return int(line.row.cell["batch"]) * _new_tokens(line.file, line.row) / line.row.median
-
-
 LAYOUTS["generation"] = Layout(
     title=lambda name, file, block: (
         f"{file.study['model']}, {cell_name(block[0])}, {how(file)} ({name})"
@@ -236,39 +253,10 @@ LAYOUTS["generation"] = Layout(
         Column("{at} tokens, s", _median, "{:.3f}", over=length),
         Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}", _ratio),
-        Column("tokens/s", _tokens_per_second, "{:.0f}"),
+        RATE,
+        CALL_RATE,
         Column("attention's share", _share, "{:.1%}"),
         Column("peak memory, MiB", _beside("peak memory", 2**20), "{:.0f}"),
-    ],
-)
-
-
-def _after_warm_up(value: Getter) -> Getter:
-    """Return a value of the time without warm-up; of the call for transformers, which has none."""
-    return lambda line: value(
-        replace(line, row=line.file.beside(line.first, "generation") or line.first)
-    )
-
-
-LAYOUTS["call"] = Layout(
-    title=lambda name, file, block: (
-        f"{file.study['model']}, {block[0].cell['dtype']}, {file.study['prompt_tokens']} + "
-        f"{_new_tokens(file, block[0])} tokens, {how(file, 'transformers')} ({name})"
-    ),
-    columns=[
-        Column(
-            "program, mode",
-            _first(lambda row: f"{row.extra.get('program', 'gpt2-infer')}, {row.cell['mode']}"),
-        ),
-        Column(
-            "attention",
-            _first(lambda row: f"`{row.extra.get('decode_attention') or row.extra['attention']}`"),
-        ),
-        PRECISION,
-        Column("call, s (min .. max)", _first(lambda row: with_spread(row, "{:.3f}"))),
-        Column("vs transformers", _ratio),
-        Column("after warm-up, s", _after_warm_up(_median), "{:.3f}"),
-        Column("tokens/s", _after_warm_up(_tokens_per_second), "{:.0f}"),
     ],
 )
 
@@ -276,13 +264,13 @@ LAYOUTS["call"] = Layout(
 # ---- Decoding, batches, builds -------------------------------------------------------------------
 
 
-def _least_and_most(row: Row) -> str:
-    least, most = row.spread
-    return f"{new_tokens(row) / most:,.0f} .. {new_tokens(row) / least:,.0f}"
-
-
 def _is_recompute(row: Row) -> bool:
     return row.cell.get("mode") == "recompute"
+
+
+def _recompute_seconds(row: Row) -> str | None:
+    """Return the seconds of a whole call with their spread; None with a cache."""
+    return with_spread(row, "{:.3f}") if _is_recompute(row) else None
 
 
 def _weights_gbps(row: Row) -> float | None:
@@ -291,25 +279,33 @@ def _weights_gbps(row: Row) -> float | None:
 
 
 def _of_bandwidth(line: Entry) -> Value:
-    speed = _weights_gbps(line.first) if line.first.samples else None
-    return speed and speed / line.file.provenance.limits["read_gbps"]
+    speed, limits = _timed(_weights_gbps)(line), line.file.provenance.limits
+    return speed / limits["read_gbps"] if isinstance(speed, float) and limits else None
 
 
 def _lost_per_layer(line: Entry) -> Value:
     """Return the microseconds of a step beyond those of reading the weights, per layer."""
     row, config = line.first, named_config(str(line.first.cell["model"]))
-    if not row.samples or _is_recompute(row) or config is None:
+    if _of_bandwidth(line) is None or config is None:
         return None
     return (step_us(row) - reading_us(row, line.file)) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
     counts = sorted({int(row.cell["new_tokens"]) for row in block})
+    read_gbps = file.provenance.limits.get("read_gbps")
     return (
         f"{block[0].cell['prompt_tokens']} + {' and '.join(map(str, counts))} tokens, "
-        f"{file.provenance.limits['read_gbps'] / 1000:.2f} TB/s of read bandwidth measured, "
-        f"{how(file)} ({name})"
+        + (f"{read_gbps / 1000:.2f} TB/s of read bandwidth measured, " if read_gbps else "")
+        + f"{how(file)} ({name})"
     )
+
+
+def _call_ratio(line: Entry) -> str:
+    """Return how many times as fast as the baseline's a whole call is."""
+    calls = [calls_of(line.file, row) for row in line.same_cell]
+    mine, baseline = calls_of(line.file, line.first), line.file.study.get("baseline")
+    return times(ratio(mine, filter(None, calls), baseline) if mine and baseline else None)
 
 
 def _text_differs(row: Row) -> str:
@@ -324,24 +320,18 @@ LAYOUTS["decode"] = Layout(
         DTYPE,
         Column("batch", _cell("batch")),
         CONTENDER,
-        Column("seconds", _timed(lambda row: row.median if _is_recompute(row) else None), "{:.3f}"),
-        Column("tokens/s", _timed(lambda row: new_tokens(row) / row.median), "{:,.0f}"),
-        Column("least .. most", _timed(_least_and_most)),
-        Column("us per step", _timed(step_us), "{:.0f}"),
+        Column("seconds", _timed(_recompute_seconds)),
+        RATE,
+        Column("least .. most", _of(steps_of, _least_and_most)),
+        CALL_RATE,
+        Column("vs transformers", _call_ratio),
+        ENERGY,
+        Column("us per step", _of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
 )
-
-
-def _job_tokens_per_second(line: Entry) -> Value:
-    """Return new tokens per second of the median sample, without the startup time."""
-    if not line.first.samples:
-        return None
-    start = line.file.beside(line.first, "start")
-    seconds = line.first.median - (start.median if start else 0.0)
-    return float(line.first.extra["tokens"] / seconds)
 
 
 LAYOUTS["batch"] = Layout(
@@ -355,7 +345,9 @@ LAYOUTS["batch"] = Layout(
         Column("prompts", _extra("prompts"), "{:,}"),
         Column("start, s", _beside("start"), "{:.1f}"),
         Column("seconds", _first(lambda row: with_spread(row, "{:.2f}"))),
-        Column("tokens/s", _job_tokens_per_second, "{:,.0f}"),
+        RATE,
+        CALL_RATE,
+        ENERGY,
         Column("same rows", _extra("same_rows"), "{:.1%}"),
     ],
 )
@@ -473,8 +465,16 @@ LAYOUTS["perplexity"] = Layout(
 
 LAYOUTS["published"] = Layout(
     title=lambda name, file, _: f"{file.study['note']} ({name})",
+    rows=_all_rows,
     line=lambda row: row.contender,
-    columns=[BACKEND, Column("{at}", _median, "{:.1f} s", over=lambda row: row.cell["card"])],
+    columns=[
+        BACKEND,
+        Column(
+            "{at}",
+            _timed(lambda row: f"{row.median:.1f} {row.unit}"),
+            over=lambda row: row.cell["card"],
+        ),
+    ],
 )
 
 LAYOUTS["tests"] = Layout(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from gpt2_infer.bench.study import BatchStudy, run
+from tests.gpt2_infer.bench.common import by_name
 
 
 def test_every_batch_size_completes_the_same_rows():
@@ -13,8 +14,14 @@ def test_every_batch_size_completes_the_same_rows():
         prompts=6,
         new_tokens=3,
     )
-    rows = {row.contender: row for row in run(study).rows}
+    file = run(study)
+    rows = by_name(file)
     assert {len(row.samples) for row in rows.values()} == {2}
     assert {row.extra["tokens"] for row in rows.values()} == {18}
     assert rows["batch 4"].extra["same_rows"] == 1
     assert rows["transformers, padded, 4"].extra["same_rows"] == 1
+    for row in rows.values():
+        assert "on NVIDIA GPUs only" in file.beside(row, "energy").reason
+    for name in ("batch 1", "batch 4"):
+        steps = file.beside(rows[name], "generation").samples
+        assert all(0 < part < whole for part, whole in zip(steps, rows[name].samples, strict=True))

@@ -50,7 +50,7 @@ def change(path: str, value: object):
     ("apply", "words"),
     [
         (change("study", None), "is not a results file: Object missing required field `study`"),
-        (change("study.kind", "other"), "unknown kind of study"),
+        (change("study.kind", None), "its study has no kind"),
         (change("task", "Test Task"), "matching regex"),
         (change("provenance.gpu.name", None), "missing required field `name`"),
         (change("rows.0.metric", None), "missing required field `metric`"),

@@ -76,6 +76,36 @@ def test_an_interrupted_run_resumes_after_the_last_finished_cell(tmp_path):
     assert [row.kernel for row in found] == CELLS
 
 
+def test_long_samples_are_kept_one_by_one(tmp_path):
+    out, taken = tmp_path / "r.json", []
+
+    def run(most: int) -> list[Row]:
+        def take(name: str) -> dict[str, float]:
+            if len(taken) == most:
+                raise KeyboardInterrupt
+            taken.append(name)
+            return {"time": float(len(taken)), "start": len(taken) / 10}
+
+        def contenders(_):
+            for name in ("A", "B"):
+                yield Contender(kernel(name, []), lambda name=name: take(name))
+
+        long = subject(contenders, CELLS[:1])
+        long.has_long_samples = True
+        return time_cells(long, progress(out, cells=CELLS[:1]))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(3)
+    found = {(row.contender, row.metric): row.samples for row in run(99)}
+    assert taken == ["A", "B"] * 3  # a warm-up round and two others
+    assert found == {
+        ("A", "time"): [3.0, 5.0],
+        ("A", "start"): [0.3, 0.5],
+        ("B", "time"): [4.0, 6.0],
+        ("B", "start"): [0.4, 0.6],
+    }
+
+
 def test_a_truncated_cell_is_measured_again(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +142,7 @@ def test_another_commit_source_machine_or_plan_is_refused(changes, what, tmp_pat
 def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkeypatch):
     out = tmp_path / "r.json"
     kept = progress(out)
-    kept.add(CELLS[0], [kernel("A", [1.0, 2.0], cell=CELLS[0])])
+    kept.add(str(CELLS[0]), [kernel("A", [1.0, 2.0], cell=CELLS[0])])
     with monkeypatch.context() as patch:
 
         def full(*_):
@@ -120,8 +150,8 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkey
 
         patch.setattr("pathlib.Path.open", full)
         with pytest.raises(ResultsError) as caught:
-            kept.add(CELLS[1], [])
-    assert "No space left on device (finished cells: 1); rerun to resume" in str(caught.value)
+            kept.add(str(CELLS[1]), [])
+    assert "No space left on device (finished: 1); rerun to resume" in str(caught.value)
     assert [*progress(out).cells] == [str(CELLS[0])]
 
 

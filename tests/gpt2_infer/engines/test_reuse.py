@@ -213,6 +213,17 @@ def test_an_engine_serves_one_call_at_a_time(captured):
     assert {lend(model)[0], lend(model)[0]} == {one, two}
 
 
+@pytest.mark.parametrize("engine", ["graph", "fused"])
+def test_a_cpu_keeps_no_engine(engine, monkeypatch):
+    monkeypatch.setattr(engines, "_reasons", lambda *_: {"fused": [], "graph": []})
+    model = random_model(CONFIG)
+    request = request_for(model, PROMPTS, max_new_tokens=5, mode="kv-cache", engine=engine)
+    lent, keep = lend_engine(model, request)
+    assert lent.name == engine
+    keep()
+    assert not waiting(model)
+
+
 @torch.inference_mode()
 def test_an_engine_that_was_lent_before_a_release_is_not_kept(captured):
     model = random_model(CONFIG)

@@ -36,7 +36,7 @@ from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.ladders import predecessors
 from gpt2_infer.bench.show.page import lanes, source
-from gpt2_infer.bench.show.page.source import Comparison, Kernel
+from gpt2_infer.bench.show.page.source import Kernel, VersionPair
 from gpt2_infer.bench.show.pivot import Table, are_numbers
 from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
@@ -72,7 +72,7 @@ def make_page(
             predictions[kernel.name] = found
     by_name = {kernel.name: kernel for kernel in kernels}
     comparisons = [
-        Comparison(by_name[before], by_name[name])
+        VersionPair(by_name[before], by_name[name])
         for name, before in predecessors(versions).items()
         if before
     ]

@@ -135,7 +135,7 @@ class Hunk:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class VersionPair:
     """Two versions side by side."""
 
     old: Kernel

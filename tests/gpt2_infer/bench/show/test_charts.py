@@ -7,12 +7,21 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import matplotlib.pyplot as plt
+import msgspec
 from matplotlib.container import BarContainer
 
-from gpt2_infer.bench.record import KernelCell
-from gpt2_infer.bench.show import charts
+from gpt2_infer.bench.record import DecodeCell, KernelCell, Row
+from gpt2_infer.bench.show import charts, drawing
 from gpt2_infer.bench.show.figures import main_rows
-from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels, profile, shapes
+from tests.gpt2_infer.bench.common import (
+    file_of,
+    generation,
+    inspection,
+    kernel,
+    kernels,
+    profile,
+    shapes,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +46,10 @@ def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate
     text = charts.render(inspection())["bars"].decode()
     assert text == charts.render(inspection())["bars"].decode()
     at = re.search(r"\d+\.\d{3,}", text)[0]
-    assert charts.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
-    assert charts.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
-    assert not charts.is_same(text, text.replace(at, f"1{at}", 1))
-    assert not charts.is_same(text, text.replace("31,000", "31,001"))
+    assert drawing.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
+    assert drawing.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
+    assert not drawing.is_same(text, text.replace(at, f"1{at}", 1))
+    assert not drawing.is_same(text, text.replace("31,000", "31,001"))
 
 
 @pytest.fixture
@@ -85,6 +94,24 @@ def test_each_timed_backend_has_a_bar_per_shape(close):
     bars = {one.get_label(): [bar.get_width() for bar in one] for one in axes.containers}
     assert bars["FAST (3xfp16)"] == [pytest.approx(KernelCell(128).flops / 50 / 1e6)]
     assert len(bars["NAIVE_PYTORCH (3xtf32)"]) == 2
+
+
+def test_a_decoding_is_drawn_by_its_speed_and_energy(close):
+    rows = []
+    for name, dtype, joules in (("eager", "float32", 64.0), ("peer", "bfloat16", 8.0)):
+        cell = msgspec.to_builtins(DecodeCell("gpt2", dtype, 2, 8, 32))
+        extra = {"calls": 30, "seconds": 3.0}
+        row = {"contender": name, "cell": cell, "metric": "energy", "unit": "J"}
+        rows.append(Row(**row, samples=[joules], extra=extra))
+    refused = Row(**row, status="refused", reason="no counter")
+    (axes,) = charts.decode_energy(file_of("decode", rows)).axes
+    points = [line.get_xydata().tolist() for line in axes.get_lines()]
+    assert points[:2] == [[[640, 1]], [[640, 8]]]  # 640 W and 80 W
+    assert {"50 W", "100 W", "800 W"} <= {text.get_text() for text in axes.texts}
+    (legend,) = axes.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["eager", "peer", "gpt2, float32, batch 2", "gpt2, bfloat16, batch 2"]
+    assert charts.decode_energy(file_of("decode", [rows[0], refused])) is None
 
 
 def test_a_roofline_shows_speeds_limits_and_errors(close):

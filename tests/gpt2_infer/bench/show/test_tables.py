@@ -3,28 +3,35 @@ from __future__ import annotations
 import math
 import re
 
+import msgspec
 import pytest
 
-from gpt2_infer.bench.record import KernelCell, Row
+from gpt2_infer.bench.record import DecodeCell, File, KernelCell, ResultsError, Row
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
 from tests.gpt2_infer.bench.common import (
+    beside,
     file_of,
     generation,
     inspection,
     kernel,
     kernels,
     profile,
+    provenance,
     shapes,
 )
 
 
-def rows(text: str) -> dict[str, dict[str, str]]:
-    """The cells of a text's first table, by backend and heading."""
+def lines_of(text: str) -> list[dict[str, str]]:
+    """The cells of a text's only table, by heading."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     head, _, *body = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    found = [dict(zip(head, row, strict=True)) for row in body]
-    return {row[head[0]].strip("`"): row for row in found}
+    return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def rows(text: str) -> dict[str, dict[str, str]]:
+    """The same by backend, the first cell."""
+    return {next(iter(row.values())).strip("`"): row for row in lines_of(text)}
 
 
 def test_there_is_no_ratio_to_another_precision_class_or_within_the_spread():
@@ -66,13 +73,12 @@ def test_shapes_at_lengths_of_their_own_share_a_table():
     assert "`FAST`: refused: not in 32" in text
 
 
-def test_a_single_length_has_percentiles_and_a_relative_error():
+def test_a_single_length_has_a_relative_error():
     results = kernels()
     results.rows = [row for row in results.rows if row.kernel.seqlen == 1024]
     found = rows(tables.render("FILE", results))["NAIVE_PYTORCH"]
-    assert found["20 % .. 80 %"] == "99.4 .. 100.6"
+    assert found["spread"] == "2.0 %"
     assert found["relative error"] == "1.0%"
-    assert "spread" not in found
 
 
 def test_generation_shows_the_share_of_attention_and_what_was_not_compared():
@@ -83,6 +89,68 @@ def test_generation_shows_the_share_of_attention_and_what_was_not_compared():
     second = [*found["CUSTOM_CUDA_VERSION_2"].values()]
     assert second[1:] == ["ieee-fp32", "0.375", "1.500", "2.0 %", "1.33", "336", "33.3%", "1536"]
     assert text.count("its text was not compared: the baseline has none") == 1
+
+
+def decoding(mode: str, whole: float | None, joules: float | None, **settings) -> File:
+    """Ours, 64 tokens in 0.5 s, and a peer; `whole` and `joules` of a call."""
+    cell = msgspec.to_builtins(DecodeCell("gpt2", "float32", 2, 8, 32, mode))
+
+    def row(contender: str, metric: str, *samples: float, **fields) -> Row:
+        return Row(
+            contender=contender, cell=cell, metric=metric, unit="s", samples=[*samples], **fields
+        )
+
+    extra = {"program": "gpt2-infer", "weight_bytes": 10**9}
+    main, other = ("time", "call") if mode == "kv-cache" else ("generation", "time")
+    found = [row("ours", main, 0.4, 0.5, 0.5)]
+    found += [row("ours", other, whole)] if whole else []
+    found += [row("ours", "energy", joules)] if joules else []
+    no_counter = {"status": "refused", "reason": "no counter"}
+    found += [row("peer", "time", 2.0, extra=extra | {"program": "transformers"})]
+    found += [row("peer", "energy", **no_counter)]
+    next(one for one in found if one.metric == "time").extra = extra
+    limits = {"read_gbps": 4000.0}
+    return file_of("decode", found, provenance=provenance(limits=limits), settings=settings)
+
+
+def test_a_decoding_shows_steps_whole_calls_and_energy():
+    text = tables.render("FILE", decoding("kv-cache", 0.8, 6.4, baseline="peer", peers=True))
+    assert "transformers 5.17.0" in text
+    ours, peer = lines_of(text)
+    assert (ours["tokens/s"], ours["least .. most"]) == ("128", "128 .. 160")
+    assert (ours["tokens/s, whole calls"], ours["vs transformers"]) == ("80", "2.50")
+    assert (ours["mJ per token"], ours["of the bandwidth"]) == ("100.0", "2%")
+    assert (peer["tokens/s"], peer["tokens/s, whole calls"]) == ("32", "32")
+    assert peer["mJ per token"] == ""
+
+
+def test_older_decodings_show_what_they_have():
+    ours, _ = lines_of(tables.render("FILE", decoding("kv-cache", None, None)))
+    assert (ours["tokens/s"], ours["tokens/s, whole calls"]) == ("128", "")
+    assert {"mJ per token", "vs transformers"}.isdisjoint(ours)
+    file = decoding("recompute", 0.8, None)
+    ours, _ = lines_of(tables.render("FILE", file))
+    assert (ours["tokens/s"], ours["seconds"]) == ("128", "0.800 (0.800 .. 0.800)")
+    assert ours["tokens/s, whole calls"] == "80"
+    file.rows = file.of("time")
+    ours, _ = lines_of(tables.render("FILE", file))
+    assert "tokens/s" not in ours
+    assert ours["tokens/s, whole calls"] == "80"
+
+
+def test_batches_show_steps_whole_calls_and_energy():
+    cell = {"model": "gpt2", "dtype": "float32", "new_tokens": 8}
+    extra = {"program": "gpt2-infer", "prompts": 50, "tokens": 400}
+    row = Row(contender="A", cell=cell, metric="time", unit="s", samples=[4.0, 6.0], extra=extra)
+    for metric, unit, value in (("generation", "s", 2.0), ("energy", "J", 10.0)):
+        file = file_of("batch", [row, beside(row, metric, unit, value)])
+        (found,) = lines_of(tables.render("FILE", file))
+        assert found["tokens/s, whole calls"] == "80"
+        assert found.get("tokens/s") == ("200" if metric == "generation" else None)
+        assert found.get("mJ per token") == ("25.0" if metric == "energy" else None)
+    file = file_of("batch", [row, beside(row, "start", "s", 1.0)])
+    (found,) = lines_of(tables.render("FILE", file))
+    assert (found["tokens/s"], found["start, s"]) == ("100", "1.0")
 
 
 def test_an_inspection_shows_conflicts_and_waste_and_names_what_was_refused():
@@ -119,6 +187,11 @@ def test_a_build_and_published_figures_have_tables():
     ]
     published = file_of("published", theirs, settings={"note": "Theirs"})
     assert rows(tables.render("FILE", published))["B"]["other"] == "3.0 s"
+
+
+def test_an_unknown_kind_of_study_is_one_line():
+    with pytest.raises(ResultsError, match=r"^FILE: unknown kind of study, other$"):
+        tables.render("FILE", file_of("other", []))
 
 
 def test_a_run_of_tests_has_a_table():

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels.ladder.compilers import missing_compiler
+from gpt2_infer.bench import decoding, models
+from gpt2_infer.bench.record import File
+from gpt2_infer.bench.show.figures import calls_of, steps_of
+from gpt2_infer.bench.study import DecodeStudy, run
+from tests.gpt2_infer.bench.common import by_name
+
+FUSED = not missing_compiler("emulator")
+
+
+def decode(**settings) -> File:
+    settings = {"models": ["demo"], "dtypes": ["float32"], "new_tokens": [5]} | settings
+    return run(DecodeStudy(device="cpu", rounds=2, **settings))
+
+
+def test_steps_and_whole_calls_are_timed_in_the_same_call():
+    file = decode(engines=["eager", "fused"], prompt_tokens=11, batch_sizes=[2], peers=True)
+    eager, fused, peer = file.of("time")
+    assert peer.contender == file.study["baseline"] == "transformers, dynamic cache"
+    assert eager.cell["prompt_tokens"] == 11
+    assert (fused.status, len(fused.samples)) == (("ok", 2) if FUSED else ("refused", 0))
+    for row in (eager, *([fused] if FUSED else [])):
+        assert row.extra["same_text"]
+        steps, calls = steps_of(file, row), calls_of(file, row)
+        assert steps is row
+        assert all(a < b for a, b in zip(steps.samples, calls.samples, strict=True))
+    assert calls_of(file, peer) is peer
+    assert peer.extra["same_text"]
+    energy = {row.contender: row for row in file.of("energy")}
+    assert "on NVIDIA GPUs only" in energy["eager"].reason
+
+
+def test_a_call_without_a_cache_includes_one_time_work():
+    file = decode(mode="recompute", engines=["eager"], peers=True)
+    eager, peer = file.of("time")
+    steps = steps_of(file, eager)
+    assert all(a < b for a, b in zip(steps.samples, eager.samples, strict=True))
+    assert calls_of(file, eager) is eager
+    assert steps_of(file, peer) is None
+    assert peer.extra["same_text"]
+
+
+def test_an_engine_that_does_not_support_the_case_is_refused():
+    found = by_name(decode(engines=["eager", "graph"]))
+    assert len(found["eager"].samples) == 2
+    assert found["graph"].status == "refused"
+    assert "it needs a CUDA device" in found["graph"].reason
+
+
+def test_another_text_is_noted_and_one_that_changes_fails(monkeypatch):
+    reference_of, generate, calls = models.reference_of, decoding.generate, []
+
+    def changed(model):
+        reference = reference_of(model)
+        with torch.no_grad():
+            reference.transformer.ln_f.weight *= -1
+        return reference
+
+    def changing(*arguments, **options):
+        done = generate(*arguments, **options)
+        calls.append(1)
+        if len(calls) == 4:
+            done.tokens[0][0] += 1
+        return done
+
+    monkeypatch.setattr(models, "reference_of", changed)
+    monkeypatch.setattr(decoding, "generate", changing)
+    ours, peer = decode(engines=["eager"], peers=True).of("time")
+    assert (ours.status, ours.reason) == ("failed", "its text changes from run to run")
+    assert (peer.status, peer.extra["same_text"]) == ("ok", False)
+
+
+@pytest.mark.gpu
+def test_the_portable_step_is_another_contender():
+    study = DecodeStudy(models=["gpt2"], new_tokens=[70], engines=["fused"], portable=True)
+    study.dtypes, study.rounds = ["float32"], 2
+    fused, portable = run(study).of("time")
+    assert portable.contender == "fused, sm_80"
+    assert portable.extra["same_text"]
+    assert min(portable.samples) > max(fused.samples)
