@@ -136,11 +136,10 @@ def test_shared_memory_of_both_kinds_limits_the_blocks():
         resources._row("v01", "90", "float16", launch, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels"),
-    [("v17", {"attention", "join"}), ("v27", {"split", "attention", "join"})],
-)
-def test_kernels_that_start_early_are_listed(name, kernels):
-    version = next(one for one in header.versions() if one.name == name)
+def test_kernels_that_start_early_are_listed():
+    version = next(one for one in header.versions() if one.name == "v17")
     launches = resources.launches_of(version, [64])
-    assert {launch.kernel.split("_kernel<")[0] for launch in launches} == kernels
+    assert [launch.kernel.split("<")[0] for launch in launches] == [
+        "attention_kernel",
+        "join_kernel",
+    ]
