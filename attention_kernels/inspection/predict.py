@@ -181,15 +181,19 @@ class _Line:
         return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
-def _line(program: _Program, launch: Launch) -> _Line:
-    """Run some blocks of a launch; with a second axis, blocks along the first count as alike."""
+def _line(program: _Program, launch: Launch, *, are_alike: bool = True) -> _Line:
+    """Run some blocks of a launch.
+
+    are_alike: with a second axis, blocks along the first count as alike, unless none of those that
+    are run requests memory.
+    """
     x, y, z = launch.grid
     if x * y * z > _MAX_GRID:
         reason = f"a grid of {x * y * z} blocks (predictions take {_MAX_GRID} at most)"
         raise UnsupportedError(program.version.path.name, [reason])
     places = [(0, j, k) for k in range(z) for j in range(y)]
-    if y == z == 1:
-        places = [(i, 0, 0) for i in range(x)]
+    if y == z == 1 or not are_alike:
+        places = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
     length = len(places)
     alike = math.prod(launch.grid) // length
     base = _PARAMETERS[program.gpu.arch]
@@ -208,7 +212,7 @@ def _line(program: _Program, launch: Launch) -> _Line:
     if length <= _SAMPLED:
         blocks, ran = run(range(length))
         samples = ran
-    elif y > 1 and z == 1:
+    elif y > 1 and z == 1 and are_alike:
         blocks, ran = run([length - 2, length - 1])
         last = [counts["issue"] for counts in ran.values()]
         if abs(last[0] - last[1]) < 0.001 * last[1]:  # all alike, but the last may be partial
@@ -229,8 +233,10 @@ def _line(program: _Program, launch: Launch) -> _Line:
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
     # A block without memory requests has no work. Time a few of the others.
     numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
+    if not numbers and alike > 1:
+        return _line(program, launch, are_alike=False)
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
-    timed = {*busy[:: -(-len(busy) // _SAMPLED)], busy[-1]}
+    timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
     # The recorder of launches puts q, k and v at 1, 2 and 3 terabytes.
     inputs = sum(blocks.fetched[tensor] for tensor in (1, 2, 3)) / max(1, blocks.fetched.total())
@@ -347,13 +353,15 @@ def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Predict
     busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. The output of an earlier launch is in L2.
-    cold = line.inputs * min(1.0, fits * gpu.multiprocessors / busy)
+    cold = line.inputs * min(1.0, fits * gpu.multiprocessors / max(1, busy))
     fits = min(fits, -(-busy // gpu.multiprocessors))
     l2_bytes = total["misses"] * SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
-    alone, extra = _alone(gpu, code, line.works, miss)
-    paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
-    end, equal = _finish(line, gpu, alone, paces, extra)
+    end = equal = 0.0
+    if line.works:
+        alone, extra = _alone(gpu, code, line.works, miss)
+        paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
+        end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
     lines = total["lines"]

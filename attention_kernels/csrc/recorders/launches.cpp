@@ -9,8 +9,10 @@
 // that follow.
 
 #define launch_kernel emulated_launch_kernel
+#define launch_early emulated_launch_early
 #include "common.cuh"
 #undef launch_kernel
+#undef launch_early
 
 #include <cxxabi.h>
 #include <dlfcn.h>
@@ -49,6 +51,12 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   std::fprintf(channel, "\n");
   std::free(words);
   return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int, dim3 block,
+                         size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
+  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
 }
 
 }  // namespace attention

@@ -204,6 +204,15 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
 
 
+@pytest.mark.slow
+@needs_cuda_programs
+def test_a_kernel_that_starts_early_is_predicted_as_well():
+    """Block 0 of v17's second kernel joins nothing, so blocks along the first axis differ."""
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_17"]
+    (found,) = predict.predict(version, H200, [512])
+    assert found.launches == 2
+
+
 def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))

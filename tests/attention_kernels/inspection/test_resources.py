@@ -161,3 +161,12 @@ def test_shared_memory_of_both_kinds_limits_the_blocks():
     assert (row.blocks, row.limited_by) == (2, "shared memory")
     with pytest.raises(BuildError, match="v01 launches kernel, which ptxas did not compile"):
         resources._row("v01", "90", "float16", launch, {})
+
+
+def test_kernels_that_start_early_are_listed():
+    version = next(one for one in header.versions() if one.name == "v17")
+    launches = resources.launches_of(version, [64])
+    assert [launch.kernel.split("<")[0] for launch in launches] == [
+        "attention_kernel",
+        "join_kernel",
+    ]
