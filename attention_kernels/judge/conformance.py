@@ -73,10 +73,8 @@ MOST_FAILURES = 20
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
-# The most work of a case that one thread of the CPU judges: the launches on a GPU take longer, and
-# several threads wait for each other. Half of the cores judge larger cases.
-SMALL = 1e6
-CORES = max(1, torch.get_num_threads() // 2)
+# The most work of a case that is judged on the CPU: for less, the launches on a GPU take longer.
+JUDGED_ON_CPU = 2e6
 # How many cases run before repeated calls.
 CHEAP = 200
 # The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
@@ -343,7 +341,8 @@ def verify(
         report.note("loading it", error)
         on_failure(report.failures[0])
         return report
-    with threads(1), contextlib.closing(runner):
+    # The rest of the cores is the kernel's: both compute at the same time.
+    with threads(max(1, torch.get_num_threads() // 2)), contextlib.closing(runner):
         spec = runner.spec
         if unknown := [name for name in dtypes if name not in spec.dtypes]:
             reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
@@ -518,10 +517,8 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
 
 def _judge(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor], o: Tensor) -> Verdict:
     spec = runner.spec
-    device, count = ("cpu", 1) if case.work <= SMALL else (runner.device, CORES)
+    device = runner.device if case.work > JUDGED_ON_CPU else "cpu"
+    q, k, v, *seqlens = (x.to(device) for x in inputs)
     is_causal = isinstance(case, Case) and case.is_causal
-    with threads(count):
-        q, k, v, *seqlens = (x.to(device) for x in inputs)
-        right = truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
-        precision = spec.precisions[dtype_name(case.dtype)]
-        return right.judge(o.to(device), precision, spec.error_slack)
+    right = truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+    return right.judge(o.to(device), spec.precisions[dtype_name(case.dtype)], spec.error_slack)
