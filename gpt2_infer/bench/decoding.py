@@ -52,8 +52,12 @@ class Decoding(Subject[DecodeCell]):
             raise RequestError("decoding is compared on a CUDA device only")
         self.study, self.rounds, self.device = study, study.rounds, "cuda"
         self._models = models.OneModel(random_weights=True, device="cuda")
+        self.prompt = PROMPT
+        if study.prompt_tokens is not None:
+            generator = torch.Generator().manual_seed(0)
+            self.prompt = torch.randint(50257, (study.prompt_tokens,), generator=generator).tolist()
         self.cells = [
-            DecodeCell(name, dtype, batch, len(PROMPT), count, study.mode)
+            DecodeCell(name, dtype, batch, len(self.prompt), count, study.mode)
             for name, dtype, batch, count in itertools.product(
                 study.models, study.dtypes, study.batch_sizes, study.new_tokens
             )
@@ -89,10 +93,13 @@ class Decoding(Subject[DecodeCell]):
             how = None if products == "ieee-fp32" else products
             words = ", ".join(filter(None, [backend, name, how]))
             ours = model.with_products(products).with_attention(backend)
-            yield words, "gpt2-infer", _engine(ours, cell, name)
+            yield words, "gpt2-infer", _engine(ours, cell, name, self.prompt)
         if self.study.portable:
-            yield PORTABLE, "gpt2-infer", _engine(model, cell, "fused", arch="compute_80")
-        if self.study.peers:
+            run = _engine(model, cell, "fused", self.prompt, arch="compute_80")
+            yield PORTABLE, "gpt2-infer", run
+        if self.study.peers and cell.new_tokens == 1:
+            yield "transformers", "transformers", _transformers_prompt(model, self.prompt)
+        elif self.study.peers:
             yield TRANSFORMERS[cell.mode], "transformers", _transformers(model, cell)
             if cell.mode == "kv-cache":
                 yield RECIPE, "recipe", _recipe(model, cell)
@@ -105,12 +112,14 @@ def _sample(run: Run, expected: list[list[int]] | None) -> dict[str, Any]:
     return {"time": marks[-1], "marks": marks}
 
 
-def _engine(model: GPT2, cell: DecodeCell, name: EngineName, arch: str | None = None) -> Run:
+def _engine(
+    model: GPT2, cell: DecodeCell, name: EngineName, prompt: list[int], arch: str | None = None
+) -> Run:
     """Return an engine's run; arch: of the portable fused step, from its PTX."""
     request = Request(
         config=model.config,
         tokenizer=None,
-        prompts=[PROMPT] * cell.batch,
+        prompts=[prompt] * cell.batch,
         max_new_tokens=cell.new_tokens,
         mode=cell.mode,
         ignore_eos=True,
@@ -161,6 +170,23 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     def run() -> tuple[list[list[int]], list[float]]:
         call = functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
         tokens, seconds = models.timed(model.device, call)
+        return tokens.tolist(), [seconds]
+
+    return run
+
+
+def _transformers_prompt(model: GPT2, prompt: list[int]) -> Run:
+    """Return transformers' forward pass, with the logits of the last position."""
+    reference = models.reference_of(model)
+    ids = torch.tensor([prompt], device=model.device)
+
+    @torch.inference_mode()
+    def forward() -> Tensor:
+        logits: Tensor = reference(ids, logits_to_keep=1).logits
+        return logits.argmax(-1)
+
+    def run() -> tuple[list[list[int]], list[float]]:
+        tokens, seconds = models.timed(model.device, forward)
         return tokens.tolist(), [seconds]
 
     return run

@@ -153,7 +153,10 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    prompt_tokens: AtLeastOne | None = None
+    """The length of a random prompt; None selects the case study's prompt."""
     new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
+    """New tokens per row; with one, the time is that of the prompt."""
     engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
         default_factory=lambda: ["eager", "graph", "fused"]
     )
@@ -203,6 +206,8 @@ class PerplexityStudy(Comparison, kw_only=True, tag="perplexity"):
     """The score of each backend on the bundled model's held-out books."""
 
     subject = "scores.Scores"
+    products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
+    """Matrix products, each with every backend, in float32."""
     max_tokens: AtLeastOne = 30000
     window: AtLeastOne = 1024
 

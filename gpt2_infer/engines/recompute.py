@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
 from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
-from gpt2_infer.model import GPT2, Block, keep
-from gpt2_infer.product import MAX_NORM
+from gpt2_infer.model import GPT2, Block, KVCache, keep
+from gpt2_infer.product import MAX_NORM, Activation
 from gpt2_infer.request import EngineName, Request
 
 # Up to this many rows our products were faster than the libraries' on an H200.
@@ -19,11 +19,16 @@ MAX_ROWS = 2048
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return the reasons why the fused engine cannot run this model and request."""
+    longest = max(map(len, request.rows)) + request.max_new_tokens - 1
+    return forward_reasons(model, len(request.rows) * longest)
+
+
+def forward_reasons(model: GPT2, rows: int) -> list[str]:
+    """Return the reasons why Forward cannot run this model, or so many positions."""
     reasons = kernel_reasons(model, ["float32"])
     if model.config.n_embd > MAX_NORM:
         reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")
-    longest = max(map(len, request.rows)) + request.max_new_tokens - 1
-    if (rows := len(request.rows) * longest) > MAX_ROWS:
+    if rows > MAX_ROWS:
         reasons.append(f"passes of up to {rows} positions (it takes up to {MAX_ROWS})")
     return reasons
 
@@ -100,14 +105,19 @@ class Layer:
         linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
         self.qkv, self.proj, self.fc, self.fc2 = (one.product() for one in linears)
 
-    def attend(self, normed: Tensor, shape: torch.Size, backend: BackendSpec) -> Tensor:
-        """Return the heads' outputs for the output of ln_1, as rows."""
-        return self.block.attn.attend(self.qkv(normed), shape, backend).contiguous()
+    def attend(
+        self,
+        normed: Activation,
+        shape: torch.Size,
+        backend: BackendSpec,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return the heads' outputs for the output of ln_1, as rows; fill the cache if given."""
+        return self.block.attn.attend(self.qkv(normed), shape, backend, cache).contiguous()
 
-    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """Add both projections to the residual stream x in place; return next_norm of it."""
-        normed = self.proj.add_to(x, heads, self.block.ln_2)
-        return self.fc2.add_to(x, self.fc(normed, gelu=True), self.next_norm)
+    def hidden(self, x: Tensor, heads: Tensor) -> Activation:
+        """Add the first projection to the residual stream x in place; return the hidden units."""
+        return self.fc.hidden(self.proj.add_and_norm(x, heads, self.block.ln_2))
 
 
 class Forward:
@@ -119,18 +129,23 @@ class Forward:
         self.first_norm = norms[0]
         self.layers = [Layer(*pair) for pair in zip(blocks, norms[1:], strict=True)]
 
-    def __call__(self, model: GPT2, tokens: Tensor, seqlens: Tensor) -> Tensor:
+    def __call__(
+        self, model: GPT2, tokens: Tensor, seqlens: Tensor, cache: KVCache | None = None
+    ) -> Tensor:
         """Return the logits at each row's last position, (batch, vocab_size).
 
         model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
-        right-padded. seqlens: int64 (batch,).
+        right-padded. seqlens: int64 (batch,). cache: an empty one to fill.
         """
         x = model.embed(tokens)
-        normed = self.first_norm(x)
-        for layer in self.layers:
-            heads = layer.attend(normed, tokens.shape, model.attention)
-            if layer is self.layers[-1]:
-                # From here on positions are independent, and only these need logits.
-                x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
-            normed = layer.finish(x, heads)
-        return model.head(normed)
+        normed: Activation = self.first_norm(x)
+        *layers, last = self.layers
+        for layer in layers:
+            heads = layer.attend(normed, tokens.shape, model.attention, cache)
+            normed = layer.fc2.add_and_norm(x, layer.hidden(x, heads), layer.next_norm)
+        heads = last.attend(normed, tokens.shape, model.attention, cache)
+        if cache is not None:
+            cache.seqlens.copy_(seqlens)
+        # From here on positions are independent, and only these need logits.
+        x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
+        return model.head(last.fc2.add_to(x, last.hidden(x, heads), last.next_norm))
