@@ -224,8 +224,14 @@ class Packed:
     """A matrix of `rows` rows, split into float16 as v02_three_products.cu reads its x."""
 
     data: Tensor
-    """The chunks described in csrc/product.cuh, in float32."""
+    """The chunks described in csrc/rows.cuh, in float32."""
     rows: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, like: Tensor) -> Packed:
+        """Allocate one on the device of `like`, which is float32."""
+        chunks = -(-rows // 16) * (columns // 32)
+        return cls(like.new_empty(chunks * (16 * 32 + 16)), rows)
 
 
 Activation: TypeAlias = Tensor | Packed
@@ -295,14 +301,13 @@ class Product:
         return self.bias.new_empty(_rows(x), self.shape[1])
 
     def _for_product(self, x: Activation) -> Activation:
-        return self._packed(_rows(x), self.shape[1]) if self._packs else self._plain(x)
-
-    def _packed(self, rows: int, columns: int) -> Packed:
-        chunks = -(-rows // 16) * (columns // 32)
-        return Packed(self.bias.new_empty(chunks * (16 * 32 + 16)), rows)
+        if self.packs:
+            return Packed.empty(_rows(x), self.shape[1], self.bias)
+        return self._plain(x)
 
     @property
-    def _packs(self) -> bool:
+    def packs(self) -> bool:
+        """Whether what is computed for another product is Packed."""
         return self.exponents is not None
 
     def _launch(
@@ -323,8 +328,8 @@ class Product:
         epsilon = 0.0 if norm is None else norm.eps
         plain_x, packed_x = _either(x)
         plain_y, packed_y = _either(y)
-        if self._packs and packed_x is None:
-            packed_x = self._packed(m, k).data
+        if self.packs and packed_x is None:
+            packed_x = Packed.empty(m, k, self.bias).data
         tensors = (
             *(plain_x, self.weight, self.bias, plain_y, residual, scale, shift, workspace),
             *(self.exponents, packed_x, packed_y),

@@ -3,11 +3,9 @@
 
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "rows.cuh"
 
 // nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
 #include <cuda_pipeline.h>
@@ -39,8 +37,6 @@ struct StructParams {
 using ProductParams = StructParams;
 
 namespace {
-
-constexpr unsigned kWarp = 0xffffffff;
 
 // A block's share of a tile: `count` of its slabs, from `first` on.
 struct Share {
@@ -81,62 +77,11 @@ struct Slabs {
   }
 };
 
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
-__device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
-__device__ inline float4 operator+(float4 a, float4 b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
 __device__ inline float gelu(float x) {
   constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
   // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
   const float u = kRoot * (x + 0.044715f * x * x * x);
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
-}
-
-// Packed, x is (m / 16, k / 32) chunks. Each has 2 groups of 16 k, their hi and lo, a uint4 for each
-// of 32 lanes, and then a scale per row. A lane has four k of rows lane / 4 and lane / 4 + 8.
-constexpr int kPackedRows = 16, kPackedK = 32;
-constexpr int kScales = 2 * 2 * 32;                // the first uint4 of a chunk's scales
-constexpr int kChunk = kScales + kPackedRows / 4;  // uint4s in a chunk
-constexpr int kTop = 14;      // exponent to which a row's or a column's largest number is scaled
-constexpr int kLeast = -112;  // the smallest exponent that is scaled for
-constexpr int kMost = 127;
-
-// Splits x and y into hi + lo; a word holds a pair of halves.
-__device__ inline void split(float x, float y, unsigned& hi, unsigned& lo) {
-  const half2 high = __floats2half2_rn(x, y);
-  const float2 back = __half22float2(high);
-  const half2 low = __floats2half2_rn(x - back.x, y - back.y);
-  hi = *reinterpret_cast<const unsigned*>(&high);
-  lo = *reinterpret_cast<const unsigned*>(&low);
-}
-
-// Packs four numbers of a row of k. Eight lanes with consecutive columns share a scale, so whole
-// warps must call it.
-__device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v, bool is_here) {
-  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-#pragma unroll
-  for (int width = kPackedK / 8; width > 0; width /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
-  if (!is_here) return;
-  // Powers of two by their bits: 127 + exponent, without a fraction.
-  const unsigned bits = min(max(__float_as_uint(largest) >> 23, kLeast + 127u), kMost + 127u);
-  const float scale = __uint_as_float((kTop + 2 * 127 - bits) << 23);
-  uint2 hi, lo;
-  split(v.x * scale, v.y * scale, hi.x, lo.x);
-  split(v.z * scale, v.w * scale, hi.y, lo.y);
-  uint4* const chunk =
-      packed +
-      (static_cast<int64_t>(row / kPackedRows) * (k / kPackedK) + column / kPackedK) * kChunk;
-  const int lane = row % 8 * 4 + column % 16 / 4;
-  auto* const to = reinterpret_cast<unsigned*>(chunk + column % kPackedK / 16 * 2 * 32 + lane) +
-                   row % kPackedRows / 8;
-  to[0] = hi.x, to[2] = hi.y;
-  to[4 * 32] = lo.x, to[4 * 32 + 2] = lo.y;
-  if (column % kPackedK == 0)
-    reinterpret_cast<float*>(chunk + kScales)[row % kPackedRows] =
-        __uint_as_float((bits - kTop) << 23);
 }
 
 __device__ inline float4 gelu(float4 v) { return {gelu(v.x), gelu(v.y), gelu(v.z), gelu(v.w)}; }
@@ -196,16 +141,6 @@ __device__ void end_rows(const ProductParams& p, const Share& share, int row, in
       store4(share.part + (row + i * step) * T::kBlockN + column, v[i]);
 }
 
-__device__ inline float block_sum(float value, float* warps) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-  return sum;
-}
-
 // Adds up and finishes the tiles that were cut. A block works on row blockIdx.x, each thread on
 // four columns; with a LayerNorm, one block has the whole row.
 __global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
@@ -248,12 +183,7 @@ __global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
     return;
   }
 
-  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / p.n;
-  v = v + float4{-mean, -mean, -mean, -mean};
-  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
-  const float scale = rsqrtf(block_sum(square, warps[1]) / p.n + p.epsilon);
-  v = {v.x * scale * ln_weight.x + ln_bias.x, v.y * scale * ln_weight.y + ln_bias.y,
-       v.z * scale * ln_weight.z + ln_bias.z, v.w * scale * ln_weight.w + ln_bias.w};
+  v = layer_norm(v, is_here, p.n, p.epsilon, ln_weight, ln_bias, warps);
   store_y<true>(p, row, column, v, is_here);
 }
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
 from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
-from gpt2_infer.model import GPT2, Block, KVCache, keep
+from gpt2_infer.engines.ends import Ends
+from gpt2_infer.model import GPT2, Block, KVCache
 from gpt2_infer.product import MAX_NORM, Activation
 from gpt2_infer.request import EngineName, Request
 
@@ -68,10 +69,16 @@ class Recompute(Engine):
 
     def run(self, length: int) -> None:
         """Run the first `length` positions and accept a token."""
-        tokens = self.tokens[:, :length].clamp(min=0)
+        tokens = self.tokens[:, :length]
         if self.forward is not None:
-            self.accept(self.forward(self.model, tokens, self.lengths))
+            logits = self.forward(self.model, tokens, self.lengths)
+            if self.sampling.is_greedy:
+                state = self.tokens, self.lengths, self.newest
+                self.forward.ends.choose(logits, *state, check_finite=self.check_finite)
+            else:
+                self.accept(logits)
             return
+        tokens = tokens.clamp(min=0)
         seqlens = None if self.same_length and self.length_step == 1 else self.lengths
         self.accept(self.model(tokens, seqlens=seqlens)[:, 0])
 
@@ -125,9 +132,9 @@ class Forward:
 
     def __init__(self, model: GPT2) -> None:
         blocks = list(model.blocks())
-        norms = [block.ln_1 for block in blocks] + [model.ln_f]
-        self.first_norm = norms[0]
-        self.layers = [Layer(*pair) for pair in zip(blocks, norms[1:], strict=True)]
+        norms = [block.ln_1 for block in blocks[1:]] + [model.ln_f]
+        self.ends = Ends(model)
+        self.layers = [Layer(*pair) for pair in zip(blocks, norms, strict=True)]
 
     def __call__(
         self, model: GPT2, tokens: Tensor, seqlens: Tensor, cache: KVCache | None = None
@@ -135,11 +142,10 @@ class Forward:
         """Return the logits at each row's last position, (batch, vocab_size).
 
         model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
-        right-padded. seqlens: int64 (batch,). cache: an empty one to fill.
+        right-padded; -1 is read as 0. seqlens: int64 (batch,). cache: an empty one to fill.
         """
-        x = model.embed(tokens)
-        normed: Activation = self.first_norm(x)
         *layers, last = self.layers
+        x, normed = self.ends.begin(tokens, packs=self.layers[0].qkv.packs)
         for layer in layers:
             heads = layer.attend(normed, tokens.shape, model.attention, cache)
             normed = layer.fc2.add_and_norm(x, layer.hidden(x, heads), layer.next_norm)
@@ -147,5 +153,5 @@ class Forward:
         if cache is not None:
             cache.seqlens.copy_(seqlens)
         # From here on positions are independent, and only these need logits.
-        x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
+        x, heads = self.ends.keep(x, heads, seqlens)
         return model.head(last.fc2.add_to(x, last.hidden(x, heads), last.next_norm))
