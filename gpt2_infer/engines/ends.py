@@ -62,7 +62,7 @@ class Ends:
         normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
         self._launch(
             BEGIN,
-            batch,
+            tokens,
             seqlen=seqlen,
             token_stride=tokens.stride(0),
             epsilon=self._norm.eps,
@@ -84,7 +84,7 @@ class Ends:
         batch = len(lengths)
         kept_x, kept_heads = x.new_empty(batch, x.shape[1]), x.new_empty(batch, x.shape[1])
         tensors = {"x": x, "heads": heads, "kept_x": kept_x, "kept_heads": kept_heads}
-        self._launch(KEEP, batch, seqlen=len(x) // batch, lengths=lengths, **tensors)
+        self._launch(KEEP, lengths, seqlen=len(x) // batch, lengths=lengths, **tensors)
         return kept_x, kept_heads
 
     def choose(
@@ -103,7 +103,7 @@ class Ends:
         """
         self._launch(
             CHOOSE,
-            len(logits),
+            lengths,
             token_stride=tokens.stride(0),
             accepts_all=not check_finite,
             logits=logits,
@@ -112,8 +112,8 @@ class Ends:
             newest=newest,
         )
 
-    def _launch(self, kernel: int, batch: int, **values: Tensor | float) -> None:
-        vocab_size, width = self._wte.shape
+    def _launch(self, kernel: int, sequences: Tensor, **values: Tensor | float) -> None:
+        batch, (vocab_size, width) = len(sequences), self._wte.shape
         plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in values.items()}
         params = EndsParams(kernel=kernel, batch=batch, width=width, vocab_size=vocab_size, **plain)
-        self._op(self._wte, torch.frombuffer(params, dtype=torch.uint8))
+        self._op(sequences, torch.frombuffer(params, dtype=torch.uint8))

@@ -51,17 +51,18 @@ class Recompute(Engine):
         return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:
-        """Build the kernels, or capture graphs of the first and the last length to run."""
+        """Build the kernels, or capture a graph of the last length.
+
+        The longest comes first: the shorter ones then fit in its memory.
+        """
         if self.name == "eager":
             self.model.attention.prepare(self.device.type)
             return
-        first, last = self.padded(self.longest), self.padded(self.last_length)
-        # The longest first: the shorter ones then fit in its memory.
-        for length in (last, first):
-            if length not in self.graphs:
-                self.run(length)
-                self.reset()
-                self.capture(length)
+        length = self.padded(self.last_length)
+        if length not in self.graphs:
+            self.run(length)
+            self.reset()
+            self.capture(length)
 
     def padded(self, length: int) -> int:
         """Return the padded length at which a prefix runs."""
