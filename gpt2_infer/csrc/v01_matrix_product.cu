@@ -198,7 +198,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
     }
     __syncthreads();
     constexpr int kShare = kChunks / T::kWarpsK;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = warp_k * kShare; i < (warp_k + 1) * kShare; ++i) {
       float4 sum[1] = {load4(s_sums + i * 128)};
 #pragma unroll

@@ -199,7 +199,7 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
       if (s < count) copier.copy_w(stages + s * T::kStage);
     constexpr int kAcross = T::kBlockN / 4;
     const int column = threadIdx.x % kAcross * 4;
-    const Unscale unscale(*reinterpret_cast<const int4*>(p.exponents + share.n0 + column));
+    const int4 exponents = *reinterpret_cast<const int4*>(p.exponents + share.n0 + column);
     const float4 bias = load4(p.bias + share.n0 + column);
     ptx::wait_for_previous();  // it does not write the weights, but perhaps the rest
 #pragma unroll
@@ -240,6 +240,7 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
       }
     }
     __syncthreads();
+    const Unscale unscale(exponents);
     constexpr int kStep = kThreads / kAcross, kEach = T::kBlockM / kStep;
     constexpr int kBatch = kEach % 4 == 0 ? 4 : 2;
 #pragma unroll 1
