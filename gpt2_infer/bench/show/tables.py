@@ -43,7 +43,7 @@ def tables(name: str, file: File) -> list[Table]:
         kind = "shapes"
     if file.study.get("timed") == "call":
         kind = "call"
-    if kind == "decode" and file.study["new_tokens"] == [1]:
+    if kind == "decode" and file.study.get("new_tokens") == [1]:
         kind = "prefill"
     return pivot(name, file, LAYOUTS[kind])
 
