@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +71,13 @@ class Tile:
     block_m: int
     block_n: int
     block_k: int
-    resident: int
-    """Blocks that a multiprocessor runs at once."""
-    warps: int
+    slab_us: tuple[float, ...]
+    """Microseconds per slab with 1, 2, ... blocks on a multiprocessor, up to as many as fit."""
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor runs at once."""
+        return len(self.slab_us)
 
     def count(self, m: int, n: int) -> int:
         """Return the number of tiles in a product of m rows and n columns."""
@@ -81,28 +86,44 @@ class Tile:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A version file and the tiles that its launch() knows, in its order."""
+    """A version file and the tiles that its launch() knows, in its order.
+
+    Its times, for cost(), were fitted to 1,600 and more plans of GPT-2 small's products on an H200.
+    """
 
     file: str
     tiles: tuple[Tile, ...]
-    tile_cycles: float
-    """What a block needs per tile, in cost()."""
-    rate: float
-    """Multiplications per cycle of a multiprocessor, in cost()."""
+    again_us: float
+    """What a block needs to go on to another tile."""
+    finish_us: float
+    """What a second kernel needs."""
+    part_floats: float
+    """Floats per microsecond that are written and read again as parts of tiles."""
 
 
 KERNELS: dict[ProductsName, Kernel] = {
     "ieee-fp32": Kernel(
         "v01_matrix_product.cu",
-        (Tile(32, 64, 64, 2, 8), Tile(64, 64, 32, 2, 8), Tile(32, 128, 32, 3, 4)),
-        tile_cycles=11_000,
-        rate=128,
+        (
+            Tile(32, 64, 64, (1.09, 1.48)),
+            Tile(64, 64, 32, (0.83, 1.46)),
+            Tile(32, 128, 32, (0.85, 1.95, 2.21)),
+        ),
+        again_us=2.97,
+        finish_us=0.82,
+        part_floats=2.1e6,
     ),
     "3xfp16": Kernel(
         "v02_three_products.cu",
-        (Tile(32, 64, 64, 3, 4), Tile(32, 128, 64, 2, 4)),
-        tile_cycles=8_000,
-        rate=400,
+        (
+            Tile(32, 64, 64, (0.59, 0.92, 1.06)),
+            Tile(64, 64, 64, (0.91, 1.16)),
+            Tile(32, 128, 64, (1.06, 1.29)),
+            Tile(96, 64, 64, (1.26, 1.56)),
+        ),
+        again_us=1.38,
+        finish_us=1.38,
+        part_floats=0.76e6,
     ),
 }
 # The exponents of v02_three_products.cu: that to which a column's largest number is scaled, and the
@@ -111,7 +132,7 @@ TOP, LEAST, MOST = 14, -112, 127
 
 
 # The tensors whose addresses begin StructParams, in order.
-POINTERS = "x weight bias y residual ln_weight ln_bias workspace exponents"
+POINTERS = "x weight bias y residual ln_weight ln_bias workspace exponents packed_x packed_y"
 
 
 class ProductParams(ctypes.Structure):
@@ -139,45 +160,60 @@ class Plan:
 def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[Plan]:
     """Return the plans that are worth considering for a product.
 
-    Either all tiles have the same number of parts, or all multiprocessors the same number of
-    blocks.
+    Either tiles are whole, or they are cut into as many parts each that can run at once, or all
+    multiprocessors run as many blocks as fit: fewer may gather on some of the multiprocessors.
     """
     found = []
     for index, tile in enumerate(kernel.tiles):
         if n % tile.block_n or k % tile.block_k:
             continue
         tiles, slabs = tile.count(m, n), k // tile.block_k
-        blocks = {tiles * parts for parts in PARTS}
-        blocks |= {multiprocessors * each for each in range(1, tile.resident + 1)}
+        at_once = multiprocessors * tile.resident
+        blocks = {tiles * parts for parts in PARTS if tiles * parts <= at_once} | {tiles, at_once}
         most = tiles * min(slabs, MAX_PARTS)
         found += [Plan(index, count) for count in sorted(blocks) if count <= most]
     return found
 
 
-def cost(kernel: Kernel, plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Estimate a product's time; only the order of the estimates is meaningful.
+def cost(
+    kernel: Kernel,
+    plan: Plan,
+    m: int,
+    n: int,
+    k: int,
+    multiprocessors: int,
+    *,
+    adds: bool = False,
+) -> float:
+    """Estimate the microseconds of a product.
 
-    A kernel's two constants are fitted to products of GPT-2 small on an H200, with 64 to 512 rows.
+    adds: whether it is added to a residual stream, whose LayerNorm needs the second kernel anyway.
+    Only the order of the estimates is meaningful: what all plans need is left out, and other GPUs
+    have other times.
     """
     tile = kernel.tiles[plan.tile]
     tiles, slabs = tile.count(m, n), k // tile.block_k
     blocks = -(-plan.blocks // multiprocessors)  # blocks on the busiest multiprocessor
     waves = -(-blocks // tile.resident)
-    warps = tile.warps * min(blocks, tile.resident)
-    issued = warps / (warps + 4)  # the more warps, the fewer cycles in which none can issue
-    fma = blocks * -(-tiles * slabs // plan.blocks) * tile.block_m * tile.block_n * tile.block_k
+    slab_us = tile.slab_us[min(blocks, tile.resident) - 1]
     begun = -(-tiles // plan.blocks)  # tiles that a block works on
     if tiles % plan.blocks and plan.blocks % tiles:
         begun += 1
-    return kernel.tile_cycles * waves * begun + fma / kernel.rate / issued
+    found = waves * (-(-tiles * slabs // plan.blocks) * slab_us + (begun - 1) * kernel.again_us)
+    if tiles % plan.blocks:
+        found += (plan.blocks + tiles) * tile.block_m * tile.block_n / kernel.part_floats
+        found += 0 if adds else kernel.finish_us
+    return found
 
 
 @functools.cache
-def choose(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> Plan:
+def choose(
+    kernel: Kernel, m: int, n: int, k: int, multiprocessors: int, *, adds: bool = False
+) -> Plan:
     """Return the plan with the lowest cost, for a shape that Product takes."""
     return min(
         plans(kernel, m, n, k, multiprocessors),
-        key=lambda plan: cost(kernel, plan, m, n, k, multiprocessors),
+        key=lambda plan: cost(kernel, plan, m, n, k, multiprocessors, adds=adds),
     )
 
 
@@ -191,9 +227,28 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     scaled = torch.ldexp(weight, TOP - exponents)
     high = scaled.half()
     both = torch.stack([high, (scaled - high.float()).half()])
-    # A fragment's lane has column lane // 4 of 8, at k = 2 (lane % 4) and the next, and 8 further.
-    parts = both.view(2, k // 16, 2, 4, 2, n // 16, 2, 8)
-    return parts.permute(5, 1, 0, 7, 3, 6, 2, 4).contiguous(), exponents
+    # A fragment's lane has column lane // 4 of 8, at k = 4 (lane % 4) and the next three.
+    parts = both.view(2, k // 16, 4, 4, n // 16, 2, 8)
+    return parts.permute(4, 1, 0, 6, 2, 5, 3).contiguous(), exponents
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix of `rows` rows, split into float16 as v02_three_products.cu reads its x."""
+
+    data: Tensor
+    """The chunks described in csrc/rows.cuh, in float32."""
+    rows: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, like: Tensor) -> Packed:
+        """Allocate one on the device of `like`, which is float32."""
+        chunks = -(-rows // 16) * (columns // 32)
+        return cls(like.new_empty(chunks * (16 * 32 + 16)), rows)
+
+
+Activation: TypeAlias = Tensor | Packed
+"""The x of a product: contiguous (m, k), or the result of a product of the same kind."""
 
 
 @functools.cache
@@ -221,6 +276,7 @@ class Product:
         plan: Plan | None = None,
     ) -> None:
         self.kernel, self.bias, self.plan = KERNELS[products], bias, plan
+        self.shape = weight.shape
         self.weight, self.exponents = weight.contiguous(), None
         if products == "3xfp16":
             self.weight, self.exponents = pack(weight)
@@ -230,35 +286,78 @@ class Product:
             self._multiprocessors = properties.multi_processor_count
         self._op = _op(self.kernel.file, weight.device.type)
 
-    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+    def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
-        y = x.new_empty(x.shape[0], self.bias.shape[0])
+        y = self._plain(x)
         self._launch(x, y, GELU if gelu else BIAS)
         return y
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: nn.LayerNorm | None = None) -> Tensor:
+    def add_to(self, residual: Tensor, x: Activation, norm: nn.LayerNorm | None = None) -> Tensor:
         """Add x W + b to residual, contiguous (m, n), in place; return it, or its norm if given."""
-        y = residual if norm is None else torch.empty_like(residual)
+        y = residual if norm is None else self._plain(x)
         self._launch(x, y, RESIDUAL, residual, norm)
         return y
 
+    def hidden(self, x: Activation) -> Activation:
+        """Return self(x, gelu=True), for another product."""
+        y = self._for_product(x)
+        self._launch(x, y, GELU)
+        return y
+
+    def add_and_norm(self, residual: Tensor, x: Activation, norm: nn.LayerNorm) -> Activation:
+        """Return self.add_to(residual, x, norm), for another product."""
+        y = self._for_product(x)
+        self._launch(x, y, RESIDUAL, residual, norm)
+        return y
+
+    def _plain(self, x: Activation) -> Tensor:
+        return self.bias.new_empty(_rows(x), self.shape[1])
+
+    def _for_product(self, x: Activation) -> Activation:
+        if self.packs:
+            return Packed.empty(_rows(x), self.shape[1], self.bias)
+        return self._plain(x)
+
+    @property
+    def packs(self) -> bool:
+        """Whether what is computed for another product is Packed."""
+        return self.exponents is not None
+
     def _launch(
         self,
-        x: Tensor,
-        y: Tensor,
+        x: Activation,
+        y: Activation,
         mode: int,
         residual: Tensor | None = None,
         norm: nn.LayerNorm | None = None,
     ) -> None:
-        (m, k), n = x.shape, self.bias.shape[0]
-        plan = self.plan or choose(self.kernel, m, n, k, self._multiprocessors)
+        m, (k, n) = _rows(x), self.shape
+        plan = self.plan or choose(
+            self.kernel, m, n, k, self._multiprocessors, adds=mode == RESIDUAL
+        )
         tile = self.kernel.tiles[plan.tile]
         tiles = tile.count(m, n)
         parts = plan.blocks + tiles if tiles % plan.blocks else 0
-        workspace = x.new_empty(parts * tile.block_m * tile.block_n)
+        workspace = self.bias.new_empty(parts * tile.block_m * tile.block_n)
         scale, shift = (None, None) if norm is None else (norm.weight, norm.bias)
         epsilon = 0.0 if norm is None else norm.eps
-        tensors = (x, self.weight, self.bias, y, residual, scale, shift, workspace, self.exponents)
+        plain_x, packed_x = _either(x)
+        plain_y, packed_y = _either(y)
+        if self.packs and packed_x is None:
+            packed_x = Packed.empty(m, k, self.bias).data
+        tensors = (
+            *(plain_x, self.weight, self.bias, plain_y, residual, scale, shift, workspace),
+            *(self.exponents, packed_x, packed_y),
+        )
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         params = ProductParams(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
-        self._op(x, torch.frombuffer(params, dtype=torch.uint8))
+        self._op(self.bias, torch.frombuffer(params, dtype=torch.uint8))
+
+
+def _rows(x: Activation) -> int:
+    return x.rows if isinstance(x, Packed) else x.shape[0]
+
+
+def _either(x: Activation) -> tuple[Tensor | None, Tensor | None]:
+    """Return a plain tensor or the data of a packed one, and None for the other."""
+    return (None, x.data) if isinstance(x, Packed) else (x, None)

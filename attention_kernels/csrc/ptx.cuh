@@ -63,6 +63,11 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
+// Starts to load the 128-byte line at an address into L2.
+inline __device__ void prefetch(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 // sums += A B for a warp, in float16 or bfloat16: A is 16 x 16, B 16 x 8, sums 16 x 8 in float32.
 // Lane l holds rows l / 4 (a[0], a[2]) and l / 4 + 8 (a[1], a[3]) of A and column l / 4 of B, each
 // at k = 2 (l % 4) and the next (a[0], a[1], b[0]) and at 8 further on (a[2], a[3], b[1]); of the

@@ -57,6 +57,8 @@ class Decoding(Subject[DecodeCell]):
         is_random = DEMO_MODEL not in study.models
         self._models = models.OneModel(random_weights=is_random, device=self.device)
         self._peer = TRANSFORMERS[self.device, study.mode]
+        if study.new_tokens == [1]:
+            self._peer = "transformers"
         self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
             DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
@@ -107,8 +109,9 @@ class Decoding(Subject[DecodeCell]):
         if self.study.portable:
             yield PORTABLE, program, _portable(model, cell)
         if self.study.peers:
-            yield self._peer, {"program": "transformers"}, _transformers(model, cell)
-            if cell.mode == "kv-cache" and self.device == "cuda":
+            peer = _transformers_prompt if cell.new_tokens == 1 else _transformers
+            yield self._peer, {"program": "transformers"}, peer(model, cell)
+            if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
                 yield RECIPE, {"program": "recipe"}, _recipe(model, cell)
 
 
@@ -191,6 +194,19 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Run:
     return _whole_calls(
         model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
     )
+
+
+def _transformers_prompt(model: GPT2, cell: DecodeCell) -> Run:
+    """Return transformers' forward pass, with the logits of the last position."""
+    reference = models.reference_of(model)
+    ids = torch.tensor(_prompts(model, cell), device=model.device)
+
+    @torch.inference_mode()
+    def forward() -> Tensor:
+        logits: Tensor = reference(ids, logits_to_keep=1).logits
+        return logits.argmax(-1)
+
+    return _whole_calls(model, forward)
 
 
 def _recipe(model: GPT2, cell: DecodeCell) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -53,20 +54,24 @@ class Scores(Subject[Dtype]):
         )
         baseline = nats(model)
         takers = [spec for spec in self.specs if cell.dtype in spec.precisions]
-        for spec in tqdm(takers, cell.dtype, disable=None):
-            row = Row(contender=spec.name, metric="bits per byte", unit="bits")
+        combined = list(itertools.product(self.study.products, takers))
+        for products, spec in tqdm(combined, cell.dtype, disable=None):
+            is_default = products == "ieee-fp32"
+            name = spec.name if is_default else f"{spec.name}, {products}"
+            row = Row(contender=name, metric="bits per byte", unit="bits")
             row.extra["precision"] = spec.precisions[cell.dtype]
             contender = Contender(row)
             try:
-                is_baseline = spec.name == perplexity.BASELINE
-                found = baseline if is_baseline else nats(model.with_attention(spec))
+                is_baseline = name == perplexity.BASELINE
+                ours = model.with_products(products).with_attention(spec)
+                found = baseline if is_baseline else nats(ours)
             except (NotFiniteError, AttentionError) as error:
                 row.status, row.reason = "failed", str(error)
             else:
-                score = perplexity.make_score(spec.name, found, baseline, self.text)
+                score = perplexity.make_score(name, found, baseline, self.text)
                 row.samples = [score.bits_per_byte]
                 contender.beside = [
-                    Row(contender=spec.name, metric=metric, unit=unit, samples=[value])
+                    Row(contender=name, metric=metric, unit=unit, samples=[value])
                     for metric, unit, value in (
                         ("perplexity", "1", score.perplexity),
                         ("difference", "nats", score.difference),

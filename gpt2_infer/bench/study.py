@@ -151,6 +151,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
     prompt_tokens: AtLeastOne = 8
     new_tokens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [504])
+    """New tokens per row; with one, the time is that of the prompt."""
     engines: list[Literal["eager", "graph", "fused"]] = msgspec.field(
         default_factory=lambda: ["eager", "graph", "fused"]
     )
@@ -200,6 +201,8 @@ class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
     """The score of each backend on the bundled model's held-out books."""
 
     subject = "scores.Scores"
+    products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
+    """Matrix products, each with every backend, in float32."""
     max_tokens: AtLeastOne = 30000
     window: AtLeastOne = 1024
 

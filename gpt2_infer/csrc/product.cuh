@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "rows.cuh"
 
 // nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
 #include <cuda_pipeline.h>
@@ -14,9 +14,10 @@ namespace attention {
 
 enum Mode { kBias, kGelu, kResidual };
 
-// Must match ProductParams in product.py. Matrices are row-major; all but x are 16-byte aligned.
+// Must match ProductParams in product.py. Matrices are row-major and 16-byte aligned, but v01's x
+// need not be aligned.
 struct StructParams {
-  const float* x;          // (m, k)
+  const float* x;          // (m, k); null: packed_x is given
   const void* weight;      // float (k, n), or packed; not written by the previous kernel
   const float* bias;       // (n)
   float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
@@ -25,6 +26,8 @@ struct StructParams {
   const float* ln_bias;    // (n)
   float* workspace;        // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
   const int* exponents;    // (n); of packed weights
+  uint4* packed_x;         // x, packed for tensor cores; of x, if that is given
+  uint4* packed_y;         // not null: y is packed, too
   int m, n, k;
   int mode;
   float epsilon;
@@ -35,15 +38,25 @@ using ProductParams = StructParams;
 
 namespace {
 
-constexpr unsigned kWarp = 0xffffffff;
+// A block's share of a tile: `count` of its slabs, from `first` on.
+struct Share {
+  int tile, first, count;
+  int m0, n0;     // the tile's first row and column
+  bool is_whole;  // all slabs: the block finishes the tile
+  float* part;    // where it stores its sums otherwise, in the workspace
+};
 
 // Slabs form one sequence: those of tile 0, of tile 1, ... Tiles with the same columns are
 // adjacent, so blocks that run at the same time read the same weights.
 struct Slabs {
-  int all, per_tile, blocks, tiles_m;
+  int all, per_tile, blocks, tiles_m, block_m, block_n;
 
   __device__ Slabs(const ProductParams& p, int block_m, int block_n, int block_k)
-      : per_tile(p.k / block_k), blocks(p.blocks), tiles_m((p.m + block_m - 1) / block_m) {
+      : per_tile(p.k / block_k),
+        blocks(p.blocks),
+        tiles_m((p.m + block_m - 1) / block_m),
+        block_m(block_m),
+        block_n(block_n) {
     all = tiles_m * (p.n / block_n) * per_tile;
   }
   __device__ int first_of(int block) const {
@@ -52,43 +65,80 @@ struct Slabs {
   __device__ int block_of(int slab) const {
     return static_cast<int>((static_cast<int64_t>(slab + 1) * blocks - 1) / all);
   }
+  // Returns what is left of slab's tile before `end`.
+  __device__ Share share(const ProductParams& p, int slab, int end) const {
+    const int tile = slab / per_tile, first = slab % per_tile;
+    const int count = min(end - slab, per_tile - first);
+    // From part to part either the block or the tile advances by one: their sum numbers the parts.
+    float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * block_m * block_n;
+    return {
+        tile, first, count, tile % tiles_m * block_m, tile / tiles_m * block_n, count == per_tile,
+        part};
+  }
 };
-
-__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
-__device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
-__device__ inline float4 operator+(float4 a, float4 b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
 
 __device__ inline float gelu(float x) {
   constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
   // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u))
   const float u = kRoot * (x + 0.044715f * x * x * x);
-  return x / (1.0f + expf(-2.0f * u));
+  return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
-// Finishes four complete sums: adds the bias, then applies GELU or adds the residual.
-__device__ inline float4 finish_chunk(const ProductParams& p, int row, int column, float4 sum) {
-  const int64_t at = static_cast<int64_t>(row) * p.n + column;
-  float4 v = sum + load4(p.bias + column);
-  if (p.mode == kResidual) {
-    v = v + load4(p.residual + at);
-    store4(p.residual + at, v);
-    return v;
+__device__ inline float4 gelu(float4 v) { return {gelu(v.x), gelu(v.y), gelu(v.z), gelu(v.w)}; }
+
+// Stores four numbers of y; for is_here, see pack4(). kPacks: whether y may be packed.
+template <bool kPacks>
+__device__ void store_y(const ProductParams& p, int row, int column, float4 v, bool is_here) {
+  if (kPacks && p.packed_y != nullptr) {
+    pack4(p.packed_y, p.n, row, column, v, is_here);
+  } else if (is_here) {
+    store4(p.y + static_cast<int64_t>(row) * p.n + column, v);
   }
-  if (p.mode == kGelu) v = {gelu(v.x), gelu(v.y), gelu(v.z), gelu(v.w)};
-  store4(p.y + at, v);
-  return v;
 }
 
-__device__ inline float block_sum(float value, float* warps) {
+// Finishes four complete sums of each of kRows rows, `step` apart: adds the bias, then applies GELU
+// or adds the residual. Stores the residual, or y unless a LayerNorm comes first. Rows from p.m on
+// are not there; for them, too, whole warps must call it.
+template <bool kPacks, int kRows>
+__device__ void finish_rows(const ProductParams& p, int row, int step, int column, float4 bias,
+                            float4 (&v)[kRows]) {
 #pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-  return sum;
+  for (int i = 0; i < kRows; ++i) v[i] = v[i] + bias;
+  if (p.mode == kResidual) {
+    float* const from = p.residual + static_cast<int64_t>(row) * p.n + column;
+    const int64_t stride = static_cast<int64_t>(step) * p.n;
+    float4 old[kRows];  // all are loaded before the first is stored
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (row + i * step < p.m) old[i] = load4(from + i * stride);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      v[i] = v[i] + old[i];
+      if (row + i * step < p.m) store4(from + i * stride, v[i]);
+    }
+    return;
+  }
+  if (p.mode == kGelu) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) v[i] = gelu(v[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+    store_y<kPacks>(p, row + i * step, column, v[i], row + i * step < p.m);
+}
+
+// Finishes rows of a tile, or stores them as a part of it; row and column are the tile's.
+template <typename T, int kRows>
+__device__ void end_rows(const ProductParams& p, const Share& share, int row, int step, int column,
+                         float4 bias, float4 (&v)[kRows]) {
+  if (share.is_whole) {
+    finish_rows<T::kPacks>(p, share.m0 + row, step, share.n0 + column, bias, v);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+    if (share.m0 + row + i * step < p.m)
+      store4(share.part + (row + i * step) * T::kBlockN + column, v[i]);
 }
 
 // Adds up and finishes the tiles that were cut. A block works on row blockIdx.x, each thread on
@@ -108,27 +158,33 @@ __global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
   const float* const at =
       p.workspace + static_cast<int64_t>(row % block_m) * block_n + column % block_n;
   const int64_t part = static_cast<int64_t>(block_m) * block_n;
+  // No earlier kernel writes the parameters, so they can be loaded while it ends.
+  float4 bias = {}, ln_weight = {}, ln_bias = {};
+  if (is_here) bias = load4(p.bias + column);
+  if (is_here && p.ln_weight != nullptr)
+    ln_weight = load4(p.ln_weight + column), ln_bias = load4(p.ln_bias + column);
   ptx::wait_for_previous();
-  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (block < last) {
+  const bool is_cut = block < last, is_residual = p.mode == kResidual;
+  float* const residual = p.residual + static_cast<int64_t>(row) * p.n + column;
+  float4 v = {}, old = {};
+  if (is_here && is_residual) old = load4(residual);
+  if (is_cut) {
     v = load4(at + (block + tile) * part);
 #pragma unroll 4
     for (++block; block <= last; ++block) v = v + load4(at + (block + tile) * part);
-    v = finish_chunk(p, row, column, v);
-  } else if (is_here && p.mode == kResidual) {
-    v = load4(p.residual + static_cast<int64_t>(row) * p.n + column);
+    v = v + bias;
+    if (p.mode == kGelu) v = gelu(v);
+    if (is_residual) store4(residual, v = v + old);
+  } else {
+    v = old;  // already finished
   }
-  if (p.ln_weight == nullptr) return;
+  if (p.ln_weight == nullptr) {
+    if (!is_residual) store_y<true>(p, row, column, v, is_cut);
+    return;
+  }
 
-  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / p.n;
-  v = v + float4{-mean, -mean, -mean, -mean};
-  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
-  const float scale = rsqrtf(block_sum(square, warps[1]) / p.n + p.epsilon);
-  if (!is_here) return;
-  const float4 weight = load4(p.ln_weight + column), bias = load4(p.ln_bias + column);
-  store4(p.y + static_cast<int64_t>(row) * p.n + column,
-         {v.x * scale * weight.x + bias.x, v.y * scale * weight.y + bias.y,
-          v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w});
+  v = layer_norm(v, is_here, p.n, p.epsilon, ln_weight, ln_bias, warps);
+  store_y<true>(p, row, column, v, is_here);
 }
 
 // Launches product() for tiles of type T, and then finish() if there is anything left to do.

@@ -35,6 +35,7 @@ struct Tile {
   static constexpr int kBlockK = kBlockK_;      // k per slab
   static constexpr int kStages = kStages_;      // slabs in shared memory
   static constexpr int kResident = kResident_;  // blocks per multiprocessor
+  static constexpr bool kPacks = false;         // y is never packed
   static constexpr int kBlockM = kWarpsM * kWarpM;
   static constexpr int kBlockN = kWarpsN * kWarpN;
   static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
@@ -115,14 +116,13 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
 
   const Slabs slabs(p, T::kBlockM, T::kBlockN, T::kBlockK);
   const int end = slabs.first_of(blockIdx.x + 1);
-  int count;
-  for (int slab = slabs.first_of(blockIdx.x); slab < end; slab += count) {
-    const int tile = slab / slabs.per_tile, first = slab % slabs.per_tile;
-    count = min(end - slab, slabs.per_tile - first);
-    const int m0 = tile % slabs.tiles_m * T::kBlockM;
-    const int n0 = tile / slabs.tiles_m * T::kBlockN;
+  for (int slab = slabs.first_of(blockIdx.x); slab < end;) {
+    const Share share = slabs.share(p, slab, end);
+    const int count = share.count;
+    slab += count;
 
-    Copier<T> copier(p, m0, n0, first * T::kBlockK);
+    Copier<T> copier(p, share.m0, share.n0, share.first * T::kBlockK);
+    if (threadIdx.x < T::kBlockN / 32) ptx::prefetch(p.bias + share.n0 + threadIdx.x * 32);
 #pragma unroll
     for (int s = 0; s < T::kStages - 1; ++s)
       if (s < count) copier.copy_w(smem + s * T::kStageFloats);
@@ -197,23 +197,16 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
       store4(s_sums + warp_k * kGroup + i * 128, {v[0], v[1], v[2], v[3]});
     }
     __syncthreads();
-    // From part to part either the block or the tile advances by one: their sum numbers the parts.
-    float* const part = p.workspace + static_cast<int64_t>(blockIdx.x + tile) * kGroup;
     constexpr int kShare = kChunks / T::kWarpsK;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = warp_k * kShare; i < (warp_k + 1) * kShare; ++i) {
-      float4 sum = load4(s_sums + i * 128);
+      float4 sum[1] = {load4(s_sums + i * 128)};
 #pragma unroll
       for (int group = 1; group < T::kWarpsK; ++group)
-        sum = sum + load4(s_sums + group * kGroup + i * 128);
+        sum[0] = sum[0] + load4(s_sums + group * kGroup + i * 128);
       const int row = warp_m + i / 8 * 16 + 4 * thread_m + i / 2 % 4;
       const int column = warp_n + i % 2 * 32 + 4 * thread_n;
-      if (m0 + row >= p.m) continue;
-      if (count == slabs.per_tile) {
-        finish_chunk(p, m0 + row, n0 + column, sum);
-      } else {
-        store4(part + row * T::kBlockN + column, sum);
-      }
+      end_rows<T>(p, share, row, 1, column, load4(p.bias + share.n0 + column), sum);
     }
     __syncthreads();
   }
@@ -231,6 +224,7 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const ProductParams&) { return 0; }
 
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
+  if (params.packed_x != nullptr || params.packed_y != nullptr) return cudaErrorInvalidValue;
   switch (params.tile) {  // must match KERNELS in product.py
     case 0:
       return launch_product<Tile<1, 1, 8, 64, 3, 2>>(params, stream);

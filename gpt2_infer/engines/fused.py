@@ -23,6 +23,7 @@ from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import kernel_reasons
 from gpt2_infer.engines.cached import Cached
+from gpt2_infer.engines.recompute import Forward, forward_reasons
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import Request
 
@@ -92,6 +93,14 @@ class Fused(Cached):
         """Return the prompts, padded with copies of the first one to a power of two."""
         rows = request.rows
         return rows + [rows[0]] * (power_of_two(len(rows)) - len(rows))
+
+    def prefill(self) -> None:
+        """Run the prompts in our own kernels, if they can, and accept their first token."""
+        tokens = self.tokens[:, : self.longest]
+        if forward_reasons(self.model, tokens.numel()):
+            super().prefill()
+            return
+        self.accept(Forward(self.model)(self.model, tokens, self.lengths, self.cache))
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
 from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
-from gpt2_infer.model import GPT2, Block, keep
-from gpt2_infer.product import MAX_NORM
+from gpt2_infer.engines.ends import Ends
+from gpt2_infer.model import GPT2, Block, KVCache
+from gpt2_infer.product import MAX_NORM, Activation
 from gpt2_infer.request import EngineName, Request
 
 # Up to this many rows our products were faster than the libraries' on an H200.
@@ -19,11 +20,16 @@ MAX_ROWS = 2048
 
 def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
     """Return the reasons why the fused engine cannot run this model and request."""
+    longest = max(map(len, request.rows)) + request.max_new_tokens - 1
+    return forward_reasons(model, len(request.rows) * longest)
+
+
+def forward_reasons(model: GPT2, rows: int) -> list[str]:
+    """Return the reasons why Forward cannot run this model, or so many positions."""
     reasons = kernel_reasons(model, ["float32"])
     if model.config.n_embd > MAX_NORM:
         reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")
-    longest = max(map(len, request.rows)) + request.max_new_tokens - 1
-    if (rows := len(request.rows) * longest) > MAX_ROWS:
+    if rows > MAX_ROWS:
         reasons.append(f"passes of up to {rows} positions (it takes up to {MAX_ROWS})")
     return reasons
 
@@ -45,17 +51,18 @@ class Recompute(Engine):
         return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:
-        """Build the kernels, or capture graphs of the first and the last length to run."""
+        """Build the kernels, or capture a graph of the last length.
+
+        The longest comes first: the shorter ones then fit in its memory.
+        """
         if self.name == "eager":
             self.model.attention.prepare(self.device.type)
             return
-        first, last = self.padded(self.longest), self.padded(self.last_length)
-        # The longest first: the shorter ones then fit in its memory.
-        for length in (last, first):
-            if length not in self.graphs:
-                self.run(length)
-                self.reset()
-                self.capture(length)
+        length = self.padded(self.last_length)
+        if length not in self.graphs:
+            self.run(length)
+            self.reset()
+            self.capture(length)
 
     def padded(self, length: int) -> int:
         """Return the padded length at which a prefix runs."""
@@ -63,10 +70,16 @@ class Recompute(Engine):
 
     def run(self, length: int) -> None:
         """Run the first `length` positions and accept a token."""
-        tokens = self.tokens[:, :length].clamp(min=0)
+        tokens = self.tokens[:, :length]
         if self.forward is not None:
-            self.accept(self.forward(self.model, tokens, self.lengths))
+            logits = self.forward(self.model, tokens, self.lengths)
+            if self.sampling.is_greedy:
+                state = self.tokens, self.lengths, self.newest
+                self.forward.ends.choose(logits, *state, check_finite=self.check_finite)
+            else:
+                self.accept(logits)
             return
+        tokens = tokens.clamp(min=0)
         seqlens = None if self.same_length and self.length_step == 1 else self.lengths
         self.accept(self.model(tokens, seqlens=seqlens)[:, 0])
 
@@ -100,14 +113,19 @@ class Layer:
         linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
         self.qkv, self.proj, self.fc, self.fc2 = (one.product() for one in linears)
 
-    def attend(self, normed: Tensor, shape: torch.Size, backend: BackendSpec) -> Tensor:
-        """Return the heads' outputs for the output of ln_1, as rows."""
-        return self.block.attn.attend(self.qkv(normed), shape, backend).contiguous()
+    def attend(
+        self,
+        normed: Activation,
+        shape: torch.Size,
+        backend: BackendSpec,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return the heads' outputs for the output of ln_1, as rows; fill the cache if given."""
+        return self.block.attn.attend(self.qkv(normed), shape, backend, cache).contiguous()
 
-    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """Add both projections to the residual stream x in place; return next_norm of it."""
-        normed = self.proj.add_to(x, heads, self.block.ln_2)
-        return self.fc2.add_to(x, self.fc(normed, gelu=True), self.next_norm)
+    def hidden(self, x: Tensor, heads: Tensor) -> Activation:
+        """Add the first projection to the residual stream x in place; return the hidden units."""
+        return self.fc.hidden(self.proj.add_and_norm(x, heads, self.block.ln_2))
 
 
 class Forward:
@@ -115,22 +133,26 @@ class Forward:
 
     def __init__(self, model: GPT2) -> None:
         blocks = list(model.blocks())
-        norms = [block.ln_1 for block in blocks] + [model.ln_f]
-        self.first_norm = norms[0]
-        self.layers = [Layer(*pair) for pair in zip(blocks, norms[1:], strict=True)]
+        norms = [block.ln_1 for block in blocks[1:]] + [model.ln_f]
+        self.ends = Ends(model)
+        self.layers = [Layer(*pair) for pair in zip(blocks, norms, strict=True)]
 
-    def __call__(self, model: GPT2, tokens: Tensor, seqlens: Tensor) -> Tensor:
+    def __call__(
+        self, model: GPT2, tokens: Tensor, seqlens: Tensor, cache: KVCache | None = None
+    ) -> Tensor:
         """Return the logits at each row's last position, (batch, vocab_size).
 
         model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
-        right-padded. seqlens: int64 (batch,).
+        right-padded; -1 is read as 0. seqlens: int64 (batch,). cache: an empty one to fill.
         """
-        x = model.embed(tokens)
-        normed = self.first_norm(x)
-        for layer in self.layers:
-            heads = layer.attend(normed, tokens.shape, model.attention)
-            if layer is self.layers[-1]:
-                # From here on positions are independent, and only these need logits.
-                x, heads = (keep(rows.view(*tokens.shape, -1), seqlens) for rows in (x, heads))
-            normed = layer.finish(x, heads)
-        return model.head(normed)
+        *layers, last = self.layers
+        x, normed = self.ends.begin(tokens, packs=self.layers[0].qkv.packs)
+        for layer in layers:
+            heads = layer.attend(normed, tokens.shape, model.attention, cache)
+            normed = layer.fc2.add_and_norm(x, layer.hidden(x, heads), layer.next_norm)
+        heads = last.attend(normed, tokens.shape, model.attention, cache)
+        if cache is not None:
+            cache.seqlens.copy_(seqlens)
+        # From here on positions are independent, and only these need logits.
+        x, heads = self.ends.keep(x, heads, seqlens)
+        return model.head(last.fc2.add_to(x, last.hidden(x, heads), last.next_norm))

@@ -143,8 +143,9 @@ def test_every_plan_of_gpt2_is_one_that_the_kernel_takes(products):
 def test_nvcc_compiles_every_tile(products):
     kernel = KERNELS[products]
     version = header.parse_header(CSRC / kernel.file, "matrix_product_")
+    others = 2 if products == "3xfp16" else 1  # finish() and pack()
     for arch in compilers.nvcc_architectures() & {"80", "120"}:
-        assert len(resources.compile_version(version, arch)) == len(kernel.tiles) + 1  # finish()
+        assert len(resources.compile_version(version, arch)) == len(kernel.tiles) + others
 
 
 # Widths of GPT-2 small to xl: (k, n) of q, k and v, of the projection and of the MLP.

@@ -89,6 +89,8 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   block.copies.push_back({to, from, bytes, barrier});
 }
 
+inline void prefetch(const void*) {}
+
 // These multiply for a whole warp; defined in tensor_core.cpp.
 void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site& site);

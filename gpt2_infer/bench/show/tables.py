@@ -43,11 +43,13 @@ def tables(name: str, file: File) -> list[Table]:
         raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
+    if kind == "decode" and file.study.get("new_tokens") == [1]:
+        kind = "prefill"
     return pivot(name, file, LAYOUTS[kind])
 
 
 LAYOUTS: dict[str, Layout] = {}
-"""Layouts by kind of study; "shapes" is a variant of "kernel"."""
+"""Layouts by kind of study; "shapes" and "prefill" are variants of "kernel" and "decode"."""
 
 
 # ---- Values of columns ---------------------------------------------------------------------------
@@ -330,6 +332,37 @@ LAYOUTS["decode"] = Layout(
         Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
+    ],
+)
+
+
+def _prompt_speed(row: Row) -> float:
+    """Return the prompt's tokens per second, those of a batch together."""
+    return int(row.cell["batch"]) * int(row.cell["prompt_tokens"]) / row.median
+
+
+def _times_the_first(line: Entry) -> Value:
+    first = line.same_cell[0]
+    return first.median / line.first.median if first.samples and line.first.samples else None
+
+
+LAYOUTS["prefill"] = Layout(
+    title=lambda name, file, block: (
+        f"{block[0].cell['prompt_tokens']} tokens, {how(file)} ({name})"
+    ),
+    remark=_text_differs,
+    columns=[
+        Column("model", _cell("model")),
+        DTYPE,
+        Column("batch", _cell("batch")),
+        CONTENDER,
+        Column("ms", _timed(lambda row: 1e3 * row.median), "{:.2f}"),
+        Column(
+            "least .. most",
+            _timed(lambda row: f"{1e3 * row.spread[0]:.2f} .. {1e3 * row.spread[1]:.2f}"),
+        ),
+        Column("tokens/s", _timed(_prompt_speed), "{:,.0f}"),
+        Column("x the first", _times_the_first, "{:.2f}"),
     ],
 )
 

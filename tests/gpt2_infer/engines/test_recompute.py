@@ -14,6 +14,7 @@ from gpt2_infer.config import PRODUCTS, GPT2Config
 from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
+from gpt2_infer.model import KVCache
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.common import SIZES, published, random_model, request_for
 
@@ -45,6 +46,19 @@ def test_the_logits_are_those_of_the_modules(products, monkeypatch):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(other(tokens, seqlens=seqlens)[:, 0], expected, rtol=0, atol=1e-4)
     assert torch.equal(Forward(other)(other, tokens, seqlens), logits)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@torch.inference_mode()
+def test_a_prompt_fills_the_cache(products, monkeypatch):
+    model = with_emulated_products(random_model(CONFIG), products, monkeypatch)
+    tokens, seqlens = torch.randint(0, 101, (2, 21)), torch.tensor([21, 8])
+    cache, expected = (KVCache.allocate(model, 2, 40) for _ in range(2))
+    logits = Forward(model)(model, tokens, seqlens, cache)
+    wanted = model(tokens, seqlens=seqlens, cache=expected)[:, 0]
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(cache.kv, expected.kv, rtol=0, atol=1e-4)
+    assert cache.seqlens.tolist() == [21, 8]
 
 
 def test_a_model_with_other_products_shares_its_weights(monkeypatch):

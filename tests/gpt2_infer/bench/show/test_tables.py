@@ -63,6 +63,20 @@ def test_a_ratio_is_to_a_baseline_that_is_no_more_precise():
     assert ratio(tf32, [split], "3xfp16") is None
 
 
+def test_prompts_are_compared_with_the_first_contender():
+    cell = msgspec.to_builtins(DecodeCell("gpt2", "float32", 2, 1000, 1))
+    seconds = {"graph": 0.008, "fused, 3xfp16": 0.002}
+    results = [
+        Row(contender=name, cell=cell, metric="time", unit="s", samples=[s, s, 2 * s])
+        for name, s in seconds.items()
+    ]
+    results[1].extra["same_text"] = False
+    text = tables.render("FILE", file_of("decode", results, settings={"new_tokens": [1]}))
+    assert "its text differs in gpt2" in text
+    assert "1000 tokens" in text
+    assert re.search(r"fused, 3xfp16 \| +2.00 \| +2.00 .. 4.00 \| +1,000,000 \| +4.00", text)
+
+
 def test_shapes_at_lengths_of_their_own_share_a_table():
     text = tables.render("FILE", shapes())
     found = rows(text)

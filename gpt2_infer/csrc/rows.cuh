@@ -1,0 +1,90 @@
+// Rows of activations: four floats at a time, LayerNorm, and how rows are packed for tensor cores.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace attention {
+namespace {
+
+constexpr unsigned kWarp = 0xffffffff;
+
+__device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+__device__ inline float4 operator+(float4 a, float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+__device__ inline float block_sum(float value, float* warps) {
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
+  return sum;
+}
+
+// Returns a thread's four columns of the LayerNorm of a row that the block has. v is 0 in threads
+// without columns.
+__device__ inline float4 layer_norm(float4 v, bool is_here, int columns, float epsilon,
+                                    float4 weight, float4 bias, float (&warps)[2][32]) {
+  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / columns;
+  v = v + float4{-mean, -mean, -mean, -mean};
+  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
+  const float scale = rsqrtf(block_sum(square, warps[1]) / columns + epsilon);
+  return {v.x * scale * weight.x + bias.x, v.y * scale * weight.y + bias.y,
+          v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w};
+}
+
+// Packed, x is (m / 16, k / 32) chunks. Each has 2 groups of 16 k, their hi and lo, a uint4 for each
+// of 32 lanes, and then a scale per row. A lane has four k of rows lane / 4 and lane / 4 + 8.
+constexpr int kPackedRows = 16, kPackedK = 32;
+constexpr int kScales = 2 * 2 * 32;                // the first uint4 of a chunk's scales
+constexpr int kChunk = kScales + kPackedRows / 4;  // uint4s in a chunk
+constexpr int kTop = 14;      // exponent to which a row's or a column's largest number is scaled
+constexpr int kLeast = -112;  // the smallest exponent that is scaled for
+constexpr int kMost = 127;
+
+// Splits x and y into hi + lo; a word holds a pair of halves.
+__device__ inline void split(float x, float y, unsigned& hi, unsigned& lo) {
+  const half2 high = __floats2half2_rn(x, y);
+  const float2 back = __half22float2(high);
+  const half2 low = __floats2half2_rn(x - back.x, y - back.y);
+  hi = *reinterpret_cast<const unsigned*>(&high);
+  lo = *reinterpret_cast<const unsigned*>(&low);
+}
+
+// Packs four numbers of a row of k. Eight lanes with consecutive columns share a scale, so whole
+// warps must call it.
+__device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v, bool is_here) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+  for (int width = kPackedK / 8; width > 0; width /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
+  if (!is_here) return;
+  // Powers of two by their bits: 127 + exponent, without a fraction.
+  const unsigned bits = min(max(__float_as_uint(largest) >> 23, kLeast + 127u), kMost + 127u);
+  const float scale = __uint_as_float((kTop + 2 * 127 - bits) << 23);
+  uint2 hi, lo;
+  split(v.x * scale, v.y * scale, hi.x, lo.x);
+  split(v.z * scale, v.w * scale, hi.y, lo.y);
+  uint4* const chunk =
+      packed +
+      (static_cast<int64_t>(row / kPackedRows) * (k / kPackedK) + column / kPackedK) * kChunk;
+  const int lane = row % 8 * 4 + column % 16 / 4;
+  auto* const to = reinterpret_cast<unsigned*>(chunk + column % kPackedK / 16 * 2 * 32 + lane) +
+                   row % kPackedRows / 8;
+  to[0] = hi.x, to[2] = hi.y;
+  to[4 * 32] = lo.x, to[4 * 32 + 2] = lo.y;
+  if (column % kPackedK == 0)
+    reinterpret_cast<float*>(chunk + kScales)[row % kPackedRows] =
+        __uint_as_float((bits - kTop) << 23);
+}
+
+}  // namespace
+}  // namespace attention

@@ -1,0 +1,119 @@
+"""What our own forward pass runs before its first product and after its last."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attention_kernels.ladder import header
+from attention_kernels.ladder.op import load_op
+from gpt2_infer.model import GPT2
+from gpt2_infer.product import CSRC, Activation, Packed
+
+BEGIN, KEEP, CHOOSE = range(3)
+# The tensors whose addresses begin StructParams, in order.
+POINTERS = (
+    *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
+    *("packed", "heads", "kept_x", "kept_heads", "logits"),
+)
+
+
+class EndsParams(ctypes.Structure):
+    """The C struct StructParams of csrc/v03_ends.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int) for name in ("kernel", "batch", "seqlen", "width", "vocab_size")),
+        ("token_stride", ctypes.c_int),
+        ("epsilon", ctypes.c_float),
+        ("accepts_all", ctypes.c_int),
+    )
+
+
+@functools.cache
+def _op(device_type: str) -> Callable[..., None]:
+    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
+    return load_op(version, device_type, "the ends of a forward pass")
+
+
+class Ends:
+    """The ends of a model's forward pass in float32; the model must not change its weights.
+
+    Raises BuildError.
+    """
+
+    def __init__(self, model: GPT2) -> None:
+        self._wte, self._wpe = model.wte.weight, model.wpe.weight
+        self._norm = next(iter(model.blocks())).ln_1
+        self._op = _op(model.device.type)
+
+    def begin(self, tokens: Tensor, *, packs: bool) -> tuple[Tensor, Activation]:
+        """Return the embeddings of tokens as rows, and the first LayerNorm of them.
+
+        tokens: int64 (batch, seqlen), with rows of any stride. packs: whether a product of 3xfp16,
+        and nothing else, reads the LayerNorm.
+        """
+        batch, seqlen = tokens.shape
+        x = self._wte.new_empty(batch * seqlen, self._wte.shape[1])
+        normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
+        self._launch(
+            BEGIN,
+            tokens,
+            seqlen=seqlen,
+            token_stride=tokens.stride(0),
+            epsilon=self._norm.eps,
+            tokens=tokens,
+            wte=self._wte,
+            wpe=self._wpe,
+            ln_weight=self._norm.weight,
+            ln_bias=self._norm.bias,
+            x=x,
+            **{"packed": normed.data} if isinstance(normed, Packed) else {"normed": normed},
+        )
+        return x, normed
+
+    def keep(self, x: Tensor, heads: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of both at the last position of each sequence.
+
+        x, heads: contiguous (batch * seqlen, width). lengths: int64 (batch,).
+        """
+        batch = len(lengths)
+        kept_x, kept_heads = x.new_empty(batch, x.shape[1]), x.new_empty(batch, x.shape[1])
+        tensors = {"x": x, "heads": heads, "kept_x": kept_x, "kept_heads": kept_heads}
+        self._launch(KEEP, lengths, seqlen=len(x) // batch, lengths=lengths, **tensors)
+        return kept_x, kept_heads
+
+    def choose(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        newest: Tensor,
+        *,
+        check_finite: bool,
+    ) -> None:
+        """Append each row's most likely token, or -1 if its largest logit is not finite.
+
+        logits: contiguous (batch, vocab_size). tokens: int64 (batch, capacity). lengths and newest:
+        int64 (batch,); lengths grows, newest gets the token. check_finite: False appends 0, not -1.
+        """
+        self._launch(
+            CHOOSE,
+            lengths,
+            token_stride=tokens.stride(0),
+            accepts_all=not check_finite,
+            logits=logits,
+            tokens=tokens,
+            lengths=lengths,
+            newest=newest,
+        )
+
+    def _launch(self, kernel: int, sequences: Tensor, **values: Tensor | float) -> None:
+        batch, (vocab_size, width) = len(sequences), self._wte.shape
+        plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in values.items()}
+        params = EndsParams(kernel=kernel, batch=batch, width=width, vocab_size=vocab_size, **plain)
+        self._op(sequences, torch.frombuffer(params, dtype=torch.uint8))

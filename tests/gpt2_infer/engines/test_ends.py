@@ -1,0 +1,115 @@
+"""What runs before and after a forward pass's products, emulated on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_kernels.inspection import resources
+from attention_kernels.ladder import compilers, header, race_checked
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.engines import ends
+from gpt2_infer.engines.ends import Ends
+from gpt2_infer.product import CSRC, Packed
+from gpt2_infer.sampling import Sampling
+from tests.gpt2_infer.engines.common import published, random_model
+
+CONFIG = GPT2Config(vocab_size=3001, n_positions=40, n_embd=160, n_layer=1, n_head=2)
+INF = float("inf")
+
+
+@pytest.mark.parametrize("seqlen", [1, 9])
+@torch.inference_mode()
+def test_the_embeddings_and_their_norm_are_the_modules(seqlen):
+    model = random_model(CONFIG)
+    tokens = torch.randint(0, 3001, (3, 30))
+    tokens[1, 0] = -1
+    wanted = model.embed(tokens[:, :seqlen].clamp(min=0))
+    x, normed = Ends(model).begin(tokens[:, :seqlen], packs=False)
+    assert torch.equal(x, wanted)
+    torch.testing.assert_close(normed, model.h[0].ln_1(wanted), rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_packed_norm_is_the_same_number_in_two_halves():
+    model = random_model(CONFIG)
+    tokens = torch.randint(0, 3001, (1, 16))
+    _, normed = Ends(model).begin(tokens, packs=False)
+    _, packed = Ends(model).begin(tokens, packs=True)
+    assert isinstance(packed, Packed)
+    chunks = packed.data.view(5, 16 * 32 + 16)
+    scales = chunks[:, -16:]
+    # (chunk, group of 16 k, hi and lo, row % 8, four k, pairs of k, row // 8, k)
+    halves = chunks[:, :-16].contiguous().view(torch.half).view(5, 2, 2, 8, 4, 2, 2, 2).float()
+    rows = halves.sum(2).permute(5, 2, 0, 1, 3, 4, 6).reshape(16, 5, 32)
+    error = rows * scales.t()[..., None] - normed.view(16, 5, 32)
+    assert (error.abs() <= normed.abs().view(16, 5, 32).amax(2, keepdim=True) * 2.0**-22).all()
+
+
+@torch.inference_mode()
+def test_the_last_positions_are_kept():
+    x, heads, lengths = torch.randn(21, 160), torch.randn(21, 160), torch.tensor([7, 1, 4])
+    found = Ends(random_model(CONFIG)).keep(x, heads, lengths)
+    for rows, kept in zip((x, heads), found, strict=True):
+        assert torch.equal(kept, rows[[6, 7, 17]])
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+@torch.inference_mode()
+def test_the_token_is_the_samplers(check_finite):
+    logits = torch.randn(9, 3001)
+    logits[0] = -logits[0].abs()
+    logits[1, [2000, 70, 71]] = 9.0  # the first of equals
+    logits[2] = -0.0
+    logits[2, 5:] = 0.0
+    logits[3, 1234] = INF
+    logits[4] = -INF
+    logits[5, :3000] = -INF
+    logits[6, 8] = float("nan")
+    logits[7, 8] = -float("nan")
+    logits[8, 3000] = 1e30
+    lengths, newest = torch.arange(9), torch.zeros(9, dtype=torch.long)
+    tokens = torch.full((9, 12), 55)
+    wanted = Sampling(0.0).choose(logits, newest)
+    assert wanted.tolist()[1:] == [70, 0, -1, -1, 3000, -1, -1, 3000]
+    if not check_finite:
+        wanted.clamp_(min=0)
+    Ends(random_model(CONFIG)).choose(logits, tokens, lengths, newest, check_finite=check_finite)
+    assert torch.equal(newest, wanted)
+    assert torch.equal(lengths, torch.arange(1, 10))
+    assert torch.equal(tokens[range(9), range(9)], wanted)
+    assert (tokens == 55).sum() >= 9 * 11
+
+
+@torch.inference_mode()
+def test_nothing_races(monkeypatch):
+    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
+    op = ends.load_op(race_checked(version), "cpu", "races")
+    monkeypatch.setattr(ends, "_op", lambda _: op)
+    model = random_model(CONFIG)
+    Ends(model).begin(torch.randint(0, 3001, (1, 2)), packs=True)
+    state = torch.zeros(1, 3, dtype=torch.long), *torch.zeros(2, 1, dtype=torch.long)
+    Ends(model).choose(torch.randn(1, 3001), *state, check_finite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
+def test_nvcc_compiles_every_kernel():
+    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
+    for arch in compilers.nvcc_architectures() & {"80", "90", "120"}:
+        assert len(resources.compile_version(version, arch)) == 3
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_the_token_is_the_samplers_on_a_gpu():
+    model = published("gpt2")
+    ours = Ends(model)
+    for batch in (1, 5):
+        logits = torch.randn(batch, 50257, device="cuda")
+        logits[0, 3:] = -INF
+        lengths, newest = (torch.zeros(batch, dtype=torch.long, device="cuda") for _ in range(2))
+        tokens = torch.zeros(batch, 4, dtype=torch.long, device="cuda")
+        ours.choose(logits, tokens, lengths, newest, check_finite=True)
+        assert torch.equal(newest, Sampling(0.0).choose(logits, newest))
+        assert torch.equal(tokens[:, 0], newest)
