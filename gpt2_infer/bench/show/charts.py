@@ -365,7 +365,7 @@ def decode_energy(file: File) -> Figure | None:
         axes.plot(speed, tokens / row.median, markers[cell], color=colour, markersize=7)
     axes.set(xscale="log", yscale="log")
     axes.set(xlabel="tokens per second, in whole calls", ylabel="tokens per joule")
-    axes.margins(0.12)
+    axes.margins(0.2)  # room for the labels of the lines
     _draw_watts(axes)
     looks = [(name, "s", colour) for name, colour in colours.items()]
     looks += [(cell, marker, QUIET) for cell, marker in markers.items()]
