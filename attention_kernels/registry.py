@@ -458,32 +458,41 @@ def default_backend(device_type: str) -> BackendSpec:
     )
 
 
-def default_decode_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendSpec:
+MANY_HEADS = 1024
+"""Rows times heads from which one warp per head reads a cache fastest."""
+
+
+def default_decode_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = 1
+) -> BackendSpec:
     """Return the backend to decode with if none is named or the one named cannot decode.
 
-    On CUDA it is DECODE_SPLIT_KV_VERSION_1, which splits the keys of a head over blocks, if nvcc is
-    installed and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products.
-    On the CPU it is torch's own flash kernel.
+    heads: rows times heads. On CUDA it is DECODE_SPLIT_KV_VERSION_1, which splits the keys of a
+    head over blocks, or from MANY_HEADS on version 3, with one warp per head, if nvcc is installed
+    and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products. On the CPU
+    it is torch's own flash kernel.
     """
     return get_backend(
-        _default_cuda_decoder(device, dtype, head_dim)
+        _default_cuda_decoder(device, dtype, head_dim, heads >= MANY_HEADS)
         if device.type == "cuda"
         else "PYTORCH_SDPA_FLASH_ATTENTION"
     )
 
 
 @untraced
-def _default_cuda_decoder(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    key = device, dtype, head_dim
+def _default_cuda_decoder(
+    device: torch.device, dtype: torch.dtype, head_dim: int, has_many: bool
+) -> str:
+    key = device, dtype, head_dim, has_many
     if key not in _cuda_decoders:  # called for every token
-        ours = get_backend("DECODE_SPLIT_KV_VERSION_1")
+        ours = get_backend(f"DECODE_SPLIT_KV_VERSION_{3 if has_many else 1}")
         takes = not ours.static_reasons(dtype, head_dim, "cuda")
         serves = takes and not ours.unavailable_reason(device)
         _cuda_decoders[key] = ours.name if serves else "NAIVE_PYTORCH"
     return _cuda_decoders[key]
 
 
-_cuda_decoders: dict[tuple[torch.device, torch.dtype, int], str] = {}
+_cuda_decoders: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
 _discovered: bool | None = False  # None during discovery
 
 

@@ -56,6 +56,8 @@ class KVCache:
     and row are contiguous, as a decode kernel reads them."""
     seqlens: Tensor
     """Cached positions per row, int32 (batch,), on the device."""
+    slots: Tensor | None = None
+    """The rows that a forward pass fills, int64, one per sequence; None: all, in order."""
     rows: Tensor = field(init=False)
     """0, 1, ... batch - 1, for indexing each row's newest position."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
@@ -75,6 +77,14 @@ class KVCache:
         config, like = model.config, model.wte.weight
         shape = (config.n_layer, 2, batch, config.n_head, max_seqlen, config.head_dim)
         return cls(like.new_zeros(shape), torch.zeros(batch, dtype=torch.int32, device=like.device))
+
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """Store a layer's first keys and values, (2, batch, num_heads, seqlen, head_dim)."""
+        into = self.kv[layer, :, :, :, : kv.shape[3]]
+        if self.slots is None:
+            into.copy_(kv)
+        else:
+            into[:, self.slots] = kv
 
 
 class Attention(nn.Module):
@@ -103,7 +113,7 @@ class Attention(nn.Module):
         rows, dtype = qkv.shape[0], qkv.dtype
         qkv = qkv.view(*shape, 3, self.num_heads, self.head_dim)
         if cache is not None:
-            cache.kv[self.layer, :, :, :, : shape[1]] = qkv[:, :, 1:].permute(2, 0, 3, 1, 4)
+            cache.fill(self.layer, qkv[:, :, 1:].permute(2, 0, 3, 1, 4))
         qkv = qkv.float() if self.upcast else qkv
         q, k, v = qkv.unbind(2)  # views, not copies
         o = backend.attention(q, k, v, softmax_scale=self.softmax_scale)
@@ -117,12 +127,21 @@ class Attention(nn.Module):
         qkv = self.c_attn.forward(x).view(-1, 3, self.num_heads, self.head_dim)
         k_cache, v_cache, places = cache.layers[self.layer]
         places.index_put_((cache.rows, position), qkv.narrow(1, 1, 2))
-        q = qkv.narrow(1, 0, 1)
+        return self.attend_newest(qkv.narrow(1, 0, 1), backend, k_cache, v_cache, cache.seqlens)
+
+    def attend_newest(
+        self, q: Tensor, backend: BackendSpec, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor
+    ) -> Tensor:
+        """Attend from the newest token of each row, whose key and value are in the cache.
+
+        q: (batch, 1, num_heads, head_dim).
+        """
+        dtype = q.dtype
         if self.upcast:
             q, k_cache, v_cache = q.float(), k_cache.float(), v_cache.float()
-        o = backend.decode(q, k_cache, v_cache, cache.seqlens, softmax_scale=self.softmax_scale)
-        heads = o.view(x.shape)
-        return heads.to(x.dtype) if self.upcast else heads
+        o = backend.decode(q, k_cache, v_cache, seqlens, softmax_scale=self.softmax_scale)
+        heads = o.view(len(q), -1)
+        return heads.to(dtype) if self.upcast else heads
 
 
 class MLP(nn.Module):
@@ -367,6 +386,15 @@ class GPT2(nn.Module):
         chosen = self._attention.chosen(*self._attention_kind, seqlen)
         return self.with_attention(chosen, self._decode_attention)
 
+    def for_rows(self, rows: int) -> GPT2:
+        """Return the model with the default decode backend for that many rows, if none is named."""
+        if self.decodes_with_named_backend:
+            return self
+        dtype, head_dim, device = self._attention_kind
+        heads = rows * self.config.n_head
+        decoder = default_decode_backend(device, dtype, head_dim, heads)
+        return self.with_attention(self._attention, decoder)
+
     def blocks(self) -> Iterable[Block]:
         """Return the transformer's blocks, first to last."""
         return cast("Iterable[Block]", self.h)
@@ -397,7 +425,7 @@ class GPT2(nn.Module):
         right-padded with any id.
         logits_to_keep: as in transformers: the last n positions, 0 for all, or a tensor of
         positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
-        cache: an empty KVCache to fill. Returns (batch, kept, vocab_size).
+        cache: a KVCache to fill, whose rows (or slots) are free. Returns (batch, kept, vocab_size).
         """
         check_type("tokens", tokens, Tensor)
         if tokens.dim() != 2 or tokens.dtype != torch.long:
@@ -429,10 +457,8 @@ class GPT2(nn.Module):
                 )
             x = block.finish(x, heads)
         if cache is not None:
-            if seqlens is None:
-                cache.seqlens.fill_(seqlen)
-            else:
-                cache.seqlens.copy_(seqlens)
+            index = slice(None) if cache.slots is None else cache.slots
+            cache.seqlens[index] = seqlen if seqlens is None else seqlens.int()
         return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
     @torch.inference_mode()

@@ -30,6 +30,8 @@ from gpt2_infer.request import Request
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # batches per contender, unless there are fewer prompts
 TRANSFORMERS = "transformers, padded"
+CONTINUOUS = "transformers, generate_batch"
+CACHE_SHARE = 0.25  # of the free memory, for the cache of generate_batch
 Texts = dict[int, list[int]]
 """Tokens by the index of their prompt."""
 
@@ -75,6 +77,13 @@ class Batches(Subject[BatchCell]):
                 _transformers, reference, prompts, study.new_tokens, row, expected
             )
             yield Contender(row, run)
+        for batch in study.generate_batch_sizes:
+            row, prompts = self._part(f"{CONTINUOUS}, {batch}", "transformers", batch, rows)
+            reference = models.reference_of(model)
+            run = functools.partial(
+                _generate_batch, reference, prompts, study.new_tokens, row, expected
+            )
+            yield Contender(row, run)
 
     def _part(
         self, name: str, program: str, batch: int, rows: Sequence[list[int]]
@@ -84,6 +93,9 @@ class Batches(Subject[BatchCell]):
         indices = range(0, len(rows), len(rows) // count)[:count]
         extra = {"program": program, "batch": batch, "prompts": count}
         extra["tokens"] = count * self.study.new_tokens
+        prompt_tokens = sum(len(rows[index]) for index in indices)
+        # Of prompts and new tokens, over all decode steps.
+        extra["mean_length"] = round(prompt_tokens / count + self.study.new_tokens / 2, 1)
         row = Row(contender=name, metric="time", unit="s", extra=extra)
         return row, {index: rows[index] for index in indices}
 
@@ -150,9 +162,51 @@ def _transformers(
             done.update(zip(indices, tokens, strict=True))
 
     _, seconds = models.timed(device, run)
+    _compare(done, row, expected)
+    return {"time": seconds}
+
+
+def _generate_batch(
+    reference: Any, prompts: Texts, new_tokens: int, row: Row, expected: Texts
+) -> dict[str, float]:
+    """Time transformers' continuous batching; its warm-up is not part of the timed rounds.
+
+    Raises RejectedError with one sentence if it cannot run.
+    """
+    from transformers import GenerationConfig
+
+    def run() -> Any:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        return reference.generate_batch(
+            inputs=[*prompts.values()],
+            generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False),
+            continuous_batching_config=ContinuousBatchingConfig(
+                max_requests_per_batch=row.extra["batch"], max_memory_percent=CACHE_SHARE
+            ),
+            progress_bar=False,
+            persistent_manager=True,
+        )
+
+    try:
+        found, seconds = models.timed(reference.device, run)
+    except Exception as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RejectedError(f"generate_batch cannot run here: {text}") from error
+    texts = [one.generated_tokens for one in found.values()]
+    complete = sum(len(text) == new_tokens for text in texts)
+    if complete < len(prompts):
+        errors = {one.error.splitlines()[0] for one in found.values() if one.error}
+        why = f": {min(errors)}" if errors else ""
+        raise RejectedError(f"generate_batch completed {complete} of {len(prompts)} prompts{why}")
+    _compare(dict(zip(prompts, texts, strict=True)), row, expected)
+    return {"time": seconds}
+
+
+def _compare(done: Texts, row: Row, expected: Texts) -> None:
+    """Record the share of texts that equal ours."""
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
-    return {"time": seconds}
 
 
 class Jobs(Subject[BatchCell]):

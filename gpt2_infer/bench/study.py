@@ -182,6 +182,8 @@ class BatchStudy(Study, kw_only=True, tag="batch"):
     new_tokens: AtLeastOne = 64
     peer_batch_sizes: list[AtLeastOne] = []
     """Batch sizes of transformers, whose batches are sorted by length and padded on the left."""
+    generate_batch_sizes: list[AtLeastOne] = []
+    """Batch sizes of transformers' continuous batching, generate_batch(), which needs CUDA."""
     rounds: Rounds = 2
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-import torch
-
 from gpt2_infer.engines import cpu_step, fused, recompute
-from gpt2_infer.engines.base import Engine
+from gpt2_infer.engines.base import Engine, room
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.cpu_step import FusedOnCPU
 from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
@@ -18,10 +16,6 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
 __all__ = ["DECODE_ATTENTION", "Engine", "lend_engine", "make_engine"]
-
-
-# Share of a GPU's memory that a model's cached engines may hold.
-KEPT_SHARE = 1 / 8
 
 
 def make_engine(model: GPT2, request: Request) -> Engine:
@@ -43,8 +37,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     made quickly, are not cached. Raises what make_engine() raises.
     """
     kind, name = _choose(model, request)
-    room = _room(model.device)
-    if name == "eager" or not room:
+    if name == "eager" or not room(model.device):
         return make_engine(model, request), lambda: None
     prepared, key = model.prepared, kind.shape(model, request, name)
     stamp, kept = prepared.stamp, prepared.take(key)
@@ -57,16 +50,9 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
     def keep() -> None:
         engine.rest()
-        prepared.put(key, engine, stamp, room)
+        prepared.put(key, engine, stamp, room(engine.device))
 
     return engine, keep
-
-
-def _room(device: torch.device) -> int:
-    """Return how many bytes a model's cached engines may hold; on a CPU, none."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
 
 
 def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:

@@ -14,6 +14,8 @@ from gpt2_infer import product
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
+# Share of a GPU's memory that a model's idle engines may hold.
+KEPT_SHARE = 1 / 8
 # Recompute runs at lengths rounded up to a multiple of these: under the causal mask, padding on the
 # right cannot change an earlier position. CUDA: one captured graph per multiple. CPU: oneDNN caches
 # about 2 MB of code and buffers per length.
@@ -196,6 +198,13 @@ def capture(
         finally:
             graph.capture_end()
     return graph
+
+
+def room(device: torch.device) -> int:
+    """Return how many bytes a model's idle engines may hold; on a CPU, none."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE)
 
 
 _capturing = threading.Lock()

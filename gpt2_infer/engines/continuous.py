@@ -1,35 +1,39 @@
 """Continuous batching: a finished row makes room for the next one.
 
 All shapes follow from the settings and a row's own prompt, never from the other rows: the batch has
-a fixed number of rows, the cache is as long as the row's bucket needs, and prompts run in groups of
-one size. A library picks its kernel by shape, and within a kernel a row's result depends only on
-that row. So in float32 a row is the same, bit for bit, whichever rows share its batch.
+a fixed number of rows, and prompts run in groups of one size, by length. A library picks its kernel
+by shape, and within a kernel a row's result depends only on that row. So in float32 a row is the
+same, bit for bit, whichever rows share its batch. The cache's capacity may depend on the other rows
+if the decode kernel is one of a ladder, whose results do not depend on it; for others, rows with
+prompts of different lengths run apart.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
-from gpt2_infer.engines.base import capture
+from gpt2_infer.engines.base import room
+from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
-from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.model import GPT2
+from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, Watcher
 
 MIN_PROMPT = 16  # prompts are padded to a power-of-two multiple of this
 NOT_FINITE = "the logits are not finite: the kernel, the weights or the dtype is at fault"
-GROUPS = 8  # groups of prompts that fill a batch
 # Pieces of work that are enqueued before the host reads the previous one. With 1, a row that has
-# ended is decoded once more.
-AHEAD = {"cuda": 1, "cpu": 0}
+# ended for another reason than its length is decoded once more.
+AHEAD = {"cuda": 2, "cpu": 0}
 
 
 @dataclass(frozen=True)
@@ -48,26 +52,112 @@ class Completion:
     """The backend that computed attention over the prompt."""
 
 
-class _Row:
-    """A prompt in progress, as the host sees it."""
+class _Rows:
+    """The rows of a run: which slot each has, and the tokens that the host has read so far."""
 
-    def __init__(self, key: int, request: Request, backend: str) -> None:
-        self.key, self.request, self.backend = key, request, backend
-        self.watcher, self.logprob = Watcher(request), 0.0
+    def __init__(self, members: Sequence[tuple[int, Request]], batch: int) -> None:
+        self.members, self.new_tokens = members, members[0][1].max_new_tokens
+        # As the device will see it when all enqueued work is done, by slot: the row, or -1, and its
+        # number of tokens. A row that gets its last token leaves without being read.
+        self.held = np.full(batch, -1)
+        self.begun = np.zeros(batch, dtype=np.int64)
+        # What has been read, by slot. A row's tokens are read in order, and before those of the
+        # next row in its slot.
+        self.seen = np.zeros(batch, dtype=np.int64)
+        self.tokens = np.zeros((batch, self.new_tokens), dtype=np.int64)
+        self.logprobs = np.zeros((batch, self.new_tokens))
+        # By row; the last element stands for no row.
+        self.ended = np.zeros(len(members) + 1, dtype=bool)
+        self.ended[-1] = True
+        self.ignores_eos = np.array([request.ignore_eos for _, request in members])
+        self.eos = np.array(members[0][1].config.eos_token_id, dtype=np.int64)
+        self.watchers: dict[int, Watcher] = {}  # of rows with stop strings
 
-    def see(self, token: int, logprob: float) -> None:
-        """Take the row's next token."""
-        before = len(self.watcher.tokens)
-        self.watcher.see(token)
-        if len(self.watcher.tokens) > before:
-            self.logprob += logprob
-        if len(self.watcher.tokens) == self.request.max_new_tokens:
-            self.watcher.end("length")
+    @property
+    def free(self) -> Integers:
+        """The free slots."""
+        return np.flatnonzero(self.held < 0)
 
-    def completion(self) -> Completion:
-        """Return a finished row's completion."""
-        tokens, text = self.watcher.tokens, self.watcher.whole_text()
-        return Completion(tokens, text, self.watcher.finish or "length", self.logprob, self.backend)
+    def join(self, rows: Sequence[int], slots: Integers) -> Integers:
+        """Put rows into free slots; return the row of each slot that gets a token."""
+        self.held[slots], self.begun[slots] = rows, 0
+        for row in rows:
+            if (request := self.members[row][1]).stops:
+                self.watchers[row] = Watcher(request)
+        joined = np.full_like(self.held, -1)
+        joined[slots] = rows
+        return self._begin(joined)
+
+    def step(self) -> Integers:
+        """Count a token of every row; return the row of each slot."""
+        return self._begin(self.held.copy())
+
+    def _begin(self, rows: Integers) -> Integers:
+        self.begun += rows >= 0
+        return rows
+
+    def full(self) -> Integers:
+        """Remove the rows that got their last token; return their slots."""
+        slots = np.flatnonzero((self.held >= 0) & (self.begun == self.new_tokens))
+        self.held[slots] = -1
+        return slots
+
+    def read(self, work: Work) -> list[tuple[int, int, str]]:
+        """Read results; return each row that has ended, its slot and its finish or error."""
+        every_token, every_logprob = work.results()
+        slots = np.flatnonzero(~self.ended[work.rows])
+        rows, tokens, at = work.rows[slots], every_token[slots], self.seen[slots]
+        self.tokens[slots, at], self.logprobs[slots, at] = tokens, every_logprob[slots]
+        is_eos = np.isin(tokens, self.eos) & ~self.ignores_eos[rows]
+        self.seen[slots] += (tokens >= 0) & ~is_eos
+        reasons: dict[int, str] = {}
+        for finish, where in (
+            ("length", self.seen[slots] == self.new_tokens),
+            ("end-of-text", is_eos),
+            (NOT_FINITE, tokens < 0),
+        ):
+            reasons |= dict.fromkeys(np.flatnonzero(where).tolist(), finish)
+        if self.watchers:
+            reasons = self._watched(rows.tolist(), tokens.tolist(), reasons)
+        self.ended[rows[[*reasons]]] = True
+        return [(int(rows[at]), int(slots[at]), reason) for at, reason in reasons.items()]
+
+    def _watched(
+        self, rows: Sequence[int], tokens: Sequence[int], reasons: dict[int, str]
+    ) -> dict[int, str]:
+        """Return reasons, in which rows may also end at a stop string."""
+        for at, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            watcher = self.watchers.get(row)
+            if watcher is None or token < 0:
+                continue
+            watcher.see(token)
+            if reasons.get(at) == "length":
+                watcher.end("length")
+            if watcher.finish:
+                reasons[at] = watcher.finish
+        return reasons
+
+    def release(self, row: int, slot: int) -> bool:
+        """Free a slot, unless the row has left it; return whether it was there."""
+        was_there = bool(self.held[slot] == row)
+        if was_there:
+            self.held[slot] = -1
+        return was_there
+
+    def result(self, row: int, slot: int, reason: str, backend: str) -> Completion | str:
+        """Return the result of a row that has ended; its slot is then read for the next row."""
+        count, request = int(self.seen[slot]), self.members[row][1]
+        self.seen[slot] = 0
+        if reason == NOT_FINITE:
+            return reason
+        tokens = self.tokens[slot, :count].tolist()
+        logprob = float(self.logprobs[slot, :count].cumsum()[-1]) if count else 0.0
+        watcher = self.watchers.pop(row, None)
+        if watcher is not None:
+            text = watcher.whole_text()
+        else:
+            text = request.tokenizer.decode(tokens) if request.tokenizer else ""
+        return Completion(tokens, text, cast("FinishReason", reason), logprob, backend)
 
 
 class Continuous:
@@ -80,6 +170,7 @@ class Continuous:
     def __init__(self, model: GPT2, *, batch: int, engine: str = "auto") -> None:
         if batch < 1:
             raise RequestError(f"batch-size must be 1 or more, not {batch}")
+        model = model.for_rows(batch)
         can_capture = model.device.type == "cuda" and model.decode_attention.cuda_graphs
         if engine not in ("auto", "eager", "graph"):
             raise RequestError(f"batches run in the eager or the graph engine, not in {engine!r}")
@@ -104,208 +195,115 @@ class Continuous:
         for the seed.
         """
         self.set_up_s = 0.0
+        by_length = sorted(requests, key=lambda one: self._padded(one[1]))
+        if self.model.decode_attention.version is not None:
+            yield from self._run_apart(by_length)
+            return
         buckets = defaultdict(list)
-        for key, request in requests:
-            buckets[self._padded(len(request.rows[0]))].append((key, request))
-        for prompt_length, members in sorted(buckets.items()):
-            yield from self._run_apart(prompt_length, members)
+        for member in by_length:
+            buckets[self._padded(member[1])].append(member)
+        for members in buckets.values():
+            yield from self._run_apart(members)
 
     def _run_apart(
-        self, prompt_length: int, members: Sequence[tuple[int, Request]]
+        self, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        """Run a bucket's rows; if a backend raises, halve the remaining rows, down to one."""
+        """Run rows, sorted by length; if a backend raises, halve the rest of them, down to one."""
         left = dict(members)
         try:
-            for key, result in self._run_bucket(prompt_length, members):
+            for key, result in self._run_together(members):
                 del left[key]
                 yield key, result
             return
         except (KernelError, OutputError, UnsupportedError) as error:
-            reason = str(error)  # the error itself would keep the bucket's cache alive
+            reason = str(error)  # the error itself would keep the cache alive
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()  # raises if the device can run no more kernels
         rows, middle = [*left.items()], len(left) // 2
         if not middle:
             yield rows[0][0], reason
             return
-        yield from self._run_apart(prompt_length, rows[:middle])
-        yield from self._run_apart(prompt_length, rows[middle:])
+        yield from self._run_apart(rows[:middle])
+        yield from self._run_apart(rows[middle:])
 
-    def _padded(self, length: int) -> int:
+    def _padded(self, request: Request) -> int:
+        """Return the length to which a request's prompt is padded."""
         padded = MIN_PROMPT
-        while padded < length:
+        while padded < len(request.rows[0]):
             padded *= 2
         return min(padded, self.model.config.n_positions)
 
-    def _run_bucket(
-        self, prompt_length: int, members: Sequence[tuple[int, Request]]
+    def _run_together(
+        self, members: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
-        model = self.model.up_to(prompt_length)
+        if not members:
+            return
+        lengths = [self._padded(request) for _, request in members]
         started = time.perf_counter()
-        slots = _Slots(model, members[0][1], self.batch, prompt_length, self.engine)
+        slots, keep = self._lend_slots(members[0][1], lengths[-1])
         self.set_up_s += time.perf_counter() - started
-        waiting, backend = deque(members), model.attention.name
-        free, running = list(range(self.batch)), dict[int, _Row]()
-        work = deque[_Work]()
-        while waiting or running:
-            count = min(slots.group, len(waiting))
-            if waiting and len(free) >= count:
-                joining = {free.pop(): _Row(*waiting.popleft(), backend) for _ in range(count)}
-                running |= joining
-                work.append(slots.join(joining))
+        rows, ahead = _Rows(members, self.batch), AHEAD[self.model.device.type]
+        waiting = deque(range(len(members)))
+        work, least = deque[Work](), slots.group
+        while True:
+            free = rows.free
+            group = _next_group(waiting, lengths, min(slots.group, len(free)), least)
+            is_enqueued = True
+            if group:
+                slots.join(lengths[group[0]], [members[row][1] for row in group], free)
+                work.append(slots.work(rows.join(group, free[: len(group)])))
+            elif len(free) < self.batch:
+                slots.step()
+                work.append(slots.work(rows.step()))
             else:
-                work.append(slots.step(running))
-            if len(work) <= slots.ahead:
+                is_enqueued = False
+            # A quarter of a group may follow another: the last group of a length leaves slots free.
+            least = -(-slots.group // 4) if group else slots.group
+            slots.leave(rows.full())
+            if is_enqueued and len(work) <= ahead:
                 continue
-            left = []
-            for slot, row, token, logprob in work.popleft().results():
-                if running.get(slot) is not row:
-                    continue  # the row has ended in the meantime
-                if token >= 0:
-                    row.see(token, logprob)
-                if token < 0 or row.watcher.finish:
-                    left.append(slot)
-                    del running[slot]
-                    yield row.key, NOT_FINITE if token < 0 else row.completion()
-            slots.leave(left)
-            free += left
+            if not work:
+                break
+            ended = rows.read(work.popleft())
+            slots.leave([slot for row, slot, _ in ended if rows.release(row, slot)])
+            for row, slot, reason in ended:
+                backend = slots.backend(lengths[row])
+                yield members[row][0], rows.result(row, slot, reason, backend)
+        keep()
+
+    def _lend_slots(self, request: Request, longest: int) -> tuple[Slots, Callable[[], None]]:
+        """Return slots, kept from an earlier run if possible, and a function that keeps them."""
+        model = self.model
+        capacity = min(longest + request.max_new_tokens, model.config.n_positions)
+        key = Slots.key(model, request, self.batch, capacity, self.engine)
+        prepared = model.prepared
+        stamp, kept = prepared.stamp, prepared.take(key)
+        if kept is not None:
+            slots = cast("Slots", kept)
+            slots.begin(model, request)
+        else:
+            try:
+                slots = Slots(model, request, self.batch, capacity, self.engine)
+            except torch.OutOfMemoryError:
+                if not clear_all():
+                    raise
+                slots = Slots(model, request, self.batch, capacity, self.engine)
+
+        def keep() -> None:
+            slots.rest()
+            if self.engine == "graph":
+                prepared.put(key, slots, stamp, room(model.device))
+
+        return slots, keep
 
 
-class _Work:
-    """Work enqueued for some rows, by slot: a decode step or their prompts."""
+def _next_group(waiting: deque[int], lengths: Sequence[int], most: int, least: int) -> list[int]:
+    """Take the next rows of one length: up to `most`; none if fewer than `least`, unless the last.
 
-    def __init__(self, rows: dict[int, _Row], tokens: Tensor, logprobs: Tensor) -> None:
-        self.rows = rows
-        self.tokens = tokens.to("cpu", non_blocking=True, copy=True)
-        self.logprobs = logprobs.to("cpu", non_blocking=True, copy=True)
-        self.done: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.done.record()
-
-    def results(self) -> Iterator[tuple[int, _Row, int, float]]:
-        """Wait for the device; yield each slot, row, token and the token's log-probability."""
-        if self.done is not None:
-            self.done.synchronize()
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
-        for slot, row in self.rows.items():
-            yield slot, row, tokens[slot], logprobs[slot]
-
-
-class _Slots:
-    """The device's state of a batch: one slot per row.
-
-    On a CPU, one extra slot, filled to the cache's capacity, makes each step attend to the same
-    number of positions under a mask.
+    waiting: rows that are sorted by length.
     """
-
-    def __init__(
-        self, model: GPT2, request: Request, batch: int, prompt_length: int, engine: EngineName
-    ) -> None:
-        self.model, self.sampling, self.batch = model, request.sampling, batch
-        self.prompt_length, self.group = prompt_length, max(1, batch // GROUPS)
-        capacity = min(prompt_length + request.max_new_tokens, model.config.n_positions)
-        rows = batch if model.device.type == "cuda" else batch + 1
-        self.ahead = AHEAD[model.device.type]
-        self.cache = KVCache.allocate(model, rows, capacity)
-        self.prompt_cache = KVCache.allocate(model, self.group, prompt_length)
-        device = model.device
-        # Each row's newest token; -1 if the logits were not finite, which the model reads as 0.
-        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(rows, device=device)
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.lengths[batch:] = capacity - 1
-        self.active = torch.zeros_like(self.lengths)
-        self.steps = torch.zeros_like(self.tokens)
-        self.uniforms = torch.zeros(rows, request.max_new_tokens + self.ahead, device=device)
-        self.prompts = torch.zeros(self.group, prompt_length, dtype=torch.long, device=device)
-        self.prompt_lengths = torch.ones(self.group, dtype=torch.long, device=device)
-        self.prompt_uniforms = torch.zeros(self.group, self.uniforms.shape[1], device=device)
-        self.first = torch.zeros(self.group, dtype=torch.long, device=device)  # first new tokens
-        self.first_logprobs = torch.zeros(self.group, device=device)
-        self.step_graph: torch.cuda.CUDAGraph | None = None
-        self.prompt_graph: torch.cuda.CUDAGraph | None = None
-        if engine == "graph":
-            self.decode()
-            self.step_graph = capture(self.decode)
-            if model.attention.cuda_graphs:
-                self.prefill()
-                self.prompt_graph = capture(self.prefill, shared_with=self.step_graph)
-
-    def join(self, rows: dict[int, _Row]) -> _Work:
-        """Run at most a group of prompts and fill their slots."""
-        prompts = [row.request.rows[0] for row in rows.values()]
-        prompts += [[0]] * (self.group - len(rows))  # pad the group with unused rows
-        padded = [prompt + [0] * (self.prompt_length - len(prompt)) for prompt in prompts]
-        self.upload(padded, self.prompts)
-        self.upload([len(prompt) for prompt in prompts], self.prompt_lengths)
-        if not self.sampling.is_greedy:
-            uniforms = torch.zeros(self.prompt_uniforms.shape, device="cpu")
-            for draws, row in zip(uniforms, rows.values(), strict=False):
-                new_tokens = row.request.max_new_tokens
-                draws[:new_tokens] = row.request.sampling.uniforms(1, new_tokens, draws.device)[0]
-            self.upload(uniforms, self.prompt_uniforms)
-        _replay(self.prompt_graph, self.prefill)
-
-        slots, count = self.upload([*rows]), len(rows)
-        kv, short = self.cache.kv, self.prompt_cache.kv[:, :, :count]
-        kept = min(self.prompt_length, kv.shape[4])
-        kv[:, :, slots, :, :kept] = short[:, :, :, :, :kept]
-        kv[:, :, slots, :, kept:] = 0  # the slot's previous row may have left NaN there
-        self.tokens[slots] = self.first[:count]
-        self.logprobs[slots] = self.first_logprobs[:count]
-        self.lengths[slots] = self.prompt_lengths[:count].int()
-        self.active[slots] = 1
-        self.steps[slots] = 1
-        self.uniforms[slots] = self.prompt_uniforms[:count]
-        return _Work(rows, self.tokens, self.logprobs)
-
-    def leave(self, left: list[int]) -> None:
-        """Free the given slots."""
-        if left:
-            slots = self.upload(left)
-            for state in (self.active, self.lengths, self.steps):
-                state[slots] = 0
-
-    def upload(self, values: Tensor | list[Any], to: Tensor | None = None) -> Tensor:
-        """Copy values to the device through pinned memory; otherwise the host would wait."""
-        on_host = torch.as_tensor(values, device="cpu")
-        to = on_host.new_empty(on_host.shape, device=self.model.device) if to is None else to
-        return to.copy_(on_host.pin_memory() if to.is_cuda else on_host, non_blocking=True)
-
-    def step(self, rows: dict[int, _Row]) -> _Work:
-        """Decode a token of every row."""
-        _replay(self.step_graph, self.decode)
-        return _Work({**rows}, self.tokens, self.logprobs)
-
-    def prefill(self) -> None:
-        """Enqueue a group's prompts."""
-        logits = self.model(self.prompts, seqlens=self.prompt_lengths, cache=self.prompt_cache)
-        tokens, logprobs = self.choose(logits[:, 0], self.prompt_uniforms[:, 0])
-        self.first.copy_(tokens)
-        self.first_logprobs.copy_(logprobs)
-
-    def decode(self) -> None:
-        """Enqueue a step."""
-        self.cache.seqlens.copy_(self.lengths)
-        logits = self.model.decode(self.tokens.clamp(min=0), self.cache)
-        uniforms = self.uniforms.gather(1, self.steps[:, None])[:, 0]
-        tokens, logprobs = self.choose(logits, uniforms)
-        self.tokens.copy_(tokens)
-        self.logprobs.copy_(logprobs)
-        self.lengths += self.active
-        self.steps += self.active
-
-    def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a token per row, and its log-probability in the model's own distribution."""
-        # torch starts a row's sum at the first multiple of 16 bytes. Every row begins at such a
-        # multiple, so that the rounding does not depend on the slot.
-        count, vocab_size = logits.shape
-        rows = torch.empty(count, -(-vocab_size // 4) * 4, device=logits.device)
-        rows[:, :vocab_size], rows[:, vocab_size:] = logits, -torch.inf
-        tokens = self.sampling.choose(rows, uniforms)
-        return tokens, rows.log_softmax(1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-
-
-def _replay(graph: torch.cuda.CUDAGraph | None, body: Callable[[], None]) -> None:
-    body() if graph is None else graph.replay()
+    same = itertools.takewhile(lambda row: lengths[row] == lengths[waiting[0]], waiting)
+    count = len(list(itertools.islice(same, most + 1)))
+    if min(count, most) < least and count > most:
+        return []
+    return [waiting.popleft() for _ in range(min(count, most))]

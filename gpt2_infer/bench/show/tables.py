@@ -376,6 +376,7 @@ LAYOUTS["batch"] = Layout(
         DTYPE,
         CONTENDER,
         Column("prompts", _extra("prompts"), "{:,}"),
+        Column("mean length", _extra("mean_length"), "{:.0f}"),
         Column("start, s", _beside("start"), "{:.1f}"),
         Column("seconds", _first(lambda row: with_spread(row, "{:.2f}"))),
         RATE,

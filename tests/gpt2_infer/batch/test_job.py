@@ -108,7 +108,7 @@ def test_a_poisoned_row_is_one_error_row(
 ):
     alive = weakref.WeakSet()
 
-    class Slots(continuous._Slots):
+    class Slots(continuous.Slots):
         def __init__(self, *arguments):
             assert not alive  # only one cache may exist at a time
             alive.add(self)
@@ -123,7 +123,7 @@ def test_a_poisoned_row_is_one_error_row(
         tensors["transformer.wte.weight"][777] = float("nan")
         return tensors
 
-    monkeypatch.setattr(continuous, "_Slots", Slots)
+    monkeypatch.setattr(continuous, "Slots", Slots)
     if backend != "NAIVE_PYTORCH":
         add(backend, picky)
     folder, _ = save_checkpoint(tie_word_embeddings=False)

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
+from attention_kernels.backends import pytorch
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer import GPT2, RequestError, Sampling, generate
-from gpt2_infer.engines import continuous
+from gpt2_infer import sampling as torch_sampling
+from gpt2_infer.engines import continuous, slots
 from gpt2_infer.engines.continuous import NOT_FINITE, Continuous
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
-from tests.gpt2_infer.engines.common import published, request_for
+from tests.gpt2_infer.engines.common import RecordedGraph, published, request_for
 
 SAMPLING = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
 
@@ -47,7 +49,7 @@ def test_torchs_default_device_changes_nothing():
 @pytest.mark.parametrize(
     ("sampling", "fields"), [(SAMPLING, {"stop": ["ing", "."]}), (Sampling(), {"ignore_eos": True})]
 )
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 2])
 def test_rows_equal_rows_run_alone(device, sampling, fields, ahead, monkeypatch):
     monkeypatch.setitem(continuous.AHEAD, device, ahead)
     model = make_model(device)
@@ -82,6 +84,40 @@ def same_in_any_batch(model):
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_are_bitwise_equal_in_any_batch(device):
     same_in_any_batch(make_model(device))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLING])
+def test_a_second_run_prepares_nothing_and_gives_the_same(sampling, monkeypatch):
+    captured: list[RecordedGraph] = []
+
+    def capture(body, shared_with=None):
+        captured.append(RecordedGraph(body))
+        return captured[-1]
+
+    def visible(k_cache, seqlens):
+        positions = k_cache.shape[1]
+        return positions, torch.arange(positions) < seqlens[:, None, None, None]
+
+    monkeypatch.setattr(slots, "capture", capture)
+    monkeypatch.setattr(slots, "pool_bytes", lambda graph: 1000)
+    monkeypatch.setattr(continuous, "room", lambda device: 2**30)
+    # On a CPU these read values, which a graph cannot do.
+    monkeypatch.setattr(pytorch, "_visible", visible)
+    monkeypatch.setattr(torch_sampling, "_largest", lambda logits: logits.max(-1))
+    model = GPT2.from_pretrained(
+        "demo", device="cpu", attention="NAIVE_PYTORCH", decode_attention="NAIVE_PYTORCH"
+    )
+    requests = make_requests(model, 6, sampling=sampling, ignore_eos=True)
+    expected = dict(Continuous(model, batch=3).run(requests))
+    for _ in range(2):
+        engine = Continuous(model, batch=3)
+        engine.engine = "graph"
+        assert dict(engine.run(requests)) == expected
+        assert len(captured) == 2  # a step, and a group of prompts
+    model.wte.weight[:] *= 1.5
+    changed = dict(engine.run(requests))
+    assert len(captured) == 4
+    assert changed == dict(Continuous(model, batch=3).run(requests)) != expected
 
 
 @pytest.mark.gpu
@@ -122,6 +158,26 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     done = dict(Continuous(model, batch=2).run(requests))
     alone = generate(model, rows, **options)
     assert [done[i].tokens for i in range(3)] == alone.tokens
+
+
+def test_rows_of_the_next_length_fill_the_slots_that_a_length_leaves(monkeypatch):
+    """Otherwise slots are idle for as long as a row takes."""
+    groups = []
+    monkeypatch.setattr(slots, "GROUPS", 2)
+    join = slots.Slots.join
+    monkeypatch.setattr(
+        slots.Slots, "join", lambda *args: groups.append((args[1], len(args[2]))) or join(*args)
+    )
+    decode = "DECODE_SPLIT_KV_VERSION_1"
+    model = GPT2.from_pretrained("demo", device="cpu", decode_attention=decode)
+    options = {"max_new_tokens": 2, "mode": "kv-cache", "ignore_eos": True}
+    rows = [[300 + i] * length for i, length in enumerate([3] * 9 + [20] * 7)]
+    requests = [(i, request_for(model, [row], **options)) for i, row in enumerate(rows)]
+    done = dict(Continuous(model, batch=8).run(requests))
+    assert groups == [(16, 4), (16, 4), (16, 1), (32, 4), (32, 3)]
+    for i in (0, 8, 9, 15):
+        alone = generate(model, [rows[i]], **options)
+        assert done[i].tokens == alone.tokens[0]
 
 
 def test_an_alias_is_resolved_by_row_length(clean_registry):

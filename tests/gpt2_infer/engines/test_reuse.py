@@ -60,7 +60,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(base, "pool_bytes", lambda graph: 1000)
     monkeypatch.setattr(fused, "shape_on", shape_on)
     monkeypatch.setattr(engines, "_reasons", lambda *_: reasons)
-    monkeypatch.setattr(engines, "_room", lambda device: 2**30)
+    monkeypatch.setattr(engines, "room", lambda device: 2**30)
     monkeypatch.setattr(engines, "FusedOnCPU", Fused)
     # On a CPU these read values, which a graph cannot do.
     monkeypatch.setattr(pytorch, "_visible", visible)

@@ -1,0 +1,170 @@
+"""The decode step of large batches in our own kernels, emulated on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_kernels.inspection import resources
+from attention_kernels.ladder import compilers, header
+from gpt2_infer import GPT2, Sampling
+from gpt2_infer.engines import batch_step
+from gpt2_infer.engines.batch_step import BatchStep
+from gpt2_infer.engines.continuous import Continuous
+from gpt2_infer.model import KVCache
+from tests.gpt2_infer.engines.common import request_for
+
+DTYPES = [torch.float16, torch.bfloat16]
+LENGTHS = [3, 9, 1, 7, 20]
+
+
+def make_model(dtype: torch.dtype) -> GPT2:
+    decoder = "DECODE_SPLIT_KV_VERSION_3"
+    return GPT2.from_pretrained("demo", device="cpu", dtype=dtype, decode_attention=decoder)
+
+
+def filled_cache(model: GPT2) -> KVCache:
+    """Return rows of LENGTHS tokens, which are part of a larger cache."""
+    whole = KVCache.allocate(model, len(LENGTHS) + 1, 24)
+    cache = KVCache(whole.kv[:, :, :-1], whole.seqlens[:-1])
+    tokens = torch.randint(300, 8000, (len(LENGTHS), 20), generator=torch.manual_seed(1))
+    model(tokens, seqlens=torch.tensor(LENGTHS), cache=cache)
+    return cache
+
+
+def step_over(model: GPT2, cache: KVCache, tokens: Tensor) -> BatchStep:
+    lengths, logprobs = torch.tensor(LENGTHS, dtype=torch.int32), torch.zeros(len(LENGTHS))
+    active = torch.tensor([1, 1, 0, 1, 1], dtype=torch.int32)
+    return BatchStep(model, cache, tokens, lengths, active, logprobs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("long", [256, 2048])  # the least terms of a product in two parts
+def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
+    monkeypatch.setattr(batch_step, "LONG", long)
+    model, tokens = make_model(dtype), torch.tensor([500, 600, 700, -1, 900])
+    exact = GPT2.from_pretrained("demo", device="cpu", dtype="float32").double()
+    exact.load_state_dict(model.state_dict())
+    expected, theirs, ours = (filled_cache(one) for one in (exact, model, model))
+    truth = exact.decode(tokens.clamp(min=0), expected)
+    pytorch = model.decode(tokens.clamp(min=0), theirs)
+    step = step_over(model, ours, tokens)
+    logits = step.logits()
+    for found, naive, reference in (
+        (logits, pytorch, truth),
+        (ours.kv, theirs.kv, expected.kv),
+    ):
+        budget = 2 * (naive.double() - reference).abs().max()
+        assert (found.double() - reference).abs().max() <= budget
+    assert torch.equal(ours.seqlens, theirs.seqlens)
+
+    step.choose(logits)
+    rows = logits.float().log_softmax(-1)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(step.logprobs, rows.max(-1).values, rtol=0, atol=2e-6)
+    assert (step.lengths - torch.tensor(LENGTHS)).tolist() == [1, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
+    model, tokens = make_model(dtype), torch.tensor([500, 600, 700, 800, 900])
+    found = []
+    for name in (batch_step.ATTENTION, "none"):  # of the backend whose attention is fused
+        monkeypatch.setattr(batch_step, "ATTENTION", name)
+        cache = filled_cache(model)
+        found.append((step_over(model, cache, tokens).logits(), cache.kv))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_are_as_exact_as_in_pytorch(dtype):
+    model = make_model(dtype)
+    exact = GPT2.from_pretrained("demo", device="cpu", dtype="float32").double()
+    exact.load_state_dict(model.state_dict())
+    tokens = torch.randint(300, 8000, (3, 16), generator=torch.manual_seed(1))
+    lengths, slots = torch.tensor([5, 16, 1]), torch.tensor([2, 0, 3])
+    caches = [KVCache.allocate(one, 4, 24) for one in (exact, model, model)]
+    expected, theirs, ours = caches
+    for one, cache in ((exact, expected), (model, theirs)):
+        cache.slots = slots
+        cache.logits = one(tokens, seqlens=lengths, cache=cache)[:, 0]
+    step = step_over(model, KVCache.allocate(model, len(LENGTHS), 24), torch.zeros(5).long())
+    logits = step.prompts(model, ours, tokens, lengths, slots)
+    for found, naive, reference in (
+        (logits, theirs.logits, expected.logits),
+        (ours.kv, theirs.kv, expected.kv),
+    ):
+        budget = 2 * (naive.double() - reference).abs().max()
+        assert (found.double() - reference).abs().max() <= budget
+    assert not ours.kv[:, :, 1].any()
+    assert not ours.kv[..., 16:, :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8200, 8195])
+def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
+    model = make_model(dtype)
+    cache = KVCache.allocate(model, len(LENGTHS), 24)
+    rows = torch.randn(len(LENGTHS), columns, generator=torch.manual_seed(0)).to(dtype)
+    logits = rows[:, :8192]  # the rest is padding
+    rows[:, 8192:] = torch.nan
+    logits[0, 5] = torch.nan
+    logits[1, 8191] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, :8000] = -torch.inf
+    logits[4, [17, 4000, 8191]] = 9.0  # of equals the first
+    step = step_over(model, cache, torch.zeros(len(LENGTHS), dtype=torch.long))
+    step.choose(logits)
+    expected = Sampling().choose(logits.float(), torch.zeros(len(LENGTHS)))
+    assert torch.equal(step.tokens, expected)
+    assert step.tokens[:3].eq(-1).all()
+    assert step.tokens[4] == 17
+    logprobs = logits.float().log_softmax(-1).max(-1).values[3:]
+    torch.testing.assert_close(step.logprobs[3:], logprobs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
+def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
+    model, rng = make_model(torch.float16), random.Random(0)
+    requests = []
+    for i in range(9):
+        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 40))]
+        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
+        request = request_for(model, [prompt], max_new_tokens=4, mode="kv-cache", sampling=drawn)
+        requests.append((i, request))
+    pytorch = dict(Continuous(model, batch=4).run(requests))
+    monkeypatch.setattr(batch_step, "unsupported_reasons", lambda _: [])
+    done = dict(Continuous(model, batch=4).run(requests))
+    for i, one in done.items():
+        if one.tokens == pytorch[i].tokens:
+            assert one.logprob == pytest.approx(pytorch[i].logprob, abs=0.1)
+    assert sum(one.tokens == pytorch[i].tokens for i, one in done.items()) >= 6
+    rng.shuffle(requests)
+    for some in (requests[:1], requests):
+        again = dict(Continuous(model, batch=4).run(some))
+        assert again == {i: done[i] for i, _ in some}
+
+
+def test_unsupported_models_are_refused():
+    model = make_model(torch.bfloat16).float()
+    model.config = dataclasses.replace(model.config, n_embd=8256, n_head=688)
+    assert batch_step.unsupported_reasons(model) == [
+        "it needs a CUDA device",
+        "dtype float32 (it takes float16, bfloat16)",
+        "n_embd 8256 (it takes up to 8192)",
+        "head_dim 12 (it takes multiples of 8)",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
+def test_nvcc_compiles_every_kernel():
+    version = header.parse_header(batch_step.SOURCE, "batch_step_")
+    for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
+        for build in version.builds():
+            assert len(resources.compile_version(build, arch)) == 7
