@@ -5,11 +5,10 @@ The choice depends on the device, the dtype and the number of rows; it affects o
 cpu, float32, 2 rows or more: oneDNN, twice as fast as MKL's sgemm on AMD's AVX-512.
 cpu, one row: MKL. It multiplies one row on one core, so a large weight is split into two halves.
 The logits use oneDNN unless their weights are laid out for MKL; see lay_out().
-cuda: addmm, which is cuBLASLt with the bias in its epilogue, in 16 bits also GELU. In float32 with
-more than one row, a plain product and then a pass for the bias: cuBLASLt does not split K, and at
-GPT-2's sizes took up to 2.5 times as long on an H200. In 16 bits the logits are padded to a
-multiple of 8 columns; see with_room(). With --products 3xfp16, layers take two rows or more through
-our own product.py.
+cuda: addmm, which is cuBLASLt with the bias in its epilogue. In float32 with more than one row, a
+plain product and then a pass for the bias: cuBLASLt does not split K, and at GPT-2's sizes took up
+to 2.5 times as long on an H200. In 16 bits the logits are padded to a multiple of 8 columns; see
+with_room(). With --products 3xfp16, layers take two rows or more through our own product.py.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ class Linear(nn.Module):
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
             return cast("Tensor", _linear_onednn()(x, weight.t(), bias, kind, [], form))
-        if gelu and x.is_cuda and _has_16_bits(x):
-            return torch._addmm_activation(bias, x, weight, use_gelu=True)  # its tanh form
         if x.is_cuda and (_has_16_bits(x) or x.shape[0] == 1):
             y = torch.addmm(bias, x, weight)
         else:

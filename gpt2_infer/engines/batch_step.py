@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
+from attention_kernels.registry import MANY_HEADS
 from gpt2_infer.engines.base import kernel_reasons
 from gpt2_infer.linear import Linear, weight_and_bias
-from gpt2_infer.model import GPT2, Attention, Block, KVCache, keep
+from gpt2_infer.model import GPT2, MLP, Attention, Block, KVCache, keep
 
 DTYPES = ("float16", "bfloat16")  # those that v04_batch_step.cu takes
 SOURCE = Path(__file__).parent / "csrc" / "v04_batch_step.cu"
@@ -33,10 +34,12 @@ MAX_WIDTH = 8192
 MANY, LONG = 1024, 2048
 
 
-def unsupported_reasons(model: GPT2) -> list[str]:
-    """Return the reasons why a model cannot run in these kernels."""
+def unsupported_reasons(model: GPT2, batch: int) -> list[str]:
+    """Return the reasons why a batch cannot run in these kernels; small ones were not measured."""
     config = model.config
     reasons = kernel_reasons(model, DTYPES)
+    if (heads := batch * config.n_head) < MANY_HEADS:
+        reasons.append(f"{heads} rows times heads (it takes {MANY_HEADS} or more)")
     if config.n_embd > MAX_WIDTH:
         reasons.append(f"n_embd {config.n_embd} (it takes up to {MAX_WIDTH})")
     if config.head_dim % CHUNK:
@@ -174,7 +177,7 @@ class BatchStep:
     def _finish(self, block: Block, x: Tensor, heads: Tensor, next_norm: nn.LayerNorm) -> Tensor:
         """Add both projections to the residual stream x in place; return next_norm of it."""
         normed = self._add(x, heads, block.attn.c_proj, block.ln_2)
-        return self._add(x, block.mlp.forward(normed), block.mlp.c_proj, next_norm)
+        return self._add(x, _hidden(block.mlp, normed), block.mlp.c_proj, next_norm)
 
     def _add(self, x: Tensor, y: Tensor, linear: Linear, norm: nn.LayerNorm) -> Tensor:
         """Add a product of y to x in place; return the norm of x."""
@@ -202,6 +205,14 @@ def _cache_fields(kv: Tensor) -> dict[str, Any]:
     """Return the fields that describe a layer's cache."""
     heads, capacity = kv.shape[2:4]
     return {"kv": kv, "kv_stride": kv.stride(0), "num_heads": heads, "max_seqlen": capacity}
+
+
+def _hidden(mlp: MLP, x: Tensor) -> Tensor:
+    """Return the hidden units before c_proj; on CUDA, cuBLASLt applies GELU's tanh form."""
+    if not x.is_cuda:
+        return mlp.forward(x)
+    weight, bias = weight_and_bias(mlp.c_fc)
+    return torch._addmm_activation(bias, x, weight, use_gelu=True)
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:

@@ -224,6 +224,17 @@ def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expect
     assert cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
 
 
+def test_many_heads_have_a_warp_each(monkeypatch):
+    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: None)
+    cuda = torch.device("cuda:0")
+    names = [
+        registry.default_decode_backend(cuda, torch.float32, 64, heads).name
+        for heads in (1, registry.MANY_HEADS - 1, registry.MANY_HEADS)
+    ]
+    assert names == [f"DECODE_SPLIT_KV_VERSION_{i}" for i in (1, 1, 3)]
+
+
 def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
     monkeypatch.setattr(registry, "_cuda_decoders", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda _, d: "old" if d.index else None)

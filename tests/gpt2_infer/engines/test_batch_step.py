@@ -138,7 +138,7 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
         request = request_for(model, [prompt], max_new_tokens=4, mode="kv-cache", sampling=drawn)
         requests.append((i, request))
     pytorch = dict(Continuous(model, batch=4).run(requests))
-    monkeypatch.setattr(batch_step, "unsupported_reasons", lambda _: [])
+    monkeypatch.setattr(batch_step, "unsupported_reasons", lambda *_: [])
     done = dict(Continuous(model, batch=4).run(requests))
     for i, one in done.items():
         if one.tokens == pytorch[i].tokens:
@@ -153,9 +153,10 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
 def test_unsupported_models_are_refused():
     model = make_model(torch.bfloat16).float()
     model.config = dataclasses.replace(model.config, n_embd=8256, n_head=688)
-    assert batch_step.unsupported_reasons(model) == [
+    assert batch_step.unsupported_reasons(model, 1) == [
         "it needs a CUDA device",
         "dtype float32 (it takes float16, bfloat16)",
+        "688 rows times heads (it takes 1024 or more)",
         "n_embd 8256 (it takes up to 8192)",
         "head_dim 12 (it takes multiples of 8)",
     ]
