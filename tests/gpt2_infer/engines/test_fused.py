@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention_kernels.inspection import resources
 from attention_kernels.judge.reference import naive_attention
@@ -268,6 +269,44 @@ def test_logits_that_are_not_finite_give_no_token():
     step = step_of(model, state)
     step()
     assert state.newest.tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outlier", "mean"),
+    [
+        (torch.float32, 3000.0, 0.0),
+        (torch.float32, 0.0, 100.0),
+        pytest.param(torch.bfloat16, 3000.0, 0.0, marks=pytest.mark.slow),
+        (torch.float16, 3000.0, 0.0),
+        pytest.param(torch.float16, 0.0, 100.0, marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlier, mean):
+    """GPT-2's residual stream has channels with hundreds of times the values of the others."""
+    config = dataclasses.replace(CONFIG, n_layer=1)
+    model = random_model(config, dtype)
+    model.wte.weight += mean
+    model.wte.weight[:, 7] += outlier
+    (block,) = model.blocks()
+    block.ln_1.weight[7] = 0.01  # GPT-2's are small there, too
+    state = state_after(model, [5])
+    token = state.newest.clone()
+    step_of(model, state)()
+    found = state.cache.kv[0, :, 0, :, 5].flatten()  # k and v
+
+    x = model.wte.weight[token].float() + model.wpe.weight[5].float()
+    linear = block.attn.c_attn
+
+    def product(rounded: torch.dtype, wide: torch.dtype) -> torch.Tensor:
+        weight, bias = block.ln_1.weight.to(wide), block.ln_1.bias.to(wide)
+        normed = F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, config.layer_norm_epsilon)
+        y = normed.to(rounded).to(wide) @ linear.weight.to(wide) + linear.bias.to(wide)
+        return y[0, config.n_embd :].to(rounded).double()
+
+    exact = product(torch.float64, torch.float64)
+    apart = (product(dtype, torch.float32) - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * apart
 
 
 @pytest.mark.parametrize(
