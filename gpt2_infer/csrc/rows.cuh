@@ -29,8 +29,8 @@ __device__ inline float block_sum(float value, float* warps) {
   return sum;
 }
 
-// Returns a thread's four columns of the LayerNorm of a row that the block has. v is 0 in threads
-// without columns.
+// Returns a thread's four columns of the LayerNorm of a block's row. v is 0 in threads that have no
+// columns.
 __device__ inline float4 layer_norm(float4 v, bool is_here, int columns, float epsilon,
                                     float4 weight, float4 bias, float (&warps)[2][32]) {
   const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / columns;
@@ -41,8 +41,8 @@ __device__ inline float4 layer_norm(float4 v, bool is_here, int columns, float e
           v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w};
 }
 
-// Packed, x is (m / 16, k / 32) chunks. Each has 2 groups of 16 k, their hi and lo, a uint4 for each
-// of 32 lanes, and then a scale per row. A lane has four k of rows lane / 4 and lane / 4 + 8.
+// Packed, x is (m / 16, k / 32) chunks. Each has 2 groups of 16 k, their hi and lo, a uint4 for
+// each of 32 lanes, and then a scale per row. A lane has four k of rows lane / 4 and lane / 4 + 8.
 constexpr int kPackedRows = 16, kPackedK = 32;
 constexpr int kScales = 2 * 2 * 32;                // the first uint4 of a chunk's scales
 constexpr int kChunk = kScales + kPackedRows / 4;  // uint4s in a chunk
