@@ -77,6 +77,6 @@ def test_transformers_continuous_batching_is_timed():
         prompts=6,
         new_tokens=3,
     )
-    ours, peer = run(study).rows
+    ours, peer = by_name(run(study)).values()
     assert peer.extra == ours.extra | {"program": "transformers"}
     assert len(peer.samples) == 2
