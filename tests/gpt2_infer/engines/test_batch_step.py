@@ -169,3 +169,26 @@ def test_nvcc_compiles_every_kernel():
     for arch in compilers.nvcc_architectures() & {"80", "86", "89", "90", "100", "120"}:
         for build in version.builds():
             assert len(resources.compile_version(build, arch)) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
+def test_a_large_batch_on_a_gpu(sampling):
+    model = GPT2.from_pretrained("demo", device="cuda", dtype="bfloat16")
+    assert not batch_step.unsupported_reasons(model, 256)
+    assert batch_step.unsupported_reasons(model, 8)
+    rng, requests = random.Random(0), []
+    for i in range(400):
+        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 60))]
+        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
+        request = request_for(model, [prompt], max_new_tokens=6, mode="kv-cache", sampling=drawn)
+        requests.append((i, request))
+    done = dict(Continuous(model, batch=256).run(requests))
+    rng.shuffle(requests)
+    assert done == dict(Continuous(model, batch=256).run(requests))
+    eager = Continuous(model, batch=256, engine="eager")
+    for other in (eager, Continuous(model, batch=8)):  # a small batch runs PyTorch's operations
+        found = dict(other.run(requests))
+        same = [i for i, one in done.items() if one.tokens == found[i].tokens]
+        assert len(same) >= 280
+        assert all(done[i].logprob == pytest.approx(found[i].logprob, abs=0.5) for i in same)
