@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
 from gpt2_infer.bench.show import cards, ladders, predicted, tables
+from gpt2_infer.bench.show.columns import BACKEND
 from gpt2_infer.bench.show.figures import (
     Value,
     group_by,
@@ -26,7 +27,6 @@ from gpt2_infer.bench.show.figures import (
     where,
 )
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout, pivot
-from gpt2_infer.bench.show.tables import BACKEND
 
 
 def show(task: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
+from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
@@ -14,7 +15,6 @@ from gpt2_infer.bench.show.figures import (
     has_shapes,
     how,
     length,
-    new_tokens,
     ratio,
     reading_us,
     shape_of,
@@ -52,100 +52,11 @@ LAYOUTS: dict[str, Layout] = {}
 """Layouts by kind of study; "shapes" and "prefill" are variants of "kernel" and "decode"."""
 
 
-# ---- Values of columns ---------------------------------------------------------------------------
-
-
-def _first(value: Callable[[Row], Value]) -> Getter:
-    """Return a value of a line's first row."""
-    return lambda line: value(line.first)
-
-
-def _timed(value: Callable[[Row], Value]) -> Getter:
-    """Return a value of a cell's row; blank if it has no samples."""
-    return lambda line: value(line.row) if line.row and line.row.samples else None
-
-
-def _median(line: Entry) -> Value:
-    """Return the median of a cell's row, or its status if it has no samples."""
-    if not line.row:
-        return None
-    return line.row.median if line.row.samples else line.row.status
-
-
-def _cell(name: str) -> Getter:
-    return _first(lambda row: row.cell[name])
-
-
-def _extra(name: str) -> Getter:
-    """Return a field of `extra`; blank if a row lacks it."""
-    return _first(lambda row: row.extra.get(name))
-
-
-def _of(find: Callable[[File, Row], Row | None], value: Callable[[Row, Entry], Value]) -> Getter:
-    """Return a value of the row that find() returns for a cell's row; blank without samples."""
-
-    def got(line: Entry) -> Value:
-        found = line.row and find(line.file, line.row)
-        return value(found, line) if found and found.samples else None
-
-    return got
-
-
-def _beside(metric: str, unit: float = 1) -> Getter:
-    """Return the median of another metric for the same contender and cell."""
-    return _of(lambda file, row: file.beside(row, metric), lambda row, _: row.median / unit)
-
-
-def _metric(name: str, unit: float = 1) -> Getter:
-    def value(line: Entry) -> Value:
-        found = line.value(name)
-        return None if found is None else found / unit
-
-    return value
-
-
-def _ratio(line: Entry) -> str:
-    found = ratio(line.row, line.same_cell, line.file.study["baseline"]) if line.row else None
-    return times(found)
-
-
-def _tokens(line: Entry) -> int:
-    """Return the new tokens of a sample of a cell's row."""
-    return new_tokens(line.file, line.row or line.first)
-
-
-def _per_second(row: Row, line: Entry) -> float:
-    """Return the median tokens per second."""
-    return _tokens(line) / row.median
-
-
-def _least_and_most(row: Row, line: Entry) -> str:
-    """Return the least and the most tokens per second."""
-    least, most = row.spread
-    return f"{_tokens(line) / most:,.0f} .. {_tokens(line) / least:,.0f}"
-
-
-BACKEND = Column("backend", _first(lambda row: f"`{row.contender}`"))
-CONTENDER = Column("contender", _first(lambda row: row.contender))
-DTYPE = Column("dtype", _cell("dtype"))
-PRECISION = Column("precision", _extra("precision"))
-RATE = Column("tokens/s", _of(steps_of, _per_second), "{:,.0f}")
-CALL_RATE = Column("tokens/s, whole calls", _of(calls_of, _per_second), "{:,.0f}")
-ENERGY = Column(
-    "mJ per token",
-    _of(
-        lambda file, row: file.beside(row, "energy"),
-        lambda row, line: 1e3 * row.median / _tokens(line),
-    ),
-    "{:,.1f}",
-)
-
-
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
 def _error(name: str) -> Getter:
-    return _timed(lambda row: getattr(row.check, name, None))
+    return columns.timed(lambda row: getattr(row.check, name, None))
 
 
 def _relative_error(line: Entry) -> Value:
@@ -181,16 +92,18 @@ LAYOUTS["kernel"] = Layout(
     at=detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
     columns=[
-        BACKEND,
-        PRECISION,
-        Column("N={at}, us", _median, "{:.1f}", over=length),
+        columns.BACKEND,
+        columns.PRECISION,
+        Column("N={at}, us", columns.median, "{:.1f}", over=length),
         Column("spread", lambda line: widest_spread(line.rows)),
-        Column("x {baseline}, N={at}", _ratio),
-        Column("TFLOP/s", _timed(lambda row: row.tflops), "{:.3g}"),
-        Column("GB/s", _timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"),
+        Column("x {baseline}, N={at}", columns.versus),
+        Column("TFLOP/s", columns.timed(lambda row: row.tflops), "{:.3g}"),
+        Column(
+            "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"
+        ),
         Column("error", _error("error"), "{:.1e}"),
         Column("relative error", _relative_error, "{:.1%}"),
-        Column("workspace, KiB", _beside("workspace", 1024), "{:.0f}"),
+        Column("workspace, KiB", columns.beside("workspace", 1024), "{:.0f}"),
     ],
 )
 
@@ -201,7 +114,7 @@ def _speed(line: Entry) -> Value:
         return None
     if not row.samples:
         return row.status
-    faster = _ratio(line) if row.contender != line.file.study["baseline"] else ""
+    faster = columns.versus(line) if row.contender != line.file.study["baseline"] else ""
     return f"{row.tflops:.3g}" + (f" ({faster} x)" if faster else "")
 
 
@@ -219,7 +132,7 @@ LAYOUTS["shapes"] = Layout(
     title=_shapes_title,
     line=lambda row: row.kernel,
     columns=[
-        Column("shape", _first(lambda row: str(row.kernel))),
+        Column("shape", columns.first(lambda row: str(row.kernel))),
         Column("{at}", _speed, over=lambda row: f"`{row.contender}`, {row.extra['precision']}"),
     ],
 )
@@ -250,15 +163,15 @@ LAYOUTS["generation"] = Layout(
     keeps=lambda line: line.row is not None,
     remark=_text_was_compared,
     columns=[
-        BACKEND,
-        PRECISION,
-        Column("{at} tokens, s", _median, "{:.3f}", over=length),
+        columns.BACKEND,
+        columns.PRECISION,
+        Column("{at} tokens, s", columns.median, "{:.3f}", over=length),
         Column("spread", lambda line: widest_spread(line.rows)),
-        Column("x {baseline}", _ratio),
-        RATE,
-        CALL_RATE,
+        Column("x {baseline}", columns.versus),
+        columns.RATE,
+        columns.CALL_RATE,
         Column("attention's share", _share, "{:.1%}"),
-        Column("peak memory, MiB", _beside("peak memory", 2**20), "{:.0f}"),
+        Column("peak memory, MiB", columns.beside("peak memory", 2**20), "{:.0f}"),
     ],
 )
 
@@ -281,7 +194,7 @@ def _weights_gbps(row: Row) -> float | None:
 
 
 def _of_bandwidth(line: Entry) -> Value:
-    speed, limits = _timed(_weights_gbps)(line), line.file.provenance.limits
+    speed, limits = columns.timed(_weights_gbps)(line), line.file.provenance.limits
     return speed / limits["read_gbps"] if isinstance(speed, float) and limits else None
 
 
@@ -318,18 +231,18 @@ LAYOUTS["decode"] = Layout(
     title=_decode_title,
     remark=_text_differs,
     columns=[
-        Column("model", _cell("model")),
-        DTYPE,
-        Column("batch", _cell("batch")),
-        CONTENDER,
-        Column("seconds", _timed(_recompute_seconds)),
-        RATE,
-        Column("least .. most", _of(steps_of, _least_and_most)),
-        CALL_RATE,
+        Column("model", columns.cell("model")),
+        columns.DTYPE,
+        Column("batch", columns.cell("batch")),
+        columns.CONTENDER,
+        Column("seconds", columns.timed(_recompute_seconds)),
+        columns.RATE,
+        Column("least .. most", columns.of(steps_of, columns.least_and_most)),
+        columns.CALL_RATE,
         Column("vs transformers", _call_ratio),
-        ENERGY,
-        Column("us per step", _of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
-        Column("weights, GB/s", _timed(_weights_gbps), "{:,.0f}"),
+        columns.ENERGY,
+        Column("us per step", columns.of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
+        Column("weights, GB/s", columns.timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
@@ -352,16 +265,16 @@ LAYOUTS["prefill"] = Layout(
     ),
     remark=_text_differs,
     columns=[
-        Column("model", _cell("model")),
-        DTYPE,
-        Column("batch", _cell("batch")),
-        CONTENDER,
-        Column("ms", _timed(lambda row: 1e3 * row.median), "{:.2f}"),
+        Column("model", columns.cell("model")),
+        columns.DTYPE,
+        Column("batch", columns.cell("batch")),
+        columns.CONTENDER,
+        Column("ms", columns.timed(lambda row: 1e3 * row.median), "{:.2f}"),
         Column(
             "least .. most",
-            _timed(lambda row: f"{1e3 * row.spread[0]:.2f} .. {1e3 * row.spread[1]:.2f}"),
+            columns.timed(lambda row: f"{1e3 * row.spread[0]:.2f} .. {1e3 * row.spread[1]:.2f}"),
         ),
-        Column("tokens/s", _timed(_prompt_speed), "{:,.0f}"),
+        Column("tokens/s", columns.timed(_prompt_speed), "{:,.0f}"),
         Column("x the first", _times_the_first, "{:.2f}"),
     ],
 )
@@ -373,16 +286,16 @@ LAYOUTS["batch"] = Layout(
         f"{how(file)} ({name})"
     ),
     columns=[
-        DTYPE,
-        CONTENDER,
-        Column("prompts", _extra("prompts"), "{:,}"),
-        Column("mean length", _extra("mean_length"), "{:.0f}"),
-        Column("start, s", _beside("start"), "{:.1f}"),
-        Column("seconds", _first(lambda row: with_spread(row, "{:.2f}"))),
-        RATE,
-        CALL_RATE,
-        ENERGY,
-        Column("same rows", _extra("same_rows"), "{:.1%}"),
+        columns.DTYPE,
+        columns.CONTENDER,
+        Column("prompts", columns.extra("prompts"), "{:,}"),
+        Column("mean length", columns.extra("mean_length"), "{:.0f}"),
+        Column("start, s", columns.beside("start"), "{:.1f}"),
+        Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
+        columns.RATE,
+        columns.CALL_RATE,
+        columns.ENERGY,
+        Column("same rows", columns.extra("same_rows"), "{:.1%}"),
     ],
 )
 
@@ -391,9 +304,11 @@ LAYOUTS["build"] = Layout(
         f"{block[0].extra['versions']} versions on {file.study['jobs']} cores ({name})"
     ),
     columns=[
-        Column("compiler", _first(lambda row: row.contender)),
-        Column("seconds", _timed(lambda row: row.median), "{:.1f}"),
-        Column("min .. max", _timed(lambda row: f"{row.spread[0]:.1f} .. {row.spread[1]:.1f}")),
+        Column("compiler", columns.first(lambda row: row.contender)),
+        Column("seconds", columns.timed(lambda row: row.median), "{:.1f}"),
+        Column(
+            "min .. max", columns.timed(lambda row: f"{row.spread[0]:.1f} .. {row.spread[1]:.1f}")
+        ),
     ],
 )
 
@@ -421,8 +336,8 @@ LAYOUTS["profile"] = Layout(
     ),
     rows=_all_rows,
     columns=[
-        BACKEND,
-        Column("{at}", _median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
+        columns.BACKEND,
+        Column("{at}", columns.median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
         # A wavefront is 128 bytes at most.
         Column("shared loads, GB/s at most", _throughput("shared_load_wavefronts", 128)),
         Column(
@@ -458,10 +373,10 @@ LAYOUTS["inspection"] = Layout(
     rows=_all_rows,
     keeps=lambda line: line.value("registers") is not None,
     columns=[
-        BACKEND,
-        Column("registers", _metric("registers"), "{:.0f}"),
-        Column("spills, bytes", _metric("spill_bytes"), "{:.0f}"),
-        Column("shared memory, KiB", _metric("shared_bytes", 1024), "{:.3g}"),
+        columns.BACKEND,
+        Column("registers", columns.metric("registers"), "{:.0f}"),
+        Column("spills, bytes", columns.metric("spill_bytes"), "{:.0f}"),
+        Column("shared memory, KiB", columns.metric("shared_bytes", 1024), "{:.3g}"),
         Column(
             "warps/SM, occupancy",
             lambda line: f"{line.value('warps'):.0f}, {line.value('occupancy_percent'):.0f} %",
@@ -487,12 +402,12 @@ LAYOUTS["perplexity"] = Layout(
     ),
     rows=_all_rows,
     columns=[
-        DTYPE,
-        BACKEND,
-        PRECISION,
-        Column("bits per byte", _metric("bits per byte"), "{:.7f}"),
-        Column("perplexity", _metric("perplexity"), "{:.5f}"),
-        Column("nats per token", _metric("difference"), "{:+.1e}"),
+        columns.DTYPE,
+        columns.BACKEND,
+        columns.PRECISION,
+        Column("bits per byte", columns.metric("bits per byte"), "{:.7f}"),
+        Column("perplexity", columns.metric("perplexity"), "{:.5f}"),
+        Column("nats per token", columns.metric("difference"), "{:+.1e}"),
         Column("standard errors", _standard_errors, "{:+.1f}"),
     ],
 )
@@ -502,10 +417,10 @@ LAYOUTS["published"] = Layout(
     rows=_all_rows,
     line=lambda row: row.contender,
     columns=[
-        BACKEND,
+        columns.BACKEND,
         Column(
             "{at}",
-            _timed(lambda row: f"{row.median:.1f} {row.unit}"),
+            columns.timed(lambda row: f"{row.median:.1f} {row.unit}"),
             over=lambda row: row.cell["card"],
         ),
     ],
@@ -520,9 +435,9 @@ LAYOUTS["tests"] = Layout(
     ),
     rows=_all_rows,
     columns=[
-        Column("test", BACKEND.value),
-        Column("seconds", _timed(lambda row: row.median), "{:.1f}"),
-        Column("outcome", _first(lambda row: row.status)),
+        Column("test", columns.BACKEND.value),
+        Column("seconds", columns.timed(lambda row: row.median), "{:.1f}"),
+        Column("outcome", columns.first(lambda row: row.status)),
     ],
 )
 
@@ -549,9 +464,9 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
         line=lambda row: row.contender,
         at=lambda block: max(map(length, block)),
         columns=[
-            BACKEND,
+            columns.BACKEND,
             Column("N={at}", value, "{:.4g}", over=length),
-            Column("bound at the longest", _timed(lambda row: row.extra["bound"])),
+            Column("bound at the longest", columns.timed(lambda row: row.extra["bound"])),
         ],
     )
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_kernels.inspection import resources
 from attention_kernels.judge.reference import naive_attention
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
@@ -307,110 +306,6 @@ def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlie
     exact = product(torch.float64, torch.float64)
     apart = (product(dtype, torch.float32) - exact).abs().max()
     assert (found.double() - exact).abs().max() <= 2 * apart
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype", "most_rows"),
-    [
-        ((768, 12), torch.float32, 4),
-        ((1024, 16), torch.float32, 0),  # FC2 takes 128 KB
-        ((768, 12), torch.bfloat16, 8),
-        ((1024, 16), torch.bfloat16, 8),
-        ((1280, 20), torch.float16, 8),
-        ((1600, 25), torch.bfloat16, 0),  # FC2 takes 100 KB
-    ],
-)
-def test_what_fits_in_99_kb(size, dtype, most_rows):
-    """A block has 99 KB of shared memory on RTX 40 and 50."""
-    width, heads = size
-    config = GPT2Config(n_embd=width, n_head=heads)
-    shapes = [StepShape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]
-    assert [shape.fits for shape in shapes] == [shape.batch <= most_rows for shape in shapes]
-    assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "columns"),
-    [
-        (768, torch.float32, (16, 32)),
-        (1024, torch.float32, (16, 16)),
-        (1280, torch.float32, (8, 16)),
-        (1600, torch.float32, (16, 16)),
-        (768, torch.bfloat16, (32, 32)),
-        (1024, torch.bfloat16, (32, 32)),
-        (1280, torch.bfloat16, (16, 32)),
-        (1600, torch.bfloat16, (32, 32)),
-    ],
-)
-def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, columns):
-    shape = StepShape(GPT2Config(n_embd=width, n_head=width // 64), dtype, 1, 132, 227 * 1024)
-    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
-    assert shape.fits
-    assert dataclasses.replace(shape, batch=8).fits
-    assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "batch", "shared_kb", "missing"),
-    [
-        (768, torch.float32, 8, 99, []),
-        (1024, torch.float32, 4, 99, []),
-        (1280, torch.float32, 2, 99, []),
-        (1600, torch.bfloat16, 8, 99, []),
-        (1600, torch.float32, 8, 163, []),
-        (
-            1600,
-            torch.float32,
-            1,
-            99,
-            ["a block of LOGITS needs 115 KB of shared memory, and this device has 99 KB"],
-        ),
-    ],
-)
-def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, missing):
-    config = GPT2Config(n_embd=width, n_head=width // 64)
-    shape = StepShape(config, dtype, batch, 128, shared_kb * 1024, is_portable=True)
-    assert shape.unsupported_reasons == missing
-
-
-@pytest.mark.parametrize(
-    ("dtype", "multiprocessors", "shared_kb", "columns"),
-    [
-        (torch.float32, 108, 163, (16, 32)),  # A100
-        (torch.float32, 128, 99, (8, 8)),  # RTX 4090
-        (torch.bfloat16, 128, 99, (32, 32)),
-    ],
-)
-def test_with_little_shared_memory_all_blocks_run_at_once(
-    dtype, multiprocessors, shared_kb, columns
-):
-    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024)
-    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
-    portable = dataclasses.replace(shape, is_portable=True, batch=8)
-    assert portable.products == shape.products  # so that batches give the same bits
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
-@pytest.mark.parametrize(
-    ("dtype", "archs"),
-    [(torch.float32, {"80", "120"}), (torch.bfloat16, {"89", "90"})],
-)
-def test_nvcc_compiles_the_portable_step(dtype, archs):
-    for arch in compilers.nvcc_architectures() & archs:
-        shared = resources.LIMITS[arch].shared_kb_per_block * 1024
-        shape = StepShape(GPT2Config(), dtype, 1, 128, shared, is_portable=True)
-        assert len(resources.compile_version(shape.version(), arch)) == 8
-
-
-def test_the_embedding_takes_less_room_in_16_bits():
-    config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
-    shape = StepShape(config, torch.bfloat16, 1, 132, 227 * 1024)
-    assert shape.fits
-    assert not dataclasses.replace(shape, dtype=torch.float32).fits
-
-
-# On a GPU
 
 
 @pytest.mark.gpu
