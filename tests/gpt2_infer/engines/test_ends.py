@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels.inspection import resources
-from attention_kernels.ladder import compilers, header, race_checked
+from attention_kernels.ladder import compilers, header
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
@@ -84,7 +84,7 @@ def test_the_token_is_the_samplers(check_finite):
 @torch.inference_mode()
 def test_nothing_races(monkeypatch):
     version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    op = ends.load_op(race_checked(version), "cpu", "races")
+    op = ends.load_op(header.race_checked(version), "cpu", "races")
     monkeypatch.setattr(ends, "_op", lambda _: op)
     model = random_model(CONFIG)
     Ends(model).begin(torch.randint(0, 3001, (1, 2)), packs=True)
