@@ -186,9 +186,15 @@ def test_a_large_batch_on_a_gpu(sampling):
     done = dict(Continuous(model, batch=256).run(requests))
     rng.shuffle(requests)
     assert done == dict(Continuous(model, batch=256).run(requests))
-    eager = Continuous(model, batch=256, engine="eager")
-    for other in (eager, Continuous(model, batch=8)):  # a small batch runs PyTorch's operations
-        found = dict(other.run(requests))
-        same = [i for i, one in done.items() if one.tokens == found[i].tokens]
-        assert len(same) >= 280
-        assert all(done[i].logprob == pytest.approx(found[i].logprob, abs=0.5) for i in same)
+    exact = GPT2.from_pretrained("demo", device="cuda")
+    for i, request in requests[:50]:
+        if tokens := done[i].tokens:
+            ids = torch.tensor(request.rows[0] + tokens, device="cuda")
+            logits = exact(ids[None], logits_to_keep=0)[0].log_softmax(-1)[:-1]
+            each = logits.gather(1, ids[1:, None])[-len(tokens) :]
+            assert done[i].logprob == pytest.approx(each.sum().item(), abs=1.5)
+    if sampling.is_greedy:  # rounding moves what is drawn
+        eager = Continuous(model, batch=256, engine="eager")
+        for other in (eager, Continuous(model, batch=8)):  # a small batch: PyTorch's operations
+            found = dict(other.run(requests))
+            assert sum(one.tokens == found[i].tokens for i, one in done.items()) >= 280
