@@ -332,10 +332,13 @@ def shared_load_bars(file: File) -> Figure | None:
 
 
 def decode_bars(file: File) -> Figure | None:
-    """Draw each contender's tokens per second and the limit set by the bandwidth."""
+    """Draw each contender's tokens per second and the limit set by the bandwidth.
+
+    None for prompts alone, which are not limited by it.
+    """
     bars, looks = [], _looks(main_rows(file))
     for row in main_rows(file) if "read_gbps" in file.provenance.limits else ():
-        if row.samples:
+        if row.samples and row.cell["new_tokens"] > 1:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
             limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
             least, most = row.spread

@@ -134,3 +134,14 @@ def test_a_roofline_shows_speeds_limits_and_errors(close):
             row.check.row_error, row.check.row_budget = 3e-6, 5e-6
     _, right = charts.roofline(results).axes
     assert {line.get_xdata()[0] for line in right.get_lines()} == {3e-6, 5e-6}
+
+
+def test_a_prompt_alone_is_not_drawn_as_decoding():
+    cell = msgspec.to_builtins(DecodeCell("gpt2", "float32", 1, 1000, 1))
+    rows = [
+        Row(contender=name, cell=cell, metric="time", unit="s", samples=[0.01, 0.02])
+        for name in ("graph", "fused")
+    ]
+    file = file_of("decode", rows, settings={"new_tokens": [1]})
+    file.provenance.limits["read_gbps"] = 4000.0
+    assert charts.decode_bars(file) is None
