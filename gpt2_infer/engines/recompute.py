@@ -25,7 +25,7 @@ def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
 
 
 def forward_reasons(model: GPT2, rows: int) -> list[str]:
-    """Return the reasons why Forward cannot run this model, or so many positions."""
+    """Return the reasons why Forward cannot run this model, or this many positions."""
     reasons = kernel_reasons(model, ["float32"])
     if model.config.n_embd > MAX_NORM:
         reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")

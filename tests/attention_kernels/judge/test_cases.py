@@ -48,7 +48,7 @@ def test_every_kind_of_head_dim_is_tried(kind):
 
 @pytest.mark.parametrize("kind", [Case, DecodeCase])
 def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(kind):
-    """Of each dtype one per range of lengths, with every head_dim, and with all other values."""
+    """Each dtype has one per range of lengths, with every head_dim and all other values."""
     dtypes = torch.float32, torch.float16
     dims = (32, 64, 128)
     found = (
