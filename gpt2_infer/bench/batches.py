@@ -70,19 +70,12 @@ class Batches(Subject[BatchCell]):
                 engine = Continuous(model, batch=batch)
                 run = functools.partial(_ours, engine, prompts, study.new_tokens, row, expected)
             yield Contender(row, run)
-        for batch in study.peer_batch_sizes:
-            row, prompts = self._part(f"{TRANSFORMERS}, {batch}", "transformers", batch, rows)
+        peers = [(TRANSFORMERS, size, _transformers) for size in study.peer_batch_sizes]
+        peers += [(CONTINUOUS, size, _generate_batch) for size in study.generate_batch_sizes]
+        for name, batch, complete in peers:
+            row, prompts = self._part(f"{name}, {batch}", "transformers", batch, rows)
             reference = models.reference_of(model)
-            run = functools.partial(
-                _transformers, reference, prompts, study.new_tokens, row, expected
-            )
-            yield Contender(row, run)
-        for batch in study.generate_batch_sizes:
-            row, prompts = self._part(f"{CONTINUOUS}, {batch}", "transformers", batch, rows)
-            reference = models.reference_of(model)
-            run = functools.partial(
-                _generate_batch, reference, prompts, study.new_tokens, row, expected
-            )
+            run = functools.partial(complete, reference, prompts, study.new_tokens, row, expected)
             yield Contender(row, run)
 
     def _part(
