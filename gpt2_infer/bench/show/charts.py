@@ -338,7 +338,7 @@ def decode_bars(file: File) -> Figure | None:
     """
     bars, looks = [], _looks(main_rows(file))
     for row in main_rows(file) if "read_gbps" in file.provenance.limits else ():
-        if row.samples and row.cell["new_tokens"] > 1:
+        if row.samples and row.cell["new_tokens"] != 1:
             bandwidth = file.provenance.limits["read_gbps"] * 1e9
             limit = int(row.cell["batch"]) * bandwidth / row.extra["weight_bytes"]
             least, most = row.spread
