@@ -45,10 +45,12 @@ class Batches(Subject[BatchCell]):
     bit for bit equal.
     """
 
+    has_energy = True
+
     def __init__(self, study: BatchStudy) -> None:
         self.study, self.rounds = study, study.rounds
         self.target = resolve_device(study.device)
-        self.device, self.has_energy = self.target.type, True
+        self.device = self.target.type
         self.cells = [BatchCell(study.model, dtype, study.new_tokens) for dtype in study.dtypes]
 
     def contenders(self, cell: BatchCell) -> Iterator[Contender]:

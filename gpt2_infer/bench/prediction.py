@@ -116,7 +116,7 @@ def prediction_row(
     reason: str = "",
     **extra: Any,
 ) -> Row:
-    """Return the row of a version's prediction, or why there is none; extra: its components."""
+    """Return the row of a version's prediction, or of the reason against it; extra: its parts."""
     return Row(
         contender=name,
         cell=msgspec.to_builtins(cell),

@@ -231,10 +231,7 @@ LAYOUTS["decode"] = Layout(
     title=_decode_title,
     remark=_text_differs,
     columns=[
-        Column("model", columns.cell("model")),
-        columns.DTYPE,
-        Column("batch", columns.cell("batch")),
-        columns.CONTENDER,
+        *columns.DECODED,
         Column("seconds", columns.timed(_recompute_seconds)),
         columns.RATE,
         Column("least .. most", columns.of(steps_of, columns.least_and_most)),
@@ -265,10 +262,7 @@ LAYOUTS["prefill"] = Layout(
     ),
     remark=_text_differs,
     columns=[
-        Column("model", columns.cell("model")),
-        columns.DTYPE,
-        Column("batch", columns.cell("batch")),
-        columns.CONTENDER,
+        *columns.DECODED,
         Column("ms", columns.timed(lambda row: 1e3 * row.median), "{:.2f}"),
         Column(
             "least .. most",

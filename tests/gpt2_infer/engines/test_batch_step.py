@@ -16,6 +16,7 @@ from gpt2_infer.engines import batch_step
 from gpt2_infer.engines.batch_step import BatchStep
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.model import KVCache
+from gpt2_infer.request import Request
 from tests.gpt2_infer.engines.common import request_for
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -25,6 +26,25 @@ LENGTHS = [3, 9, 1, 7, 20]
 def make_model(dtype: torch.dtype) -> GPT2:
     decoder = "DECODE_SPLIT_KV_VERSION_3"
     return GPT2.from_pretrained("demo", device="cpu", dtype=dtype, decode_attention=decoder)
+
+
+def make_requests(
+    model: GPT2,
+    rng: random.Random,
+    sampling: Sampling,
+    count: int,
+    *,
+    most_tokens: int,
+    new_tokens: int,
+) -> list[tuple[int, Request]]:
+    """Return requests of random prompts; each that is not greedy has a seed of its own."""
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, most_tokens))]
+        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
+        options = {"max_new_tokens": new_tokens, "mode": "kv-cache", "sampling": drawn}
+        requests.append((i, request_for(model, [prompt], **options)))
+    return requests
 
 
 def filled_cache(model: GPT2) -> KVCache:
@@ -131,12 +151,7 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
 def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
     model, rng = make_model(torch.float16), random.Random(0)
-    requests = []
-    for i in range(9):
-        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 40))]
-        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
-        request = request_for(model, [prompt], max_new_tokens=4, mode="kv-cache", sampling=drawn)
-        requests.append((i, request))
+    requests = make_requests(model, rng, sampling, 9, most_tokens=40, new_tokens=4)
     pytorch = dict(Continuous(model, batch=4).run(requests))
     monkeypatch.setattr(batch_step, "unsupported_reasons", lambda *_: [])
     done = dict(Continuous(model, batch=4).run(requests))
@@ -177,12 +192,8 @@ def test_a_large_batch_on_a_gpu(sampling):
     model = GPT2.from_pretrained("demo", device="cuda", dtype="bfloat16")
     assert not batch_step.unsupported_reasons(model, 256)
     assert batch_step.unsupported_reasons(model, 8)
-    rng, requests = random.Random(0), []
-    for i in range(400):
-        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, 60))]
-        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
-        request = request_for(model, [prompt], max_new_tokens=6, mode="kv-cache", sampling=drawn)
-        requests.append((i, request))
+    rng = random.Random(0)
+    requests = make_requests(model, rng, sampling, 400, most_tokens=60, new_tokens=6)
     done = dict(Continuous(model, batch=256).run(requests))
     rng.shuffle(requests)
     assert done == dict(Continuous(model, batch=256).run(requests))
