@@ -66,9 +66,9 @@ def test_fewer_shapes_are_tried_where_each_is_compiled(capsys, clean_registry):
     register(name="TUNED", family="test", summary="It is tuned.", head_dims=(32,), **fields)(
         lambda: Kernels(attention)
     )
-    for seed in ("556012288", "1"):  # the first draws one token for rows of zeros
-        assert main(["verify", "TUNED", "--device", "cpu", "--no-timing", "--seed", seed]) == 0
-    assert len(tried) < 24
+    seed = "556012288"  # it draws one token for rows of zeros
+    assert main(["verify", "TUNED", "--device", "cpu", "--no-timing", "--seed", seed]) == 0
+    assert len(tried) < 12
     assert "only 4 shapes of each dtype were tried in the cases" in capsys.readouterr().out
 
 
