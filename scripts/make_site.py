@@ -1,0 +1,110 @@
+"""Build the site from README.md and every file that it leads to.
+
+    python scripts/make_site.py --report REPORT [--out FOLDER]
+
+Documents become pages at the same relative paths, so that their links work unchanged. Linked sources
+become pages, too, linked folders become lists of their files, and results and pictures are copied.
+README.md is the home page, and its table "Where to read on" the navigation. REPORT is a page that
+`gpt2-infer report` wrote. A broken link fails the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpt2_infer.cli import Parser
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
+COPIED = {".json", ".svg"}
+EXAMPLE = "What does a report on the whole ladder show?"
+# Sources are as wide as the window, and not what a search is for.
+SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"
+
+
+def page(path: Path) -> tuple[Path, str]:
+    """Return the page that shows a file or a folder, and its Markdown."""
+    if path.suffix == ".md":
+        return path, path.read_text("utf-8")
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        files = sorted(file.name for file in path.iterdir() if file.name != "__pycache__")
+        body = "\n".join(f"- [{file}]({file})" for file in files)
+        return path / "index.md", SOURCE.format(name=f"{name}/", body=body)
+    language = {".cu": "cuda", ".cuh": "cuda", ".h": "cpp"}.get(path.suffix, path.suffix[1:])
+    body = f"~~~~~~ {language}\n{path.read_text('utf-8')}~~~~~~"
+    return path.with_name(f"{path.name}.md"), SOURCE.format(name=name, body=body)
+
+
+def stage(folder: Path) -> None:
+    """Write README.md, and what it leads to, as Markdown and files to copy."""
+    waiting, seen = [ROOT / "README.md"], set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        to, text = (path, "") if path.suffix in COPIED else page(path)
+        target = folder / to.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in COPIED:
+            shutil.copy(path, target)
+            continue
+
+        def follow(link: re.Match[str], parent: Path = to.parent) -> str:
+            linked = (parent / link[0]).resolve()
+            if not linked.exists() or not linked.is_relative_to(ROOT):
+                return link[0]
+            waiting.append(linked)
+            shown = linked if linked.suffix in COPIED else page(linked)[0]
+            return os.path.relpath(shown, parent)
+
+        is_text = path.suffix == ".md" or path.is_dir()
+        target.write_text(LINK.sub(follow, text) if is_text else text, "utf-8")
+
+
+def navigation() -> list[dict[str, str | list[str]]]:
+    """Return the questions of README.md's last table, each with the pages that answer it."""
+    table = (ROOT / "README.md").read_text("utf-8").split("## Where to read on")[1]
+    found: list[dict[str, str | list[str]]] = [{"Home": "README.md"}]
+    for cell, questions in re.findall(r"^\| (\[.*?) \| (.*?) \|$", table, re.MULTILINE):
+        pages = LINK.findall(cell)
+        question = questions.replace("`", "").partition("? ")[0].rstrip("?") + "?"
+        found.append({question: pages if len(pages) > 1 else pages[0]})
+    return [*found, {EXAMPLE: "report.html"}]
+
+
+def main() -> int:
+    """Stage the pages and build the site."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, required=True, help="page of the float32 ladder")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="output folder")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        pages = Path(name, "pages")
+        stage(pages)
+        for file in (ROOT / "docs" / "site").iterdir():
+            shutil.copy(file, pages)
+        shutil.copy(arguments.report, pages / "report.html")
+        configuration = (pages / "mkdocs.yml").rename(Path(name, "mkdocs.yml"))
+        with configuration.open("a") as file:
+            print("nav:", json.dumps(navigation()), file=file)
+        command = ["-m", "mkdocs", "build", "--strict", "--config-file", configuration]
+        done = subprocess.run(
+            [sys.executable, *command, "--site-dir", arguments.out.resolve()],
+            env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+            check=False,
+        )
+    return done.returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
