@@ -2,10 +2,10 @@
 
     python scripts/make_site.py --report REPORT [--out FOLDER]
 
-Documents become pages at the same relative paths, so that their links work unchanged. Linked sources
-become pages, too, linked folders become lists of their files, and results and pictures are copied.
-README.md is the home page, and its table "Where to read on" the navigation. REPORT is a page that
-`gpt2-infer report` wrote. A broken link fails the build.
+README.md is the home page, and its table "Where to read on" is the navigation. Pages have the paths
+of their documents, so that links work unchanged. A linked source becomes a page, too, and a linked
+folder a list of its files; results and pictures are copied. REPORT is a page that `gpt2-infer
+report` wrote. A broken link fails the build.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
 COPIED = {".json", ".svg"}
 EXAMPLE = "What does a report on the whole ladder show?"
-# Sources are as wide as the window, and not what a search is for.
+# Sources take the whole width, and the search leaves them out.
 SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"
 
 
@@ -45,8 +45,8 @@ def page(path: Path) -> tuple[Path, str]:
 
 
 def stage(folder: Path) -> None:
-    """Write README.md, and what it leads to, as Markdown and files to copy."""
-    waiting, seen = [ROOT / "README.md"], set()
+    """Write the pages' Markdown, and copy results and pictures, into a folder."""
+    waiting, seen = [ROOT / "README.md"], set[Path]()
     while waiting:
         path = waiting.pop()
         if path in seen:
@@ -72,7 +72,7 @@ def stage(folder: Path) -> None:
 
 
 def navigation() -> list[dict[str, str | list[str]]]:
-    """Return the questions of README.md's last table, each with the pages that answer it."""
+    """Return the questions of README.md's last table, each with its pages."""
     table = (ROOT / "README.md").read_text("utf-8").split("## Where to read on")[1]
     found: list[dict[str, str | list[str]]] = [{"Home": "README.md"}]
     for cell, questions in re.findall(r"^\| (\[.*?) \| (.*?) \|$", table, re.MULTILINE):
@@ -95,11 +95,12 @@ def main() -> int:
             shutil.copy(file, pages)
         shutil.copy(arguments.report, pages / "report.html")
         configuration = (pages / "mkdocs.yml").rename(Path(name, "mkdocs.yml"))
-        with configuration.open("a") as file:
-            print("nav:", json.dumps(navigation()), file=file)
-        command = ["-m", "mkdocs", "build", "--strict", "--config-file", configuration]
+        text = configuration.read_text("utf-8")
+        configuration.write_text(f"{text}\nnav: {json.dumps(navigation())}\n", "utf-8")
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+        options = ["--config-file", str(configuration), "--site-dir", str(arguments.out.resolve())]
         done = subprocess.run(
-            [sys.executable, *command, "--site-dir", arguments.out.resolve()],
+            [*command, *options],
             env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
             check=False,
         )

@@ -21,8 +21,8 @@ for (const table of document.querySelectorAll("article table")) {
   if (!table.tHead?.querySelector("[style*=right]") || table.tBodies[0].rows.length < 2) continue;
   for (const head of table.tHead.rows[0].cells) {
     const button = document.createElement("button");
-    button.append(...head.childNodes);
-    head.append(button);
+    button.innerHTML = head.innerHTML.replaceAll("_", "_<wbr>"); // a name may take several lines
+    head.replaceChildren(button);
     button.addEventListener("click", () => sort(table, head));
   }
 }
