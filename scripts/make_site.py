@@ -30,45 +30,50 @@ EXAMPLE = "What does a report on the whole ladder show?"
 SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"
 
 
-def page(path: Path) -> tuple[Path, str]:
-    """Return the page that shows a file or a folder, and its Markdown."""
+def shown(path: Path) -> Path:
+    """Return the path of the page or copy that shows a file or a folder."""
+    if path.is_dir():
+        return path / "index.md"
+    return path if path.suffix in {".md", *COPIED} else path.with_name(f"{path.name}.md")
+
+
+def markdown(path: Path) -> str:
+    """Return the Markdown of a page."""
     if path.suffix == ".md":
-        return path, path.read_text("utf-8")
+        return path.read_text("utf-8")
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         files = sorted(file.name for file in path.iterdir() if file.name != "__pycache__")
-        body = "\n".join(f"- [{file}]({file})" for file in files)
-        return path / "index.md", SOURCE.format(name=f"{name}/", body=body)
+        return SOURCE.format(name=f"{name}/", body="\n".join(f"- [{it}]({it})" for it in files))
     language = {".cu": "cuda", ".cuh": "cuda", ".h": "cpp"}.get(path.suffix, path.suffix[1:])
-    body = f"~~~~~~ {language}\n{path.read_text('utf-8')}~~~~~~"
-    return path.with_name(f"{path.name}.md"), SOURCE.format(name=name, body=body)
+    body = f"~~~~~~ {language}\n{path.read_text('utf-8').rstrip()}\n~~~~~~"
+    return SOURCE.format(name=name, body=body)
 
 
 def stage(folder: Path) -> None:
     """Write the pages' Markdown, and copy results and pictures, into a folder."""
-    waiting, seen = [ROOT / "README.md"], set[Path]()
+    waiting = [ROOT / "README.md"]
     while waiting:
         path = waiting.pop()
-        if path in seen:
+        page = shown(path)
+        target = folder / page.relative_to(ROOT)
+        if target.exists():
             continue
-        seen.add(path)
-        to, text = (path, "") if path.suffix in COPIED else page(path)
-        target = folder / to.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in COPIED:
             shutil.copy(path, target)
             continue
 
-        def follow(link: re.Match[str], parent: Path = to.parent) -> str:
+        def follow(link: re.Match[str], parent: Path = page.parent) -> str:
             linked = (parent / link[0]).resolve()
             if not linked.exists() or not linked.is_relative_to(ROOT):
                 return link[0]
             waiting.append(linked)
-            shown = linked if linked.suffix in COPIED else page(linked)[0]
-            return os.path.relpath(shown, parent)
+            return os.path.relpath(shown(linked), parent)
 
-        is_text = path.suffix == ".md" or path.is_dir()
-        target.write_text(LINK.sub(follow, text) if is_text else text, "utf-8")
+        text = markdown(path)
+        has_links = path.suffix == ".md" or path.is_dir()
+        target.write_text(LINK.sub(follow, text) if has_links else text, "utf-8")
 
 
 def navigation() -> list[dict[str, str | list[str]]]:
