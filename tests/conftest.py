@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,3 +257,30 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         monkeypatch.syspath_prepend(str(tmp_path))  # a worker gets this process's path
 
     return plugin
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    programs = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, programs)), None)
+    if program is None:
+        pytest.skip(f"needs a browser: none of {', '.join(programs)} is on PATH")
+    with sync_api.sync_playwright() as playwright:
+        options = {"executable_path": program, "args": ["--no-sandbox"], "timeout": 120_000}
+        browser = playwright.chromium.launch(**options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def violations() -> Callable[..., list[str]]:
+    """violations(page, options): what axe finds on a page that excludes readers."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+    def violations(page: Any, options: dict[str, Any] | None = None) -> list[str]:
+        found = axe.run(page, options=options).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        return [node["failureSummary"] for one in serious for node in one["nodes"]]
+
+    return violations

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +110,6 @@ def test_the_source_is_escaped(file):
     assert page.count("</script>") == 1
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    programs = ("chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, programs)), None)
-    if program is None:
-        pytest.skip(f"needs a browser: none of {', '.join(programs)} is on PATH")
-    with sync_api.sync_playwright() as playwright:
-        options = {"executable_path": program, "args": ["--no-sandbox"], "timeout": 120_000}
-        browser = playwright.chromium.launch(**options)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def open_page(browser, file):
     """open(hash): load the page; it must request only its file and log no error."""
@@ -199,9 +184,8 @@ def test_two_versions_show_that_the_conflicts_disappear(open_page, file):
 @pytest.mark.parametrize(
     ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
 )
-def test_the_page_is_accessible(open_page, scheme, options):
+def test_the_page_is_accessible(open_page, violations, scheme, options):
     """Check all views at once, as they are without the script, with some of the maps open."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(color_scheme=scheme)
     page.evaluate(
         """() => {
@@ -209,9 +193,7 @@ def test_the_page_is_accessible(open_page, scheme, options):
           document.querySelectorAll('details').forEach((one, i) => one.open = i % 5 == 0);
         }"""
     )
-    found = axe.run(page, options=options).response["violations"]
-    serious = [one for one in found if one["impact"] in ("serious", "critical")]
-    assert [node["failureSummary"] for one in serious for node in one["nodes"]] == []
+    assert violations(page, options) == []
 
 
 @pytest.mark.parametrize("width", [400, 1000])
