@@ -90,6 +90,15 @@ def test_any_division_of_the_work_is_right(multiprocessors, monkeypatch):
     assert not future_leaks(spec, Case(300, 64), "cpu", 141)
 
 
+@pytest.mark.parametrize("order", ["", "reverse", "shuffle:5"])
+def test_the_bits_do_not_depend_on_the_block_that_joins(order, monkeypatch):
+    """In another order, another block of each tile of rows is the last to store its part."""
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    before, spec = (usable(f"CUSTOM_CUDA_VERSION_{number}", "cpu") for number in (25, 27))
+    inputs = Case(300, 64).inputs("cpu")  # three parts
+    assert torch.equal(spec.attention(*inputs), before.attention(*inputs))
+
+
 def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
     """Return q, k, v of one head with equal scores and an output of 0: V is 1, then -1."""
     q = torch.full((1, seqlen, 1, 64), score / 64, dtype=dtype, device=device)
