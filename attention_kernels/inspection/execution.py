@@ -379,8 +379,8 @@ def _reciprocal(blocks: Blocks, one: Instruction) -> Values:
 Operation: TypeAlias = Callable[[Blocks, Instruction], None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
-    "ERRBAR", "CGAERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP",
-    "ENDCOLLECTIVE", "BPT", "KILL", *_CONTROL,
+    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
+    "BPT", "KILL", *_CONTROL,
 }  # fmt: skip
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {

@@ -1,18 +1,23 @@
-// v27 - the last block of a tile joins its parts
+// v27 - launch the kernels early
 //
 // From:   v25
-// Change: each block that stores a part counts itself; the one that completes the count of its tile
-//         of rows joins the parts, in the order of the keys.
-// Why:    with 12 heads and 512 rows, a third kernel takes longer to start than to run.
-// Cost:   the block that joins reads the parts of 64 rows by itself, while others may already have
-//         ended; the counts are set to 0 by the kernel that splits K and V.
+// Change: attention's blocks start while K and V are still being split: they load and split their
+//         rows of Q, then wait. The kernel that joins the parts starts when the last blocks of
+//         attention store theirs.
+// Why:    between two kernels a GPU is idle for about a microsecond, and at the end of each nearly
+//         so.
+// Cost:   an early block is put on a multiprocessor that the kernel before has left, up to three on
+//         one, though the others will soon be free, too. With 12 heads and 256 rows, 64 blocks were
+//         seen on 23 multiprocessors, which takes longer than starting late. So attention starts
+//         early only if its blocks fill the GPU, or if each has a multiprocessor from the start.
+//         Below compute capability 9.0 nothing changes.
 // Tile:   kBlockM x kBlockN = 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: about 2 us less wherever rows have several parts, which with one batch entry are 256 to
-//         2,048 rows; no change elsewhere, and the same bits as v25 everywhere.
+// Expect: a few percent less time with one batch entry, most where the kernels are short; no change
+//         where attention takes hundreds of microseconds.
 
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
@@ -173,16 +178,15 @@ struct Split {
 struct Parts {
   float* o;
   float2* statistics;
-  int keys;     // keys per part, a multiple of kBlockM
-  int* stored;  // how many parts of each tile of rows are stored
+  int keys;  // keys per part, a multiple of kBlockM
 };
 
-// A block has a tile of kBlockN keys: of K if blockIdx.y is 0, of V if it is 1. There are at least
-// as many tiles of keys as of rows.
+// A block has a tile of kBlockN keys: of K if blockIdx.y is 0, of V if it is 1.
 template <int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
-    split_kernel(const float* __restrict__ k, const float* __restrict__ v, Split to, int* stored,
+    split_kernel(const float* __restrict__ k, const float* __restrict__ v, Split to,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+  ptx::allow_next();
   const bool is_v = blockIdx.y == 1;
   const float* x_rows = is_v ? v : k;
   const Strides strides = is_v ? v_strides : k_strides;
@@ -203,7 +207,6 @@ __global__ void __launch_bounds__(kThreads)
     split_k<kHeadDim, kBlockN, 2 * kHeadDim>(
         rows, g_tile, strides.seqlen, seqlen - n_start,
         [&](int r, float scale) { to.k_scales[first_key + r] = scale; });
-    if (threadIdx.x == 0) stored[blockIdx.x] = 0;
   }
 }
 
@@ -284,67 +287,6 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
         float& x = rO[first / 8 + d][i];
         x = fmaf(x, row_scale[i / 2], 2.0f * (small[d][i] + large[d][i]));
       }
-    }
-  }
-}
-
-// Counts this block among those that have stored a part of a tile, and returns whether it is the
-// last: then it can read the other parts.
-inline __device__ bool is_last_part(int* stored, int count) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(stored, 1) == count - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return is_last;
-}
-
-// Joins the parts of a tile's rows. A thread has the same four columns of every kRowsApart-th row,
-// kAtOnce of which it loads at a time.
-template <int kBlockM, int kHeadDim>
-inline __device__ void join(const Parts& parts, int count, float* gO, int64_t row_stride,
-                            int m_start, int seqlen) {
-  constexpr int kAtOnce = 8;
-  const int d = 4 * threadIdx.x % kHeadDim;
-  const int m_end = min(m_start + kBlockM, seqlen);
-  for (int m = m_start + 4 * threadIdx.x / kHeadDim; m < m_end;
-       m += kAtOnce * kRowsApart<kHeadDim>) {
-    float row_max[kAtOnce], row_sum[kAtOnce] = {};
-    float4 sum[kAtOnce] = {};
-    for (int part = 0; part < count; ++part) {
-      const int64_t first_row = (int64_t{part} * gridDim.x + blockIdx.x) * seqlen;
-      float2 statistics[kAtOnce];
-      float4 x[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t row = first_row + min(m + i * kRowsApart<kHeadDim>, m_end - 1);
-        statistics[i] = parts.statistics[row];
-        x[i] = load4(parts.o + row * kHeadDim, d);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (part == 0) row_max[i] = -INFINITY;
-        const float new_max = fmaxf(row_max[i], statistics[i].x);
-        const float before = exp2f(row_max[i] - new_max);
-        const float scale = exp2f(statistics[i].x - new_max);
-        row_max[i] = new_max;
-        row_sum[i] = row_sum[i] * before + statistics[i].y * scale;
-        sum[i].x = sum[i].x * before + x[i].x * scale;
-        sum[i].y = sum[i].y * before + x[i].y * scale;
-        sum[i].z = sum[i].z * before + x[i].z * scale;
-        sum[i].w = sum[i].w * before + x[i].w * scale;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int row = m + i * kRowsApart<kHeadDim>;
-      if (row >= m_end) break;
-      const float scale = 1.0f / row_sum[i];
-      store2(gO + row * row_stride, d, sum[i].x * scale, sum[i].y * scale);
-      store2(gO + row * row_stride, d + 2, sum[i].z * scale, sum[i].w * scale);
     }
   }
 }
@@ -540,6 +482,8 @@ __global__ void __launch_bounds__(kThreads, most_blocks(kHeadDim))
     }
   };
 
+  // Until here the block has only read Q, which was complete before split_kernel() started.
+  ptx::wait_for_previous();
   copy_keys(n_begin);
   __pipeline_commit();
   for (int n_start = n_begin; n_start < n_end; n_start += kBlockN) {
@@ -568,16 +512,48 @@ __global__ void __launch_bounds__(kThreads, most_blocks(kHeadDim))
       if (!is_whole && n == 0) parts.statistics[of_part] = make_float2(row_max[r], sum);
     }
   }
-  if (is_whole) return;
-  const int count = (n_rows + parts.keys - 1) / parts.keys;
-  if (is_last_part(parts.stored + m_block * gridDim.x + blockIdx.x, count))
-    join<kBlockM, kHeadDim>(parts, count, gO, row_stride, m_start, seqlen);
+  ptx::allow_next();
+}
+
+// Joins the parts of rows that have several. A thread has four columns of a row.
+template <int kBlockM, int kHeadDim>
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(Parts parts, float* __restrict__ o, int seqlen, int heads, int num_heads,
+                bool is_causal) {
+  ptx::wait_for_previous();
+  const int64_t head_row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / (kHeadDim / 4);
+  const int d = threadIdx.x % (kHeadDim / 4) * 4;
+  const int head = head_row / seqlen;
+  const int row = head_row % seqlen;
+  const int n_rows = is_causal ? min((row / kBlockM + 1) * kBlockM, seqlen) : seqlen;
+  if (head >= heads || n_rows <= parts.keys) return;
+  float row_max = -INFINITY, row_sum = 0.0f;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int part = 0; part * parts.keys < n_rows; ++part) {
+    const int64_t of_part = int64_t{part} * heads * seqlen + head_row;
+    const float2 statistics = parts.statistics[of_part];
+    const float4 x = load4(parts.o + of_part * kHeadDim, d);
+    const float new_max = fmaxf(row_max, statistics.x);
+    const float before = exp2f(row_max - new_max);
+    const float scale = exp2f(statistics.x - new_max);
+    row_max = new_max;
+    row_sum = row_sum * before + statistics.y * scale;
+    sum.x = sum.x * before + x.x * scale;
+    sum.y = sum.y * before + x.y * scale;
+    sum.z = sum.z * before + x.z * scale;
+    sum.w = sum.w * before + x.w * scale;
+  }
+  const int64_t at = (int64_t{head / num_heads} * seqlen + row) * num_heads + head % num_heads;
+  const float scale = 1.0f / row_sum;
+  store2(o + at * kHeadDim, d, sum.x * scale, sum.y * scale);
+  store2(o + at * kHeadDim, d + 2, sum.z * scale, sum.w * scale);
 }
 
 struct Plan {
   int padded;  // keys per head
   int keys;    // per part
   int parts;
+  bool is_early;  // attention starts before K and V are split
 };
 
 template <int kHeadDim>
@@ -601,11 +577,17 @@ cudaError_t make_plan(const Params& params, Plan* plan) {
   const int64_t keys = params.is_causal ? (blocks + 1) * kRows / 2 : params.seqlen;  // per block
   const int64_t at_once =
       int64_t{multiprocessors} * std::min(resident, most_blocks(params.head_dim));
-  const int64_t share = ceil_div(params.batch * params.num_heads * blocks * keys, at_once);
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  const int64_t share = ceil_div(heads * blocks * keys, at_once);
   const int64_t units = std::min(ceil_div(share, kUnit), ceil_div<int64_t>(params.seqlen, kUnit));
   plan->padded = ceil_div(params.seqlen, kKeys) * kKeys;
   plan->keys = units * kUnit;
   plan->parts = ceil_div(params.seqlen, plan->keys);
+  // Of attention: under a mask, the first rows have one part, and the last have all.
+  const int64_t working =
+      heads * blocks * (params.is_causal ? plan->parts + 1 : 2 * plan->parts) / 2;
+  const int64_t splitting = heads * plan->padded / kKeys * 2;
+  plan->is_early = working >= at_once || working + splitting <= multiprocessors;
   return cudaSuccess;
 }
 
@@ -615,7 +597,7 @@ int64_t scratch_floats(const Params& params) {
   const int64_t heads = int64_t{params.batch} * params.num_heads;
   const int64_t part_rows = plan.parts > 1 ? heads * params.seqlen * plan.parts : 0;
   const int64_t keys = heads * plan.padded;
-  return keys * (2 * params.head_dim + 1) + keys / kKeys * (params.head_dim + 1) +
+  return keys * (2 * params.head_dim + 1) + keys / kKeys * params.head_dim +
          part_rows * (params.head_dim + 2);
 }
 
@@ -632,22 +614,30 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   float* scales = params.scratch + keys * 2 * kHeadDim;
   const Split kv = {reinterpret_cast<half*>(params.scratch), scales, scales + keys, plan.padded};
   float* part_o = scales + keys + keys / kBlockN * kHeadDim;
-  const int64_t part_rows = plan.parts > 1 ? rows * plan.parts : 0;
-  float* statistics = part_o + part_rows * kHeadDim;
-  const Parts parts = {part_o, reinterpret_cast<float2*>(statistics), plan.keys,
-                       reinterpret_cast<int*>(statistics + 2 * part_rows)};
+  const Parts parts = {part_o, reinterpret_cast<float2*>(part_o + rows * plan.parts * kHeadDim),
+                       plan.keys};
   const auto v = static_cast<const float*>(params.v);
   const auto o = static_cast<float*>(params.o);
   error = launch_kernel(split_kernel<kBlockN, kHeadDim>, dim3(keys / kBlockN, 2), dim3(kThreads), 0,
-                        stream, static_cast<const float*>(params.k), v, kv, parts.stored,
-                        params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+                        stream, static_cast<const float*>(params.k), v, kv, params.k_strides,
+                        params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const dim3 grid(heads, ceil_div(params.seqlen, kBlockM), plan.parts);
-  return launch_kernel(attention_kernel<kBlockM, kBlockN, kHeadDim>, grid, dim3(kThreads),
-                       kStages * kStageBytes<kBlockN, kHeadDim>, stream,
-                       static_cast<const float*>(params.q), v, kv, parts, o, params.q_strides,
-                       params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
-                       params.is_causal);
+  const auto launch_attention = [&](auto... arguments) {
+    const auto kernel = attention_kernel<kBlockM, kBlockN, kHeadDim>;
+    constexpr int kSmem = kStages * kStageBytes<kBlockN, kHeadDim>;
+    return plan.is_early
+               ? launch_early(kernel, grid, 1, dim3(kThreads), kSmem, stream, arguments...)
+               : launch_kernel(kernel, grid, dim3(kThreads), kSmem, stream, arguments...);
+  };
+  error = launch_attention(static_cast<const float*>(params.q), v, kv, parts, o, params.q_strides,
+                           params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                           params.is_causal);
+  if (error != cudaSuccess || plan.parts == 1) return error;
+  return launch_early(join_kernel<kBlockM, kHeadDim>,
+                      dim3(ceil_div<int64_t>(rows * (kHeadDim / 4), kThreads)), 1, dim3(kThreads),
+                      0, stream, parts, o, params.seqlen, heads, params.num_heads,
+                      params.is_causal);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
