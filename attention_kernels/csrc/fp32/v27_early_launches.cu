@@ -2,22 +2,21 @@
 //
 // From:   v25
 // Change: attention's blocks start while K and V are still being split: they load and split their
-//         rows of Q, then wait. The kernel that joins the parts starts when the last blocks of
-//         attention store theirs.
-// Why:    between two kernels a GPU is idle for about a microsecond, and at the end of each nearly
-//         so.
-// Cost:   an early block is put on a multiprocessor that the kernel before has left, up to three on
-//         one, though the others will soon be free, too. With 12 heads and 256 rows, 64 blocks were
-//         seen on 23 multiprocessors, which takes longer than starting late. So attention starts
-//         early only if its blocks fill the GPU, or if each has a multiprocessor from the start.
-//         Below compute capability 9.0 nothing changes.
+//         rows of Q, then wait. The blocks that join the parts start when the last of attention
+//         have stored theirs.
+// Why:    at the end of a kernel and at the start of the next, most of a GPU is idle. With one
+//         batch entry the kernels are short, so that is much of the time.
+// Cost:   an early block is put on a multiprocessor that splitting has left, up to three on one,
+//         though the others will soon be free, too. If attention has fewer blocks than run at once,
+//         that costs more than it saves. So it starts early only if its blocks fill the GPU, or if
+//         each finds a multiprocessor that splitting does not use.
 // Tile:   kBlockM x kBlockN = 64 x 32, block 128
 // Layout: strided
 // Needs:  sm_80
 // Precision: 3xfp16
 // Flags:  --use_fast_math
 // Expect: a few percent less time with one batch entry, most where the kernels are short; no change
-//         where attention takes hundreds of microseconds.
+//         where attention takes hundreds of microseconds, nor below compute capability 9.0.
 
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
@@ -583,7 +582,7 @@ cudaError_t make_plan(const Params& params, Plan* plan) {
   plan->padded = ceil_div(params.seqlen, kKeys) * kKeys;
   plan->keys = units * kUnit;
   plan->parts = ceil_div(params.seqlen, plan->keys);
-  // Of attention: under a mask, the first rows have one part, and the last have all.
+  // Blocks of attention: under a mask, the first rows have one part, and the last have all.
   const int64_t working =
       heads * blocks * (params.is_causal ? plan->parts + 1 : 2 * plan->parts) / 2;
   const int64_t splitting = heads * plan->padded / kKeys * 2;
