@@ -59,10 +59,7 @@ def kernel(tmp_path_factory) -> Path:
 @pytest.fixture
 def found(monkeypatch):
     """Replace what takes long by what it could have found."""
-    verify = report_of(worst=WORST)
-    monkeypatch.setattr(
-        conformance, "verify", lambda what, _, **named: verify(what, "cpu", **named)
-    )
+    monkeypatch.setattr(conformance, "verify", report_of(worst=WORST))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")  # or verify test-compiles it
 
@@ -78,15 +75,12 @@ def exported(kernel: Path, kind: export.Kind, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """The Python of a new environment, with what this one has installed but without this package.
-
-    A .pth file in these folders is not read, so that an editable installation is not found.
-    """
+    """The Python of a new environment, with this package and what this Python has installed."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    shared = [path for path in sys.path if Path(path, "torch").is_dir() or "site" in path]
-    (site / "dependencies.pth").write_text("\n".join([*shared, str(ROOT)]) + "\n")
+    shared = [str(ROOT), *(path for path in sys.path if Path(path).is_dir())]
+    (site / "dependencies.pth").write_text("\n".join(shared) + "\n")
     return folder / "bin" / "python"
 
 
@@ -346,12 +340,24 @@ def test_a_kernel_that_changes_meanwhile_is_not_exported(kernel, tmp_path):
     assert not (tmp_path / "fast-rows").exists()
 
 
+def test_an_environment_next_to_the_kernel_is_not_exported(kernel, monkeypatch, tmp_path):
+    csrc = shutil.copytree(header.CSRC, tmp_path / "environment" / "csrc")
+    file = shutil.copytree(kernel.parent, tmp_path / "other") / kernel.name
+    file = file.rename(tmp_path / file.name)
+    (tmp_path / "other" / "sizes.cuh").rename(tmp_path / "sizes.cuh")
+    monkeypatch.setattr(header, "CSRC", csrc)
+    planned = export.plan(header.of_file(file), "hub", tmp_path / "fast-rows")
+    assert {*planned.own} == {"v01_mine.cu", "sizes.cuh"}
+    assert {*planned.shared} == {"attention.h", "common.cuh"}
+
+
 @pytest.mark.slow
-def test_the_whole_command(kernel, tmp_path):
+def test_the_whole_command(tmp_path):
     """Without nvcc, so that no time is predicted."""
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
-    words = ["export", str(kernel), "--as", "package", "--out", str(tmp_path / "fast-rows")]
+    file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
+    words = ["export", str(file), "--as", "package", "--out", str(tmp_path / "fast-rows")]
     program = f"import sys\n{SHORT_SUITE}\nsys.exit(main({words}))"
     environment = {**os.environ, "CUDACXX": "/nowhere/nvcc", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
