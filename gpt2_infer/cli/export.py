@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     start_server(arguments.name, "")
     from gpt2_infer import export
     from gpt2_infer.cli.kernels import version_of
+    from gpt2_infer.cli.predict import to_json
     from gpt2_infer.cli.verdict import verdicts
 
     _, version = version_of(arguments.name)
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     files = planned.write(evidence)
     if arguments.json:
-        predicted = None if isinstance(found, str) else dataclasses.asdict(found)
+        predicted = None if isinstance(found, str) else to_json(found)
         value = {"out": str(planned.folder), "name": planned.name, "files": files}
         show_json(value | {"verdict": dataclasses.asdict(findings), "predicted": predicted})
     else:
@@ -62,30 +63,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify_command(findings: Findings, name: str) -> str:
-    seed = ["--seed", str(findings.seed)]
-    return shlex.join(["gpt2-infer", "verify", name, "--device", findings.device, "--quick", *seed])
+def _verify(findings: Findings, kernel: str) -> str:
+    """Return the command that repeats the verdict."""
+    options = ["--device", findings.device, "--quick", "--seed", str(findings.seed)]
+    return shlex.join(["gpt2-infer", "verify", kernel, *options])
 
 
 def _refusal(findings: Findings, name: str) -> str:
     """Return in one sentence why a kernel is not exported."""
-    first = findings.failures[0]
-    return (
-        f"{findings.name} is not exported, because it failed: {first.what}: {first.why} "
-        f"({_verify_command(findings, name)})"
-    )
+    why = [f"it failed: {failure.what}: {failure.why}" for failure in findings.failures]
+    refused = "it refused whatever was tried"
+    because = (why or [refused])[0]
+    return f"{findings.name} is not exported, because {because} ({_verify(findings, name)})"
+
+
+def _where(findings: Findings) -> str:
+    import torch
+
+    if findings.device == "cuda":
+        return f"on {torch.cuda.get_device_name()}"
+    return "in the CPU emulator" if findings.emulated else "on the CPU"
 
 
 def _verdict(findings: Findings, kernel: str) -> Iterator[str]:
     """Yield the lines about correctness: the command, the worst case, its errors and budgets."""
-    where = f"on {findings.device}, in the CPU emulator" if findings.emulated else "on a GPU"
-    yield f"It passed {findings.checks} checks against float64 {where}:"
-    yield f"\n```\n{_verify_command(findings, kernel)}\n```\n"
+    yield f"It passed {findings.checks} checks against float64 {_where(findings)}:"
+    yield f"\n```\n{_verify(findings, kernel)}\n```\n"
     if worst := findings.worst:
         yield f"The case closest to its error budget, {worst.case}:\n"
         yield "| rule | error | budget | error of plain PyTorch |\n|---|---|---|---|"
         for one in worst.errors:
-            yield f"| {one.rule} | {one.error:.2e} | {one.budget:.2e} | {one.naive_error:.2e} |"
+            numbers = (one.error, one.budget, one.naive_error)
+            cells = ("not finite" if number is None else f"{number:.2e}" for number in numbers)
+            yield f"| {one.rule} | {' | '.join(cells)} |"
         yield f"\nA budget is {findings.budget_rule}."
     if findings.nvcc:
         yield f"\n{findings.nvcc}."
@@ -107,18 +117,20 @@ def _predict(name: str) -> Prediction | str:
 
 def _times(findings: Findings, found: Prediction | str, kernel: str) -> Iterator[str]:
     """Yield the lines about time: what was measured, what is predicted, and the commands."""
-    if timings := [one for one in findings.timing if one.median_us is not None]:
-        yield "The kernel alone, on a GPU:\n"
+    command = f"\n```\n{shlex.join(['gpt2-infer', 'verify', kernel])}\n```\n"
+    if findings.timing:
+        yield f"The kernel alone, {_where(findings)}:\n"
         yield "| backend | inputs | median, us | fastest | slowest |\n|---|---|---|---|---|"
-        for one in timings:
+        for one in findings.timing:
             shape = f"N={one.seqlen} H={one.num_heads} head_dim={one.head_dim}, {one.dtype}"
-            times = f"{one.median_us:.1f} | {one.min_us:.1f} | {one.max_us:.1f}"
-            yield f"| {one.backend} | {shape} | {times} |"
-    elif findings.emulated:
-        yield "Not measured, because there was no GPU. On one, this checks and times it:"
+            times = (one.median_us, one.min_us, one.max_us)
+            cells = (one.status if time is None else f"{time:.1f}" for time in times)
+            yield f"| {one.backend} | {shape} | {' | '.join(cells)} |"
+        yield command
+    elif findings.has_attention:
+        yield f"Not measured, because there was no GPU. This checks and times it on one:\n{command}"
     else:
-        yield "Not measured: only kernels that compute whole rows of attention are timed by"
-    yield f"\n```\n{shlex.join(['gpt2-infer', 'verify', kernel])}\n```\n"
+        yield "Not measured: only kernels that compute attention are timed alone, not decoding.\n"
     if isinstance(found, str):
         yield f"No time is predicted: {found}."
         return

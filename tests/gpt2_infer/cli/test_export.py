@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,8 +27,11 @@ from attention_kernels.judge.reference import Verdict
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
+from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
 from tests.conftest import DEVICES, SHORT_SUITE
+from tests.gpt2_infer.bench.common import file_of
+from tests.gpt2_infer.bench.common import kernel as bench_row
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_json import parsed, report_of
 from tests.gpt2_infer.cli.test_predict import FOUND
@@ -59,7 +64,7 @@ def kernel(tmp_path_factory) -> Path:
 @pytest.fixture
 def found(monkeypatch):
     """Replace what takes long by what it could have found."""
-    monkeypatch.setattr(conformance, "verify", report_of(worst=WORST))
+    monkeypatch.setattr(conformance, "verify", report_of(worst=WORST, has_attention=True))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")  # or verify test-compiles it
 
@@ -262,7 +267,7 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, ca
     text = (out / "README.md").read_text()
     place = "csrc" if kind == "hub" else "src/fast_rows"
     for part in (
-        "It passed 2 checks against float64 on cpu, in the CPU emulator",
+        "It passed 2 checks against float64 in the CPU emulator",
         f"gpt2-infer verify {place}/v01_mine.cu --device cpu --quick --seed 7",
         "| error | 3.00e-06 | 4.00e-06 | 2.00e-06 |",
         "A budget is 2 times the distance of plain PyTorch from float64",
@@ -271,7 +276,24 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, ca
         f"gpt2-infer predict {place}/v01_mine.cu --gpu h200",
     ):
         assert part in text
+    for command in re.findall(r"^gpt2-infer (.+)$", text, re.MULTILINE):
+        parse(shlex.split(command))
     assert (out / place / "v01_mine.cu").read_text() == kernel.read_text()
+
+
+@pytest.mark.usefixtures("found")
+def test_the_readme_has_the_measured_times(kernel, capsys, monkeypatch, tmp_path):
+    verify = report_of(worst=WORST, has_attention=True)
+    monkeypatch.setattr(conformance, "verify", lambda what, *_, **__: verify(what, "cuda"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    rows = [bench_row("NAIVE_PYTORCH", [9.0, 8.0]), bench_row("V01_MINE", [3.0, 2.0, 4.0])]
+    monkeypatch.setattr("gpt2_infer.bench.study.run", lambda _: file_of("kernel", rows))
+    words = ["--as", "hub", "--out", str(tmp_path / "fast-rows")]
+    status, _, err = run(capsys, "export", str(kernel), *words)
+    assert status == 0, err
+    text = (tmp_path / "fast-rows" / "README.md").read_text()
+    assert re.search(r"\| V01_MINE \| N=.* float32 \| 3.0 \| 2.0 \| 4.0 \|", text)
+    assert "The kernel alone, on NVIDIA H200" in text
 
 
 @pytest.mark.usefixtures("found")
