@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     start_server(arguments.name, "")
     from gpt2_infer import export
-    from gpt2_infer.cli.kernels import version_of
+    from gpt2_infer.cli.kernels import usual_head_dim, version_of
     from gpt2_infer.cli.predict import to_json
     from gpt2_infer.cli.verdict import verdicts
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = _predict(arguments.name)
     evidence = export.Evidence(
         "\n".join(_verdict(findings, planned.kernel)),
-        "\n".join(_times(findings, found, planned.kernel)),
+        "\n".join(_times(findings, found, planned.kernel, usual_head_dim(version))),
     )
     files = planned.write(evidence)
     if arguments.json:
@@ -115,7 +115,9 @@ def _predict(name: str) -> Prediction | str:
         return str(error)
 
 
-def _times(findings: Findings, found: Prediction | str, kernel: str) -> Iterator[str]:
+def _times(
+    findings: Findings, found: Prediction | str, kernel: str, head_dim: int
+) -> Iterator[str]:
     """Yield the lines about time: what was measured, what is predicted, and the commands."""
     command = f"\n```\n{shlex.join(['gpt2-infer', 'verify', kernel])}\n```\n"
     if findings.timing:
@@ -134,6 +136,7 @@ def _times(findings: Findings, found: Prediction | str, kernel: str) -> Iterator
     if isinstance(found, str):
         yield f"No time is predicted: {found}."
         return
-    yield f"Predicted for {found.gpu}, {found.seqlen} tokens and 12 heads: {found.time_us:.0f} us,"
-    yield f"most of it for {found.bound}. That is a model of its machine code, not a measurement:"
+    shape = f"N={found.seqlen} H=12 head_dim={head_dim}"
+    yield f"Predicted for {found.gpu}, {shape}: {found.time_us:.0f} us, most for {found.bound}."
+    yield "That is a model of its machine code, not a measurement:"
     yield f"\n```\n{shlex.join(['gpt2-infer', 'predict', kernel, '--gpu', GPU])}\n```"

@@ -272,7 +272,7 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, ca
         "| error | 3.00e-06 | 4.00e-06 | 2.00e-06 |",
         "A budget is 2 times the distance of plain PyTorch from float64",
         "Not measured, because there was no GPU.",
-        "Predicted for H200 SXM, 1024 tokens and 12 heads: 90 us",
+        "Predicted for H200 SXM, N=1024 H=12 head_dim=32: 90 us",
         f"gpt2-infer predict {place}/v01_mine.cu --gpu h200",
     ):
         assert part in text
