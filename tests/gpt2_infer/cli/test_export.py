@@ -138,6 +138,9 @@ def build_variant(folder: Path, device: str) -> None:
     module = name.replace("-", "_")
     identifier = f"_{module}_{device}_1234567"
     backend = f"cu{torch.version.cuda.replace('.', '')}" if device == "cuda" else "cpu"
+    archs = {}
+    if device == "cuda":
+        archs = {"archs": ["{}.{}".format(*torch.cuda.get_device_capability())]}
     system = f"{platform.machine()}-{platform.system().lower()}"
     variant = folder / "build" / f"torch-stable-abi{stable}-{backend}-{system}"
     shutil.copytree(folder / "torch-ext" / module, variant)
@@ -147,7 +150,7 @@ def build_variant(folder: Path, device: str) -> None:
     digests = {name: base64.b64encode(digest).decode() for name, digest in files.items()}
     metadata = {
         **{"id": identifier, "name": name, "version": 1, "license": "mit", "python-depends": []},
-        "backend": {"type": device} | ({"archs": ["7.5"]} if device == "cuda" else {}),
+        "backend": {"type": device, **archs},
         "digest": {"algorithm": "sha256", "files": digests},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata))
@@ -169,6 +172,7 @@ def compile_variant(folder: Path, build: dict, library: Path, device: str) -> No
     extension += [f"-DTORCH_TARGET_VERSION={2 << 56 | 10 << 48:#x}"]
     common = ["-std=c++20", "-fPIC", "-c"]
     if device == "cuda":
+        arch = compilers.architectures().split(",")[0] or "75"
         toolkit = f"-isystem{compilers.cuda_root(nvcc) / 'include'}"
         bind = [gxx, *common, "-DUSE_CUDA=1", "-DCUDA_KERNEL", toolkit, *include, *extension]
         run_kernel = [
@@ -176,7 +180,7 @@ def compile_variant(folder: Path, build: dict, library: Path, device: str) -> No
             "-std=c++20",
             "-Xcompiler=-fPIC",
             "-c",
-            "-gencode=arch=compute_75,code=sm_75",
+            f"-gencode=arch=compute_{arch},code=sm_{arch}",
         ]
         link = [str(compilers.cuda_runtime(nvcc))]
     else:
