@@ -44,6 +44,8 @@ PROGRAM = """
 from pathlib import Path
 import gpt2_infer
 from attention_kernels.judge import clock
+from attention_kernels.ladder import header
+from gpt2_infer import export
 from gpt2_infer.bench import study
 from gpt2_infer.bench.record import SCHEMA, read
 from gpt2_infer.bench.show import charts
@@ -52,6 +54,9 @@ clock.OUTSIDE["cpu"] = clock.REPEATED["cpu"] = float("inf")  # other tests run, 
 for line in Path("commands").read_text().splitlines():
     assert main(line.split()) == 0
 assert SCHEMA.is_file()
+for kind in ("hub", "package"):
+    planned = export.plan(header.versions()[0], kind, Path(f"exported-{kind}"))
+    planned.write(export.Evidence("", ""))
 print(gpt2_infer.__file__, *charts.render(read(Path("r.json"))), len(study.load()), sep="\\n")
 """
 COMMANDS = """\

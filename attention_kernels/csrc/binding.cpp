@@ -2,15 +2,18 @@
 // attention_kernels::<version.op>, for CUDA or, with ATTENTION_EMULATOR, for the CPU. It does not
 // depend on the version, so it is compiled once and linked to each. The op's schema and its fake
 // kernel are in Python. With ATTENTION_POISON, output and scratch are filled with NaN before the
-// launch, so that elements nobody writes show; the emulator always does that.
+// launch, so that elements nobody writes show; the emulator always does that. ATTENTION_LIBRARY
+// names another library of ops than attention_kernels.
 //
 // It does everything that a version's launch() does not: checks, allocation, the device guard, the
 // current stream, and exceptions for errors. An error that begins with "refuses: " is about the
 // call's arguments; it lists every reason, separated by "; ", and nothing has run.
 
 // The stable interface of torch 2.10, which later releases keep.
+#ifndef TORCH_TARGET_VERSION
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
-#ifndef ATTENTION_EMULATOR
+#endif
+#if !defined(ATTENTION_EMULATOR) && !defined(USE_CUDA)
 #define USE_CUDA  // declares aoti_torch_get_current_cuda_stream()
 #endif
 
@@ -36,6 +39,14 @@
 #include <cuda_runtime.h>
 #endif
 
+#ifndef ATTENTION_LIBRARY
+#define ATTENTION_LIBRARY attention_kernels
+#endif
+// These expand ATTENTION_LIBRARY first.
+#define ATTENTION_NAME(library) #library
+#define ATTENTION_NAME_OF(library) ATTENTION_NAME(library)
+#define ATTENTION_REGISTER(library, device, ops) STABLE_TORCH_LIBRARY_IMPL(library, device, ops)
+
 namespace attention {
 
 namespace {
@@ -46,7 +57,8 @@ using torch::stable::Tensor;
 constexpr int64_t kAlignment = 16;
 
 [[noreturn]] void fail(const std::string& complaint) {
-  throw std::runtime_error("attention_kernels::" + std::string(version.op) + ": " + complaint);
+  throw std::runtime_error(ATTENTION_NAME_OF(ATTENTION_LIBRARY) "::" + std::string(version.op) +
+                           ": " + complaint);
 }
 
 [[noreturn]] void refuse(const std::vector<std::string>& reasons) {
@@ -304,9 +316,9 @@ void run_struct(Tensor on, Tensor params) {
 }  // namespace attention
 
 #ifdef ATTENTION_EMULATOR
-STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CPU, library) {
+ATTENTION_REGISTER(ATTENTION_LIBRARY, CPU, library) {
 #else
-STABLE_TORCH_LIBRARY_IMPL(attention_kernels, CUDA, library) {
+ATTENTION_REGISTER(ATTENTION_LIBRARY, CUDA, library) {
 #endif
   if (attention::version.is_struct)
     library.impl(attention::version.op, TORCH_BOX(&attention::run_struct));

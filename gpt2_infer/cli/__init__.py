@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": "check and time backends: end-to-end generation, or the kernel alone",
     "diverge": "find where two backends or engines diverge, and tell a tie from a bug",
     "perplexity": "score backends by how well the model predicts a text",
+    "export": "write a verified kernel as a package for pip or a repository for Hugging Face's Hub",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "mcp": "serve the judge and the inspection tools to programs, over MCP on standard streams",
     "cache": "list the cached compiled kernels, or delete them",

@@ -137,7 +137,7 @@ async def verify(
             timeout_s=timeout_s,
             quick=quick,
             sanitize=sanitize,
-            timing=timing,
+            timing=timing and not quick,
             on_check=on_check,
         )
 

@@ -119,12 +119,11 @@ def verdicts(
     """Verify a backend or version file; for an alias, every backend that it stands for.
 
     The arguments are those of conformance.verify(). sanitize: look for bad accesses and races
-    first. timing: time what passes, unless it is emulated or quick. Raises the errors of
+    first. timing: time what passes, unless it is emulated. Raises the errors of
     conformance.verify().
     """
     from attention_kernels.judge import conformance
 
-    timing = timing and not quick
     if timing:  # before a backend's process could write a file that takes a module's place
         importlib.import_module("gpt2_infer.bench.kernels")
     found = []

@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    _start_server(arguments.name, arguments.device or "")
+    start_server(arguments.name, arguments.device or "")
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         sanitize=arguments.sanitize,
-        timing=not arguments.no_timing,
+        timing=not (arguments.no_timing or arguments.quick),
         quick=arguments.quick,
         progress=True,
         on_failure=(lambda _: None) if arguments.json else failures.show,
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.passed else EXIT_FAILED
 
 
-def _start_server(name: str, device: str) -> None:
+def start_server(name: str, device: str) -> None:
     """Have the server that workers are forked from import torch while this process does.
 
     It also builds a version file. That may run what the file's author wrote, so hide from it.

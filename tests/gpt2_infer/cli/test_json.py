@@ -70,6 +70,10 @@ COMMAND = {  # the words, and the names of the fields
             *("position", "a", "b", "untried", "seqlen", "logits_difference", "apart"),
         },
     ),
+    "export": (
+        ["CUSTOM_CUDA_VERSION_1", "--as", "hub", "--out", "OUT"],
+        {"out", "name", "files", "verdict", "predicted"},
+    ),
     "generate": ([*MODEL, "--max-new-tokens", "1"], {"report", "results"}),
     "kernels": (["CUSTOM_CUDA_VERSION_1"], {*vars(RESOURCES)}),
     "perplexity": (
@@ -97,13 +101,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(accesses, "count_accesses", lambda *_, **__: [ACCESS])
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setattr(resources, "resource_table", lambda *_, **__: [RESOURCES])
+    monkeypatch.setattr(resources, "compile_summary", lambda *_: "64 registers, no spills")
     monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of())
 
 
 def report_of(**found):
     def verify(what, device, **_):
         spec = ladder.resolve(what)
-        return Report(spec, device, seed=7, total=2, checks=2, cases=1, **found)
+        return Report(spec, device or "cpu", seed=7, total=2, checks=2, cases=1, **found)
 
     return verify
 

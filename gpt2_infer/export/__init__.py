@@ -1,0 +1,215 @@
+"""Write a version file as a repository of its own: a package for pip, or a kernel for the Hub.
+
+package: examples/my_backend with other names and this kernel. `example` is a link to it, in whose
+place a wheel has the files. hub: what Hugging Face's kernel-builder builds, from the templates in
+hub/ and from csrc, and what kernels.get_kernel() loads then. The new folder's name is its name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Literal, TypeAlias
+
+from attention_kernels import UnsupportedError, registry
+from attention_kernels.ladder import build, header
+from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.ladder.op import SCHEMAS
+from gpt2_infer.errors import RequestError
+
+Kind: TypeAlias = Literal["hub", "package"]
+Files: TypeAlias = dict[str, bytes]  # by path in a folder
+HERE = Path(__file__).parent
+NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")  # the Hub takes no others
+# What kernel-builder compiles for with CUDA 13; listed for a kernel that needs more than the first.
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0+PTX")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a README says about a kernel, in Markdown."""
+
+    verdict: str
+    times: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """A kernel's files, read before anything runs them, and the folder to write."""
+
+    version: VersionHeader
+    kind: Kind
+    folder: Path
+    own: Files
+    """The version file, and what it includes from its folder."""
+    shared: Files
+    """What these include from csrc."""
+
+    @property
+    def name(self) -> str:
+        """The name of the package, and of the kernel on the Hub."""
+        return self.folder.name.replace("_", "-")
+
+    @property
+    def module(self) -> str:
+        """The name of the Python module."""
+        return self.folder.name.replace("-", "_")
+
+    @property
+    def kernels(self) -> str:
+        """The subfolder of the version file."""
+        if self.kind == "hub":
+            return "csrc"
+        return (
+            f"src/{self.module}/decode" if self.version.role == "decode" else f"src/{self.module}"
+        )
+
+    @property
+    def kernel(self) -> str:
+        """The path of the version file in the folder."""
+        return f"{self.kernels}/{self.version.path.name}"
+
+    @property
+    def backend(self) -> str:
+        """The name of the package's backend."""
+        role = "DECODE" if self.version.role == "decode" else "CUDA"
+        return f"{self.module.upper()}_{role}_VERSION_{self.version.number}"
+
+    def write(self, evidence: Evidence) -> list[str]:
+        """Write the folder and return the paths of its files.
+
+        Raises RequestError if a source has changed since it was read, or if the folder exists.
+        """
+        if sources(self.version) != (self.own, self.shared):
+            raise RequestError(f"{self.version.path.name} changed while it was verified: try again")
+        check_folder(self.folder)
+        files = self._hub() if self.kind == "hub" else self._package()
+        files |= {f"{self.kernels}/{name}": text for name, text in self.own.items()}
+        files["README.md"] = self._fill(f"{self.kind}/README.md", **vars(evidence))
+        for name, text in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+        if self.kind == "hub":  # which kernel-builder makes the page on the Hub from
+            (self.folder / "CARD.md").symlink_to("README.md")
+        return sorted(files)
+
+    def _package(self) -> Files:
+        """Return the example's files with the package's names, and without its kernels."""
+        names = {
+            "my_backend": self.module,
+            "my-backend": self.name,
+            "MY_": f"{self.module}_".upper(),
+        }
+
+        def renamed(text: str) -> str:
+            lines = (
+                line for line in text.splitlines(keepends=True) if "my_backend.tiled" not in line
+            )
+            return re.sub("|".join(names), lambda found: names[found[0]], "".join(lines))
+
+        example = HERE / "example"
+        kept = ("pyproject.toml", "src/my_backend/__init__.py", "tests/test_my_backend.py")
+        return {renamed(name): renamed((example / name).read_text()).encode() for name in kept}
+
+    def _hub(self) -> Files:
+        """Return a repository for kernel-builder, less the kernel."""
+        files = {f"csrc/{name}": text for name, text in self.shared.items()}
+        binding = (header.csrc_of(self.version) / "binding.cpp").read_text()
+        return files | {
+            "build.toml": self._fill("hub/build.toml.in"),
+            "flake.nix": self._fill("hub/flake.nix.in"),
+            "LICENSE": (HERE / "hub/LICENSE").read_bytes(),
+            "torch-ext/torch_binding.cpp": self._fill("hub/torch_binding.cpp.in", binding=binding),
+            f"torch-ext/{self.module}/__init__.py": self._fill("hub/__init__.py.in"),
+            f"tests/test_{self.module}.py": self._fill("hub/test.py.in"),
+        }
+
+    def _fill(self, template: str, **more: str) -> bytes:
+        """Return a template with the export's values."""
+        version, dtypes = self.version, " ".join(self.version.dtypes)
+        needs = [one for one in CAPABILITIES if version.compiles_for(re.sub(r"\D", "", one))]
+        macros = [f"-DATTENTION_VERSION={version.name}", f"-DATTENTION_DTYPE={dtypes}"]
+        macros += ["-DATTENTION_CONTIGUOUS"] * (version.layout == "contiguous")
+        sources = [f"csrc/{name}" for name in (*self.own, *self.shared)]
+        values = {
+            "name": self.name,
+            "module": self.module,
+            "backend": self.backend,
+            "kernel": self.kernel,
+            "title": version.title[0].upper() + version.title[1:].rstrip("."),
+            "op": version.name,
+            "schema": SCHEMAS[version.role],
+            "dtype": dtypes,
+            "dtypes": ", ".join(version.dtypes),
+            "head_dims": ", ".join(map(str, version.head_dims)),
+            "is_contiguous": str(version.layout == "contiguous"),
+            "sources": json.dumps(sorted(sources)),
+            "flags": json.dumps([*macros, *version.flags]),
+            "capabilities": f"\ncuda-capabilities = {json.dumps(needs)}"
+            * (version.needs is not None),
+            "use": "--kv-cache --decode-backend" if version.role == "decode" else "--backend",
+        }
+        return Template((HERE / template).read_text()).substitute(values | more).encode()
+
+
+def plan(version: VersionHeader, kind: Kind, folder: Path) -> Export:
+    """Read a version and what it includes, for a folder that does not exist yet.
+
+    Raises RequestError for a folder that cannot be used, UnsupportedError for a version that the
+    Hub does not take.
+    """
+    folder = folder.absolute()
+    check_folder(folder)
+    if reasons := [*_refusals(version)] if kind == "hub" else []:
+        raise UnsupportedError(version.path.name, reasons)
+    return Export(version, kind, folder, *sources(version))
+
+
+def _refusals(version: VersionHeader) -> Iterator[str]:
+    if version.role != "attention":
+        yield f"role {version.role} (--as hub takes attention)"
+    if len(version.dtypes) > 1:
+        yield f"{len(version.dtypes)} dtypes (--as hub takes one: a repository has one op)"
+    if version.is_host:
+        yield "host code (--as hub takes kernels for a GPU)"
+
+
+def check_folder(folder: Path) -> None:
+    """Raise RequestError if the folder exists or if its name does not do as a module's name."""
+    if folder.exists() or folder.is_symlink():
+        raise RequestError(f"--out: {folder} exists, and nothing is overwritten")
+    if len(folder.name) < 2 or not NAME.fullmatch(folder.name):
+        raise RequestError(
+            f"--out: the folder's name becomes the package's, so it must be lower-case words "
+            f"joined by - or _, such as fast-rows, not {folder.name!r}"
+        )
+    module = folder.name.replace("-", "_")
+    plugins = {entry_point.module for entry_point in registry.plugins()}
+    if importlib.util.find_spec(module) and module not in plugins:
+        raise RequestError(f"--out: Python has a module {module} already: choose another name")
+
+
+def sources(version: VersionHeader) -> tuple[Files, Files]:
+    """Return the files that a version is compiled from: its own, and those of csrc.
+
+    The emulator's are left out. Raises RequestError for a file in neither folder.
+    """
+    own: Files = {}
+    shared: Files = {}
+    folder, csrc = version.path.parent, header.csrc_of(version)
+    for file in build.sources(version):
+        # An environment with this package, csrc included, may be in the version file's folder.
+        is_own = file.is_relative_to(folder)
+        if is_own and (folder.is_relative_to(csrc) or not file.is_relative_to(csrc)):
+            own[str(file.relative_to(folder))] = file.read_bytes()
+        elif not file.is_relative_to(csrc):
+            raise RequestError(f"{version.path.name} includes {file}, from outside its folder")
+        elif (name := file.relative_to(csrc)).parts[0] not in ("emulator", "binding.cpp"):
+            shared[str(name)] = file.read_bytes()
+    return own, shared
