@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from attention_kernels.ladder.op import load_op
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
-PRODUCTS = 4
+PRODUCTS = 16
 KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
 
 pytestmark = pytest.mark.skipif(
@@ -116,3 +117,114 @@ def test_products_are_right(dtype, columns, transposed, registers):
     row, column = layout(columns)
     exact = (c.double() + a.double() @ b.double())[:, row, column]
     assert (out - exact).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_sums_are_truncated(dtype):
+    """Adding small products to 1 changes nothing."""
+    a, b = torch.full((1, 64, 64), 2.0**-13), torch.full((1, 64, 32), 2.0**-13)
+    out = multiply(a.to(dtype), b.to(dtype), torch.ones(1, 64, 32), "cpu", False, False)
+    assert bool((out == 1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_a_product_gives_the_bits_of_the_hardware(dtype, name, transposed, registers, hopper):
+    for columns in (32, 64, 128):
+        values = operands(dtype, name, columns)
+        twin, hardware = (
+            multiply(*values, device, transposed, registers) for device in ("cpu", hopper)
+        )
+        assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32)), columns
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return "cuda"
+
+
+# Tiles
+
+NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = range(4)
+SIZES = (72, 3, 20, 2)  # of a tensor whose rows have padding
+TILES = [  # swizzle, box, coordinates
+    (SWIZZLE_128, (64, 1, 16, 1), (0, 1, 0, 1)),
+    (SWIZZLE_128, (64, 1, 16, 1), (8, 2, 10, 0)),  # beyond the last row
+    (SWIZZLE_128, (64, 1, 16, 1), (32, 0, -3, 1)),  # beyond columns and before the first row
+    (SWIZZLE_128, (64, 3, 8, 2), (-5, 1, 4, 1)),
+    (SWIZZLE_128, (32, 2, 8, 2), (16, 0, 0, 0)),
+    (SWIZZLE_128, (64, 1, 16, 1), (0, 0, 20, 0)),  # nothing is within bounds
+    (SWIZZLE_64, (32, 1, 16, 1), (8, 1, 7, 1)),
+    (SWIZZLE_32, (16, 2, 16, 1), (60, 2, 9, 0)),
+    (NONE, (64, 2, 8, 1), (16, 1, 3, 1)),
+    (NONE, (8, 1, 20, 2), (70, 0, -1, 0)),
+]
+FLOATS = [(swizzle, (box[0] // 2, *box[1:]), at) for swizzle, box, at in TILES]
+CASES = [(HALF, *tile) for tile in TILES] + [(torch.float32, *tile) for tile in FLOATS]
+
+
+def tensor_of(dtype):
+    """Return numbers 1, 2, ... with rows of 80."""
+    shape = (*SIZES[:0:-1], 80)
+    return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def copy(kind, dtype, swizzle, box, at, device, tile=None):
+    """Load (1) or store (2) a tile; return the tile and the tensor."""
+    tensor = tensor_of(dtype)
+    sums = torch.zeros(torch.Size(box).numel(), dtype=dtype)
+    tensors = {"a": sums if tile is None else tile, "b": sums, "sums": sums, "tensor": tensor}
+    return probe(
+        tensors,
+        device,
+        tile=kind,
+        is_float=dtype == torch.float32,
+        swizzle=swizzle,
+        box=box,
+        at=at,
+        sizes=SIZES,
+        strides=(tensor.stride(2), tensor.stride(1), tensor.stride(0)),
+    )
+
+
+def places(dtype, swizzle, box, at):
+    """Return the place in a tile, and the index in the tensor or None, of each element."""
+    width = 16 // dtype.itemsize
+    for place, (w, z, y, x) in enumerate(itertools.product(*(range(n) for n in box[::-1]))):
+        line, chunk = place // (8 * width), place // width % 8
+        chunk ^= line % (1 << swizzle)
+        index = tuple(i + c for i, c in zip((w, z, y, x), at[::-1], strict=True))
+        inside = all(0 <= i < n for i, n in zip(index, SIZES[::-1], strict=True))
+        yield line * 8 * width + chunk * width + place % width, index if inside else None
+
+
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_a_tile_is_loaded_and_stored(dtype, swizzle, box, at):
+    tensor = tensor_of(dtype)
+    tile, _ = copy(1, dtype, swizzle, box, at, "cpu")
+    expected = torch.zeros_like(tile)
+    for place, index in places(dtype, swizzle, box, at):
+        expected[place] = 0 if index is None else tensor[index]
+    assert torch.equal(tile, expected)
+    _, stored = copy(2, dtype, swizzle, box, at, "cpu", -torch.ones_like(tile).cumsum(0))
+    for place, index in places(dtype, swizzle, box, at):
+        if index is not None:
+            tensor[index] = -(place + 1)
+    assert torch.equal(stored, tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_the_hardware_copies_the_same_tiles(dtype, swizzle, box, at, hopper):
+    twin, hardware = (copy(1, dtype, swizzle, box, at, device)[0] for device in ("cpu", hopper))
+    assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
+    tile = -torch.ones_like(twin).cumsum(0)
+    twin, hardware = (
+        copy(2, dtype, swizzle, box, at, device, tile)[1] for device in ("cpu", hopper)
+    )
+    assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
