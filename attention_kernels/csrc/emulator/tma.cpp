@@ -116,7 +116,7 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
 }
 
-void fill_tile(emulator::Block&, const emulator::BulkCopy& copy) {
+void fill_tile(const emulator::BulkCopy& copy) {
   const auto& map = copy.map;
   const size_t width = map.box[0] * map.element_bytes;
   auto* const tile = static_cast<unsigned char*>(copy.to);
