@@ -68,7 +68,7 @@ def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_spe
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
     for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
-        if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device):
+        if spec.precisions.get("float32") != "ieee-fp32" or spec.lacks_instructions(device):
             continue
         reasons = spec.unsupported_reasons(row, row, row)
         if not reasons:

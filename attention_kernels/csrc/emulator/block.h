@@ -16,6 +16,7 @@
 
 #include <vector>
 
+#include "in_flight.h"
 #include "races.h"
 #include "shared_memory.h"
 #include "warp.h"
@@ -64,14 +65,6 @@ struct Launch {
   bool* waited = nullptr;              // set once a thread has waited for it
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
-};
-
-// A copy to shared memory that is in flight; see ptx.h.
-struct BulkCopy {
-  void* to;
-  const void* from;
-  size_t bytes;
-  const void* barrier;
 };
 
 // What the signal handlers recorded about a block; see faults.cpp.
@@ -124,7 +117,7 @@ struct Block {
 #endif
   uintptr_t stacks = 0;
   SharedMemory shared;
-  std::vector<BulkCopy> copies;  // in flight
+  InFlight in_flight;
   Cluster* cluster = nullptr;
   Races* races = nullptr;  // if the version file is compiled to detect them
 
@@ -139,9 +132,13 @@ struct Block {
   Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line);
   Fiber* arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                         const Site* site);
+  // The same at one of the barriers with a number, where a fiber may also arrive without waiting.
+  Fiber* arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site);
   // The calling fiber waits for memory to change. Returns the next fiber that can run, which is the
   // caller if no other can.
   Fiber* yield();
+  // Returns a thread's fiber, whose turn it is then, or null if it cannot run.
+  Fiber* turn_to(unsigned thread);
 
   // Failing: a failing fiber calls record() and then, when it has no object left to destroy,
   // abandon(), which ends the block and discards the frames of all its fibers.
@@ -161,6 +158,7 @@ struct Block {
   Fiber* next_ready();
   Fiber* next_or_abandon();
   void pass_barrier();
+  bool check_ends();
   [[noreturn]] void finish();
   void record_stuck();
   [[noreturn]] static void fiber_main();
