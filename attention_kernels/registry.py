@@ -79,6 +79,8 @@ class BackendSpec:
     device_types: tuple[str, ...] = ("cuda", "cpu")
     min_compute_capability: tuple[int, int] | None = None
     """The lowest compute capability of a CUDA device that it runs on."""
+    only_that_capability: bool = False
+    """Whether it runs on no other compute capability, higher ones included."""
     probe: Callable[[str], str | None] | None = field(default=None, repr=False)
     """A function that returns why it cannot run on a device type here, or None if it can.
 
@@ -144,10 +146,11 @@ class BackendSpec:
         if device.type == "cuda" and torch.cuda.device_count() == 0:
             return "needs a CUDA device, but none was found"
         least = self.min_compute_capability
-        if least and self.is_too_new(device):
+        if least and self.lacks_instructions(device):
             major, minor = torch.cuda.get_device_capability(device)
+            others = "and no other" if self.only_that_capability else "or higher"
             return (
-                f"needs compute capability {least[0]}.{least[1]} or higher, and this device has "
+                f"needs compute capability {least[0]}.{least[1]} {others}, and this device has "
                 f"{major}.{minor}"
             )
         try:
@@ -155,12 +158,13 @@ class BackendSpec:
         except (Exception, SystemExit) as error:  # a listing must still show the other backends
             return f"its probe raised {describe(error)}"
 
-    def is_too_new(self, device: torch.device) -> bool:
-        """Return whether it needs a higher compute capability than a CUDA device has."""
+    def lacks_instructions(self, device: torch.device) -> bool:
+        """Return whether it needs another compute capability than a CUDA device has."""
         least = self.min_compute_capability
         if device.type != "cuda" or least is None:
             return False
-        return torch.cuda.get_device_capability(device) < least
+        capability = torch.cuda.get_device_capability(device)
+        return capability < least or (self.only_that_capability and capability > least)
 
     def unsupported_reasons(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True

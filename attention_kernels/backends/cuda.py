@@ -29,6 +29,10 @@ register_ladder(
     name=lambda file: f"ABLATION_STEP_{version_number(file)}",
 )
 register_ladder(
+    CSRC / "hopper",
+    name=lambda file: f"HOPPER_VERSION_{version_number(file)}",
+)
+register_ladder(
     CSRC / "decode",
     name=lambda file: f"DECODE_SPLIT_KV_VERSION_{version_number(file)}",
 )
@@ -68,7 +72,7 @@ def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_spe
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
     for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
-        if spec.precisions.get("float32") != "ieee-fp32" or spec.is_too_new(device):
+        if spec.precisions.get("float32") != "ieee-fp32" or spec.lacks_instructions(device):
             continue
         reasons = spec.unsupported_reasons(row, row, row)
         if not reasons:

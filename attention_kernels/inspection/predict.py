@@ -418,7 +418,7 @@ def predict(
         version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
     )
     if version.needs and not version.compiles_for(gpu.arch):
-        needed = "".join(map(str, version.needs))
+        needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)

@@ -211,7 +211,8 @@ def compile_flags(
     for each in arch.split(","):
         digits = each.removeprefix("compute_")
         if version.compiles_for(digits):
-            flags.append(f"-gencode=arch=compute_{digits},code={code_name(each)}")
+            only = "a" * version.needs_exactly  # with the instructions that no other GPU has
+            flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
     return [*flags, *version.flags]
 
 

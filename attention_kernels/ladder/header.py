@@ -33,8 +33,8 @@ _HEAD_DIM = "[1-9][0-9]{0,3}"
 TAKES = re.compile(
     rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim ({_HEAD_DIM}(?: {_HEAD_DIM})*))?(, on the CPU)?"
 )
-# The lowest architecture that a version runs on, if any.
-NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9]))?")
+# The lowest architecture that a version runs on, if any; with an a, the only one.
+NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
 # The version that it changes, if that is not the previous one.
@@ -78,6 +78,8 @@ class VersionHeader:
     """Whether it is host code, which is neither emulated nor built for a GPU."""
     needs: tuple[int, int] | None = None
     """The compute capability that its instructions need."""
+    needs_exactly: bool = False
+    """Whether its instructions exist at that compute capability only."""
     precision: str | None = None
     """The precision class of its float32 computations, if it is not the plain one."""
     error_slack: float = 1.0
@@ -101,7 +103,10 @@ class VersionHeader:
 
     def compiles_for(self, arch: str) -> bool:
         """Return whether a compute capability, e.g. "75", has the instructions it needs."""
-        return self.needs is None or divmod(int(arch), 10) >= self.needs
+        if self.needs is None:
+            return True
+        capability = divmod(int(arch), 10)
+        return capability == self.needs if self.needs_exactly else capability >= self.needs
 
     def builds(self) -> list[VersionHeader]:
         """Return the versions to build: this one, or one per dtype if it takes several."""
@@ -137,8 +142,8 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
     Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
     more lines. `From:   v05` may precede Change. Layout may be followed by `Role: decode`, then
     `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`,
-    then `Needs:  sm_80`, `Precision: 3xtf32` and `Error:  2x: why`. Raises HeaderError with the
-    file and what is wrong with it.
+    then `Needs:  sm_80` or `Needs:  sm_90a`, `Precision: 3xtf32` and `Error:  2x: why`. Raises
+    HeaderError with the file and what is wrong with it.
     """
     try:
         return _parse(path, op_prefix)
@@ -190,6 +195,7 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
         needs=(int(needs[1]), int(needs[2])) if needs[0] else None,
+        needs_exactly=needs[3] == "a",
         precision=precision or None,
         error_slack=float(slack[1]),
         **names,

@@ -146,6 +146,7 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         head_dims=version.head_dims,
         device_types=("cpu",) if version.is_host else ("cuda", "cpu"),
         min_compute_capability=version.needs,
+        only_that_capability=version.needs_exactly,
         probe=probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",

@@ -283,6 +283,21 @@ def test_a_device_that_is_too_old_is_refused(capability, reason, monkeypatch):
     assert spec.unavailable_reason("cuda") is None
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_instructions_of_one_generation_are_refused_elsewhere(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    needs = {"min_compute_capability": (9, 0), "only_that_capability": True}
+    spec = BackendSpec(name="TEST_HOPPER", loader=Kernels, **needs, **FIELDS)
+    major, minor = capability
+    reason = (
+        f"needs compute capability 9.0 and no other, and this device has {major}.{minor}"
+        if capability != (9, 0)
+        else None
+    )
+    assert spec.unavailable_reason("cuda") == reason
+
+
 def install_plugin(folder: Path, package: str, code: str) -> None:
     (folder / f"{package}.py").write_text(code)
     info = folder / f"{package}-1.0.dist-info"

@@ -153,6 +153,15 @@ def test_optional_fields_are_read(read):
     assert spec.precisions == {"float32": "3xtf32"}
 
 
+def test_instructions_that_only_one_architecture_has(read):
+    version = read("Needs:  sm_90a")
+    assert (version.needs, version.needs_exactly) == ((9, 0), True)
+    compiled_for = [arch for arch in ("75", "89", "90", "100", "120") if version.compiles_for(arch)]
+    assert compiled_for == ["90"]
+    spec = ladder.backend("TEST_ONLY", "test", version)
+    assert (spec.min_compute_capability, spec.only_that_capability) == ((9, 0), True)
+
+
 def test_versions_are_sorted_by_number_and_other_files_ignored(csrc):
     for name in ("v10_tenth.cu", "v9_ninth.cu", "notes.cu", "v11.cu", "vnext_idea.cu"):
         (csrc / "fp32" / name).write_text("")
