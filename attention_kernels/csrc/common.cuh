@@ -42,8 +42,12 @@ cudaError_t resident_blocks(void (*kernel)(Parameters...), int threads, size_t s
 #ifndef ATTENTION_EMULATOR
 
 // Dynamic shared memory, 128-byte aligned:  ATTENTION_DYNAMIC_SHARED(float, smem);
-#define ATTENTION_DYNAMIC_SHARED(type, name)                     \
-  extern __shared__ __align__(128) unsigned char name##_bytes[]; \
+#define ATTENTION_DYNAMIC_SHARED(type, name) ATTENTION_ALIGNED_SHARED(type, name, 128)
+
+// The same for tiles with a swizzle, which are aligned to 1024 bytes.
+#define ATTENTION_ALIGNED_SHARED(type, name, bytes) \
+  extern __shared__ __align__(bytes)                \
+  unsigned char name##_bytes[];                     \
   type* const name = reinterpret_cast<type*>(name##_bytes)
 
 // Launches `kernel` with any amount of dynamic shared memory and returns the launch's error.

@@ -53,6 +53,38 @@ inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
   return complete;
 }
 
+// Waits until the phase with this parity is complete.
+inline __device__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  while (!barrier_test(barrier, parity)) {
+  }
+}
+
+// The block's barriers 1 to 15, for `threads` threads in whole warps: those that wait and those that
+// only arrive. 0 is the barrier of __syncthreads().
+inline __device__ void named_barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+inline __device__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Makes what the thread has written to shared memory visible to later bulk copies and to products
+// that read shared memory (wgmma.cuh), its own and those ordered after it by a barrier.
+inline __device__ void proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Changes the registers per thread, for all warps of a warpgroup, to a multiple of 8 from 24 to 240.
+// raise_registers() waits until other warps have given up enough.
+template <int kRegisters>
+__device__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // Copies to shared memory; addresses and size are multiples of 16 bytes. When the bytes have
 // arrived, they count towards the barrier's phase.
 inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier) {
