@@ -23,7 +23,7 @@
 #include <type_traits>
 
 #include "element.cuh"
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -34,8 +34,9 @@ constexpr int kBlockN = 128;
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kColumns = 64;          // a tile is in blocks of this many columns: rows of 128 bytes
 constexpr int kRowBytes = kColumns * sizeof(Element);
-constexpr int kPatternBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
+constexpr int kSwizzleBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
 constexpr int kStep = 16;                     // columns of A, rows of B, in one wgmma
+constexpr int kSteps = kBlockN / kStep;       // of P V
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
 template <int kHeadDim, int kRows>
@@ -78,29 +79,29 @@ inline __device__ void load_tile(unsigned char* s_tile, const Element* g_tile, i
 template <int kHeadDim>
 inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ,
                                    const unsigned char* sK) {
-  ptx::wgmma_fence();
+  const uint64_t a = ptx::matrix_descriptor(sQ);
+  const uint64_t b = ptx::matrix_descriptor(sK);
+  ptx::multiply_fence(rS);
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += kStep) {
     const int block = d / kColumns, at = d % kColumns * sizeof(Element);
-    ptx::wgmma<kBlockN, kIsBfloat16>(
-        rS, ptx::descriptor(sQ + block * kBlockM * kRowBytes + at, 0, kPatternBytes),
-        ptx::descriptor(sK + block * kBlockN * kRowBytes + at, 0, kPatternBytes), d > 0);
+    ptx::multiply<kIsBfloat16>(rS, ptx::advance(a, block * kBlockM * kRowBytes + at),
+                               ptx::advance(b, block * kBlockN * kRowBytes + at), d > 0);
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
-// O += P V. V has its columns in consecutive addresses, so it is transposed.
+// O += P V, where V is transposed: wgmma's B has columns in its rows, as K has.
 template <int kHeadDim>
-inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], const unsigned (&rP)[kScores / 2],
+inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], unsigned (&rP)[kSteps][4],
                                    const unsigned char* sV) {
-  ptx::wgmma_fence();
+  const uint64_t b = ptx::matrix_descriptor(sV, kBlockN * kRowBytes);
+  ptx::multiply_fence(rO, rP);
 #pragma unroll
-  for (int n = 0; n < kBlockN; n += kStep) {
-    const unsigned(&a)[4] = reinterpret_cast<const unsigned(&)[4]>(rP[n / 4]);
-    ptx::wgmma_transposed<kHeadDim, kIsBfloat16>(
-        rO, a, ptx::descriptor(sV + n * kRowBytes, kBlockN * kRowBytes, kPatternBytes));
+  for (int j = 0; j < kSteps; ++j) {
+    ptx::multiply<kIsBfloat16, true>(rO, rP[j], ptx::advance(b, j * kStep * kRowBytes));
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
 // Hides keys that a query does not see. n is the first column of this lane, m its first row.
@@ -143,9 +144,9 @@ inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows, float s
 }
 
 // An accumulator's elements are in the order of wgmma's A operand.
-inline __device__ void round_p(unsigned (&rP)[kScores / 2], const float (&rS)[kScores]) {
+inline __device__ void round_p(unsigned (&rP)[kSteps][4], const float (&rS)[kScores]) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) rP[i] = pack(rS[2 * i], rS[2 * i + 1]);
+  for (int i = 0; i < kScores / 2; ++i) rP[i / 4][i % 4] = pack(rS[2 * i], rS[2 * i + 1]);
 }
 
 template <int kHeadDim>
@@ -173,8 +174,7 @@ inline __device__ void store(Element* gO, int64_t g_stride, const float (&rO)[kH
 }
 
 template <int kHeadDim>
-constexpr int kSmemBytes =
-    kTileBytes<kHeadDim, kBlockM> + 2 * kTileBytes<kHeadDim, kBlockN> + kPatternBytes;
+constexpr int kSmemBytes = kTileBytes<kHeadDim, kBlockM> + 2 * kTileBytes<kHeadDim, kBlockN>;
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
   const Element* gV = v + batch * v_strides.batch + head * v_strides.head;
   Element* gO = o + batch * o_strides.batch + head * o_strides.head;
 
-  ATTENTION_DYNAMIC_SHARED(unsigned char, smem);
-  unsigned char* sQ = ptx::aligned(smem, kPatternBytes);
+  ATTENTION_ALIGNED_SHARED(unsigned char, sQ, kSwizzleBytes);
   unsigned char* sK = sQ + kTileBytes<kHeadDim, kBlockM>;
   unsigned char* sV = sK + kTileBytes<kHeadDim, kBlockN>;
 
@@ -219,18 +218,18 @@ __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
                                  seqlen - n_start, 0);
     load_tile<kHeadDim, kBlockN>(sV, gV + n_start * v_strides.seqlen, v_strides.seqlen,
                                  seqlen - n_start, 0);
-    ptx::fence_proxy_async();
+    ptx::proxy_fence();
     __syncthreads();
 
     float rS[kScores];
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK);
-    ptx::wgmma_wait<0>(rS);
+    ptx::multiply_wait<0>(rS);
     if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);
     rescale<kHeadDim>(rO, softmax(rS, rows, score_scale));
-    unsigned rP[kScores / 2];
+    unsigned rP[kSteps][4];
     round_p(rP, rS);
     multiply_pv<kHeadDim>(rO, rP, sV);
-    ptx::wgmma_wait<0>(rO);
+    ptx::multiply_wait<0>(rO);
   }
   store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
 }
@@ -242,10 +241,10 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   return launch_kernel(attention_kernel<kHeadDim>, grid, dim3(kThreads), kSmemBytes<kHeadDim>,
                        stream, static_cast<const Element*>(params.q),
-                       static_cast<const Element*>(params.k),
-                       static_cast<const Element*>(params.v), static_cast<Element*>(params.o),
-                       params.q_strides, params.k_strides, params.v_strides, params.o_strides,
-                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+                       static_cast<const Element*>(params.k), static_cast<const Element*>(params.v),
+                       static_cast<Element*>(params.o), params.q_strides, params.k_strides,
+                       params.v_strides, params.o_strides, params.seqlen, params.num_heads,
+                       params.softmax_scale, params.is_causal);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {

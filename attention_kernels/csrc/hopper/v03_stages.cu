@@ -23,7 +23,8 @@
 #include <type_traits>
 
 #include "element.cuh"
-#include "ptx.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -35,8 +36,9 @@ constexpr int kStages = 2;            // tiles in shared memory: one in use, the
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kColumns = 64;          // a tile is in blocks of this many columns: rows of 128 bytes
 constexpr int kRowBytes = kColumns * sizeof(Element);
-constexpr int kPatternBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
+constexpr int kSwizzleBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
 constexpr int kStep = 16;                     // columns of A, rows of B, in one wgmma
+constexpr int kSteps = kBlockN / kStep;       // of P V
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
 template <int kHeadDim, int kRows>
@@ -56,16 +58,12 @@ inline __device__ unsigned pack(float x, float y) {
 // Starts to copy rows to shared memory: kHeadDim / kColumns blocks of kRows x kColumns, in which the
 // 16-byte chunks of row r are permuted by r % 8. Rows past the end are zero.
 template <int kHeadDim, int kRows>
-inline __device__ void copy_tile(unsigned char* s_tile, const ptx::TensorMap& map, int row,
-                                 int batch, int head, ptx::Barrier* barrier) {
+inline __device__ void copy_tile(unsigned char* s_tile, const TensorMap& map, int row, int batch,
+                                 int head, ptx::Barrier* barrier) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += kColumns) {
-    ptx::load_box(s_tile + d / kColumns * kRows * kRowBytes, map, d, head, row, batch, barrier);
+    ptx::load_tile(s_tile + d / kColumns * kRows * kRowBytes, map, d, head, row, batch, barrier);
   }
-}
-
-inline __device__ void wait(ptx::Barrier* barrier, int parity) {
-  while (!ptx::barrier_test(barrier, parity)) continue;
 }
 
 // Changes the sign of a warpgroup's rows of Q.
@@ -74,11 +72,11 @@ inline __device__ void negate(unsigned char* sQ_warpgroup) {
 #pragma unroll 1
   for (int i = threadIdx.x % 128; i < kTileBytes<kHeadDim, 64> / 4; i += 128) {
     constexpr int kBlockWords = 64 * kRowBytes / 4;
-    unsigned* words = reinterpret_cast<unsigned*>(sQ_warpgroup) +
-                      i / kBlockWords * (kBlockM * kRowBytes / 4);
+    unsigned* words =
+        reinterpret_cast<unsigned*>(sQ_warpgroup) + i / kBlockWords * (kBlockM * kRowBytes / 4);
     words[i % kBlockWords] ^= 0x80008000;
   }
-  ptx::fence_proxy_async();
+  ptx::proxy_fence();
 }
 
 // In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
@@ -88,29 +86,29 @@ inline __device__ void negate(unsigned char* sQ_warpgroup) {
 template <int kHeadDim>
 inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ,
                                    const unsigned char* sK) {
-  ptx::wgmma_fence();
+  const uint64_t a = ptx::matrix_descriptor(sQ);
+  const uint64_t b = ptx::matrix_descriptor(sK);
+  ptx::multiply_fence(rS);
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += kStep) {
     const int block = d / kColumns, at = d % kColumns * sizeof(Element);
-    ptx::wgmma<kBlockN, kIsBfloat16>(
-        rS, ptx::descriptor(sQ + block * kBlockM * kRowBytes + at, 0, kPatternBytes),
-        ptx::descriptor(sK + block * kBlockN * kRowBytes + at, 0, kPatternBytes), d > 0);
+    ptx::multiply<kIsBfloat16>(rS, ptx::advance(a, block * kBlockM * kRowBytes + at),
+                               ptx::advance(b, block * kBlockN * kRowBytes + at), d > 0);
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
-// O += P V. V has its columns in consecutive addresses, so it is transposed.
+// O += P V, where V is transposed: wgmma's B has columns in its rows, as K has.
 template <int kHeadDim>
-inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], const unsigned (&rP)[kScores / 2],
+inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], unsigned (&rP)[kSteps][4],
                                    const unsigned char* sV) {
-  ptx::wgmma_fence();
+  const uint64_t b = ptx::matrix_descriptor(sV, kBlockN * kRowBytes);
+  ptx::multiply_fence(rO, rP);
 #pragma unroll
-  for (int n = 0; n < kBlockN; n += kStep) {
-    const unsigned(&a)[4] = reinterpret_cast<const unsigned(&)[4]>(rP[n / 4]);
-    ptx::wgmma_transposed<kHeadDim, kIsBfloat16>(
-        rO, a, ptx::descriptor(sV + n * kRowBytes, kBlockN * kRowBytes, kPatternBytes));
+  for (int j = 0; j < kSteps; ++j) {
+    ptx::multiply<kIsBfloat16, true>(rO, rP[j], ptx::advance(b, j * kStep * kRowBytes));
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
 // Hides keys that a query does not see. n is the first column of this lane, m its first row.
@@ -153,9 +151,9 @@ inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows, float s
 }
 
 // An accumulator's elements are in the order of wgmma's A operand.
-inline __device__ void round_p(unsigned (&rP)[kScores / 2], const float (&rS)[kScores]) {
+inline __device__ void round_p(unsigned (&rP)[kSteps][4], const float (&rS)[kScores]) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) rP[i] = pack(rS[2 * i], rS[2 * i + 1]);
+  for (int i = 0; i < kScores / 2; ++i) rP[i / 4][i % 4] = pack(rS[2 * i], rS[2 * i + 1]);
 }
 
 template <int kHeadDim>
@@ -184,13 +182,12 @@ inline __device__ void store(Element* gO, int64_t g_stride, const float (&rO)[kH
 
 template <int kHeadDim>
 constexpr int kSmemBytes =
-    kTileBytes<kHeadDim, kBlockM> + 2 * kStages * kTileBytes<kHeadDim, kBlockN> + kPatternBytes;
+    kTileBytes<kHeadDim, kBlockM> + 2 * kStages * kTileBytes<kHeadDim, kBlockN>;
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
-    attention_kernel(const __grid_constant__ ptx::TensorMap q,
-                     const __grid_constant__ ptx::TensorMap k,
-                     const __grid_constant__ ptx::TensorMap v, Element* __restrict__ o,
+    attention_kernel(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                     const __grid_constant__ TensorMap v, Element* __restrict__ o,
                      Strides o_strides, int seqlen, int num_heads, float softmax_scale,
                      bool is_causal) {
   // Blocks start in index order: the last queries have the most keys, so they go first.
@@ -199,8 +196,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
   const int head = blockIdx.x % num_heads;
   Element* gO = o + batch * o_strides.batch + head * o_strides.head;
 
-  ATTENTION_DYNAMIC_SHARED(unsigned char, smem);
-  unsigned char* sQ = ptx::aligned(smem, kPatternBytes);
+  ATTENTION_ALIGNED_SHARED(unsigned char, sQ, kSwizzleBytes);
   unsigned char* sK = sQ + kTileBytes<kHeadDim, kBlockM>;
   unsigned char* sV = sK + kStages * kTileBytes<kHeadDim, kBlockN>;
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages];  // Q arrives with the first tile of K
@@ -247,39 +243,49 @@ __global__ void __launch_bounds__(kThreads, kHeadDim > 64 ? 1 : 2)
     __syncthreads();
     if (threadIdx.x == 0) copy_keys(tile + kStages - 1);
 
-    wait(&k_full[stage], parity);
+    ptx::barrier_wait(&k_full[stage], parity);
     if (tile == 0 && softmax_scale < 0.0f) {
       negate<kHeadDim>(sQ_warpgroup);
       __syncthreads();
     }
     float rS[kScores];
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
-    ptx::wgmma_wait<0>(rS);
+    ptx::multiply_wait<0>(rS);
     if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);
     rescale<kHeadDim>(rO, softmax(rS, rows, score_scale));
-    unsigned rP[kScores / 2];
+    unsigned rP[kSteps][4];
     round_p(rP, rS);
-    wait(&v_full[stage], parity);
+    ptx::barrier_wait(&v_full[stage], parity);
     multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
-    ptx::wgmma_wait<0>(rO);
+    ptx::multiply_wait<0>(rO);
   }
   store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
 }
 
 int64_t scratch_floats(const Params&) { return 0; }
 
+// Describes q, k or v, of which a copy takes `rows` rows and kColumns columns. The stride of a
+// dimension of size 1 does not matter and may be anything, so it gets a valid one.
+cudaError_t make_map(TensorMap* map, const void* x, const Strides& strides, int rows,
+                     const Params& params) {
+  const int64_t sizes[4] = {params.head_dim, params.num_heads, params.seqlen, params.batch};
+  const int64_t given[3] = {strides.head, strides.seqlen, strides.batch};
+  int64_t valid[3];
+  for (int i = 0; i < 3; ++i) valid[i] = sizes[i + 1] > 1 ? given[i] : params.head_dim;
+  return make_tensor_map(map, static_cast<const Element*>(x), sizes, valid, {kColumns, 1, rows, 1});
+}
+
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  const auto map = [&](const void* x, const Strides& strides, int rows) {
-    return MAPXXX(x, strides, rows);
-  };
+  TensorMap q, k, v;
+  cudaError_t error = make_map(&q, params.q, params.q_strides, kBlockM, params);
+  if (error == cudaSuccess) error = make_map(&k, params.k, params.k_strides, kBlockN, params);
+  if (error == cudaSuccess) error = make_map(&v, params.v, params.v_strides, kBlockN, params);
+  if (error != cudaSuccess) return error;
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
   return launch_kernel(attention_kernel<kHeadDim>, grid, dim3(kThreads), kSmemBytes<kHeadDim>,
-                       stream, map(params.q, params.q_strides, kBlockM),
-                       map(params.k, params.k_strides, kBlockN),
-                       map(params.v, params.v_strides, kBlockN), static_cast<Element*>(params.o),
-                       params.o_strides, params.seqlen, params.num_heads, params.softmax_scale,
-                       params.is_causal);
+                       stream, q, k, v, static_cast<Element*>(params.o), params.o_strides,
+                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {

@@ -23,23 +23,33 @@
 #include <type_traits>
 
 #include "element.cuh"
-#include "ptx.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
-constexpr int kConsumers = 2;  // warpgroups that compute, after one that copies
-constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kBlockM = 64 * kConsumers;
 constexpr int kBlockN = 128;
 constexpr int kStages = 2;            // tiles in shared memory
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kColumns = 64;          // a tile is in blocks of this many columns: rows of 128 bytes
 constexpr int kRowBytes = kColumns * sizeof(Element);
-constexpr int kPatternBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
+constexpr int kSwizzleBytes = 8 * kRowBytes;  // the swizzle repeats after 8 rows
 constexpr int kStep = 16;                     // columns of A, rows of B, in one wgmma
+constexpr int kSteps = kBlockN / kStep;       // of P V
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
+
+// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. The
+// registers are at most the multiprocessor's 65,536.
+template <int kHeadDim>
+constexpr int kConsumers = kHeadDim > 64 ? 2 : 3;
+template <int kHeadDim>
+constexpr int kProducerRegisters = kHeadDim > 64 ? 24 : 32;
+template <int kHeadDim>
+constexpr int kConsumerRegisters = kHeadDim > 64 ? 240 : 160;
+template <int kHeadDim>
+constexpr int kThreads = 128 * (1 + kConsumers<kHeadDim>);
+template <int kHeadDim>
+constexpr int kBlockM = 64 * kConsumers<kHeadDim>;
 
 template <int kHeadDim, int kRows>
 constexpr int kTileBytes = kRows * kHeadDim * sizeof(Element);
@@ -58,16 +68,12 @@ inline __device__ unsigned pack(float x, float y) {
 // Starts to copy rows to shared memory: kHeadDim / kColumns blocks of kRows x kColumns, in which the
 // 16-byte chunks of row r are permuted by r % 8. Rows past the end are zero.
 template <int kHeadDim, int kRows>
-inline __device__ void copy_tile(unsigned char* s_tile, const ptx::TensorMap& map, int row,
-                                 int batch, int head, ptx::Barrier* barrier) {
+inline __device__ void copy_tile(unsigned char* s_tile, const TensorMap& map, int row, int batch,
+                                 int head, ptx::Barrier* barrier) {
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += kColumns) {
-    ptx::load_box(s_tile + d / kColumns * kRows * kRowBytes, map, d, head, row, batch, barrier);
+    ptx::load_tile(s_tile + d / kColumns * kRows * kRowBytes, map, d, head, row, batch, barrier);
   }
-}
-
-inline __device__ void wait(ptx::Barrier* barrier, int parity) {
-  while (!ptx::barrier_test(barrier, parity)) continue;
 }
 
 // Tells that this warp has read a tile.
@@ -82,10 +88,10 @@ inline __device__ void negate(unsigned char* sQ_warpgroup) {
   for (int i = threadIdx.x % 128; i < kTileBytes<kHeadDim, 64> / 4; i += 128) {
     constexpr int kBlockWords = 64 * kRowBytes / 4;
     unsigned* words = reinterpret_cast<unsigned*>(sQ_warpgroup) +
-                      i / kBlockWords * (kBlockM * kRowBytes / 4);
+                      i / kBlockWords * (kBlockM<kHeadDim> * kRowBytes / 4);
     words[i % kBlockWords] ^= 0x80008000;
   }
-  ptx::fence_proxy_async();
+  ptx::proxy_fence();
 }
 
 // In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
@@ -95,29 +101,29 @@ inline __device__ void negate(unsigned char* sQ_warpgroup) {
 template <int kHeadDim>
 inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ,
                                    const unsigned char* sK) {
-  ptx::wgmma_fence();
+  const uint64_t a = ptx::matrix_descriptor(sQ);
+  const uint64_t b = ptx::matrix_descriptor(sK);
+  ptx::multiply_fence(rS);
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += kStep) {
     const int block = d / kColumns, at = d % kColumns * sizeof(Element);
-    ptx::wgmma<kBlockN, kIsBfloat16>(
-        rS, ptx::descriptor(sQ + block * kBlockM * kRowBytes + at, 0, kPatternBytes),
-        ptx::descriptor(sK + block * kBlockN * kRowBytes + at, 0, kPatternBytes), d > 0);
+    ptx::multiply<kIsBfloat16>(rS, ptx::advance(a, block * kBlockM<kHeadDim> * kRowBytes + at),
+                               ptx::advance(b, block * kBlockN * kRowBytes + at), d > 0);
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
-// O += P V. V has its columns in consecutive addresses, so it is transposed.
+// O += P V, where V is transposed: wgmma's B has columns in its rows, as K has.
 template <int kHeadDim>
-inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], const unsigned (&rP)[kScores / 2],
+inline __device__ void multiply_pv(float (&rO)[kHeadDim / 2], unsigned (&rP)[kSteps][4],
                                    const unsigned char* sV) {
-  ptx::wgmma_fence();
+  const uint64_t b = ptx::matrix_descriptor(sV, kBlockN * kRowBytes);
+  ptx::multiply_fence(rO, rP);
 #pragma unroll
-  for (int n = 0; n < kBlockN; n += kStep) {
-    const unsigned(&a)[4] = reinterpret_cast<const unsigned(&)[4]>(rP[n / 4]);
-    ptx::wgmma_transposed<kHeadDim, kIsBfloat16>(
-        rO, a, ptx::descriptor(sV + n * kRowBytes, kBlockN * kRowBytes, kPatternBytes));
+  for (int j = 0; j < kSteps; ++j) {
+    ptx::multiply<kIsBfloat16, true>(rO, rP[j], ptx::advance(b, j * kStep * kRowBytes));
   }
-  ptx::wgmma_commit();
+  ptx::multiply_commit();
 }
 
 // Hides keys that a query does not see. n is the first column of this lane, m its first row.
@@ -160,9 +166,9 @@ inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows, float s
 }
 
 // An accumulator's elements are in the order of wgmma's A operand.
-inline __device__ void round_p(unsigned (&rP)[kScores / 2], const float (&rS)[kScores]) {
+inline __device__ void round_p(unsigned (&rP)[kSteps][4], const float (&rS)[kScores]) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) rP[i] = pack(rS[2 * i], rS[2 * i + 1]);
+  for (int i = 0; i < kScores / 2; ++i) rP[i / 4][i % 4] = pack(rS[2 * i], rS[2 * i + 1]);
 }
 
 template <int kHeadDim>
@@ -191,24 +197,22 @@ inline __device__ void store(Element* gO, int64_t g_stride, const float (&rO)[kH
 
 template <int kHeadDim>
 constexpr int kSmemBytes =
-    kTileBytes<kHeadDim, kBlockM> + 2 * kStages * kTileBytes<kHeadDim, kBlockN> + kPatternBytes;
+    kTileBytes<kHeadDim, kBlockM<kHeadDim>> + 2 * kStages * kTileBytes<kHeadDim, kBlockN>;
 
 template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads)
-    attention_kernel(const __grid_constant__ ptx::TensorMap q,
-                     const __grid_constant__ ptx::TensorMap k,
-                     const __grid_constant__ ptx::TensorMap v, Element* __restrict__ o,
+__global__ void __launch_bounds__(kThreads<kHeadDim>)
+    attention_kernel(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                     const __grid_constant__ TensorMap v, Element* __restrict__ o,
                      Strides o_strides, int seqlen, int num_heads, float softmax_scale,
                      bool is_causal) {
   // Blocks start in index order: the last queries have the most keys, so they go first.
-  const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM;
+  const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM<kHeadDim>;
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
   Element* gO = o + batch * o_strides.batch + head * o_strides.head;
 
-  ATTENTION_DYNAMIC_SHARED(unsigned char, smem);
-  unsigned char* sQ = ptx::aligned(smem, kPatternBytes);
-  unsigned char* sK = sQ + kTileBytes<kHeadDim, kBlockM>;
+  ATTENTION_ALIGNED_SHARED(unsigned char, sQ, kSwizzleBytes);
+  unsigned char* sK = sQ + kTileBytes<kHeadDim, kBlockM<kHeadDim>>;
   unsigned char* sV = sK + kStages * kTileBytes<kHeadDim, kBlockN>;
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages];  // Q arrives with the first tile of K
   __shared__ ptx::Barrier k_empty[kStages], v_empty[kStages];
@@ -216,36 +220,38 @@ __global__ void __launch_bounds__(kThreads)
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(&k_full[stage], 1);
       ptx::barrier_init(&v_full[stage], 1);
-      ptx::barrier_init(&k_empty[stage], 4 * kConsumers);  // every warp arrives
-      ptx::barrier_init(&v_empty[stage], 4 * kConsumers);
+      ptx::barrier_init(&k_empty[stage], 4 * kConsumers<kHeadDim>);  // every warp arrives
+      ptx::barrier_init(&v_empty[stage], 4 * kConsumers<kHeadDim>);
     }
     ptx::barrier_init_fence();
   }
   __syncthreads();
 
   // No query of this block sees any key from n_end on.
-  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
-  const int tiles = ceil_div(n_end, kBlockN);
+  const int n_end = is_causal ? min(m_start + kBlockM<kHeadDim>, seqlen) : seqlen;
+  const int tiles = (n_end + kBlockN - 1) / kBlockN;
   constexpr int kBytes = kTileBytes<kHeadDim, kBlockN>;
   if (threadIdx.x < 128) {
-    ptx::registers_decrease<kProducerRegisters>();
+    ptx::lower_registers<kProducerRegisters<kHeadDim>>();
     if (threadIdx.x != 0) return;
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % kStages;
       const int parity = tile / kStages % 2;
-      wait(&k_empty[stage], parity ^ 1);  // at first, the phase before counts as complete
-      ptx::barrier_expect(&k_full[stage], kBytes + (tile == 0 ? kTileBytes<kHeadDim, kBlockM> : 0));
-      if (tile == 0) copy_tile<kHeadDim, kBlockM>(sQ, q, m_start, batch, head, &k_full[stage]);
+      ptx::barrier_wait(&k_empty[stage], parity ^ 1);  // at first, the phase before is complete
+      ptx::barrier_expect(&k_full[stage],
+                          kBytes + (tile == 0 ? kTileBytes<kHeadDim, kBlockM<kHeadDim>> : 0));
+      if (tile == 0)
+        copy_tile<kHeadDim, kBlockM<kHeadDim>>(sQ, q, m_start, batch, head, &k_full[stage]);
       copy_tile<kHeadDim, kBlockN>(sK + stage * kBytes, k, tile * kBlockN, batch, head,
                                    &k_full[stage]);
-      wait(&v_empty[stage], parity ^ 1);
+      ptx::barrier_wait(&v_empty[stage], parity ^ 1);
       ptx::barrier_expect(&v_full[stage], kBytes);
       copy_tile<kHeadDim, kBlockN>(sV + stage * kBytes, v, tile * kBlockN, batch, head,
                                    &v_full[stage]);
     }
     return;
   }
-  ptx::registers_increase<kConsumerRegisters>();
+  ptx::raise_registers<kConsumerRegisters<kHeadDim>>();
 
   const int warpgroup = threadIdx.x / 128 - 1;
   const int m_first = m_start + 64 * warpgroup;
@@ -256,9 +262,9 @@ __global__ void __launch_bounds__(kThreads)
   // Q takes the scale's sign; the scale is then positive, and row_max is of the largest score.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
   if (softmax_scale < 0.0f) {
-    wait(&k_full[0], 0);
+    ptx::barrier_wait(&k_full[0], 0);
     negate<kHeadDim>(sQ_warpgroup);
-    ptx::named_sync(1 + warpgroup, 128);
+    ptx::named_barrier_sync(1 + warpgroup, 128);
   }
   float rO[kHeadDim / 2] = {};
   Statistics rows;
@@ -269,18 +275,18 @@ __global__ void __launch_bounds__(kThreads)
     const int stage = tile % kStages;
     const int parity = tile / kStages % 2;
 
-    wait(&k_full[stage], parity);
+    ptx::barrier_wait(&k_full[stage], parity);
     float rS[kScores];
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
-    ptx::wgmma_wait<0>(rS);
+    ptx::multiply_wait<0>(rS);
     arrive(&k_empty[stage]);
     if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);
     rescale<kHeadDim>(rO, softmax(rS, rows, score_scale));
-    unsigned rP[kScores / 2];
+    unsigned rP[kSteps][4];
     round_p(rP, rS);
-    wait(&v_full[stage], parity);
+    ptx::barrier_wait(&v_full[stage], parity);
     multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
-    ptx::wgmma_wait<0>(rO);
+    ptx::multiply_wait<0>(rO);
     arrive(&v_empty[stage]);
   }
   store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
@@ -288,16 +294,27 @@ __global__ void __launch_bounds__(kThreads)
 
 int64_t scratch_floats(const Params&) { return 0; }
 
+// Describes q, k or v, of which a copy takes `rows` rows and kColumns columns. The stride of a
+// dimension of size 1 does not matter and may be anything, so it gets a valid one.
+cudaError_t make_map(TensorMap* map, const void* x, const Strides& strides, int rows,
+                     const Params& params) {
+  const int64_t sizes[4] = {params.head_dim, params.num_heads, params.seqlen, params.batch};
+  const int64_t given[3] = {strides.head, strides.seqlen, strides.batch};
+  int64_t valid[3];
+  for (int i = 0; i < 3; ++i) valid[i] = sizes[i + 1] > 1 ? given[i] : params.head_dim;
+  return make_tensor_map(map, static_cast<const Element*>(x), sizes, valid, {kColumns, 1, rows, 1});
+}
+
 template <int kHeadDim>
 cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
-  const auto map = [&](const void* x, const Strides& strides, int rows) {
-    return MAPXXX(x, strides, rows);
-  };
-  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
-  return launch_kernel(attention_kernel<kHeadDim>, grid, dim3(kThreads), kSmemBytes<kHeadDim>,
-                       stream, map(params.q, params.q_strides, kBlockM),
-                       map(params.k, params.k_strides, kBlockN),
-                       map(params.v, params.v_strides, kBlockN), static_cast<Element*>(params.o),
+  TensorMap q, k, v;
+  cudaError_t error = make_map(&q, params.q, params.q_strides, kBlockM<kHeadDim>, params);
+  if (error == cudaSuccess) error = make_map(&k, params.k, params.k_strides, kBlockN, params);
+  if (error == cudaSuccess) error = make_map(&v, params.v, params.v_strides, kBlockN, params);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM<kHeadDim>));
+  return launch_kernel(attention_kernel<kHeadDim>, grid, dim3(kThreads<kHeadDim>),
+                       kSmemBytes<kHeadDim>, stream, q, k, v, static_cast<Element*>(params.o),
                        params.o_strides, params.seqlen, params.num_heads, params.softmax_scale,
                        params.is_causal);
 }
