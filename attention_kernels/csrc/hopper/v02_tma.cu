@@ -1,21 +1,18 @@
-// v01 - wgmma on tiles that threads load
+// v02 - TMA loads the tiles
 //
-// Change: the first version. A block is two warpgroups of 64 queries; it walks over the keys in
-//         tiles of 128. A warpgroup multiplies with wgmma: Q and K from shared memory, then P from
-//         registers and V from shared memory; S and O are in registers. Threads copy the tiles
-//         into shared memory, in the swizzle of 128 bytes that wgmma reads.
-// Why:    mma.sync reaches little more than half of a Hopper tensor core's rate, and each warp
-//         loads its fragments of K and V into registers. One wgmma multiplies 64 rows by 128
-//         columns and reads K and V in shared memory itself.
-// Cost:   the instructions exist on compute capability 9.0 only. wgmma reads shared memory through
-//         the asynchronous proxy, so each tile needs a proxy fence, between two barriers.
+// Change: one thread tells the tensor memory accelerator (TMA) to copy a tile, from a tensor map
+//         that the launch makes for each of q, k and v. Threads wait for an mbarrier, which counts
+//         the bytes. V has a barrier of its own, so that S need not wait for it.
+// Why:    in v01 every thread computes addresses, holds chunks in registers, stores them and waits
+//         for all others twice per tile.
+// Cost:   tensor maps are made on the host, and passed as kernel arguments of 128 bytes each.
 // Tile:   kBlockM x kBlockN = 128 x 128, block 256
 // Layout: strided
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: about 100 TFLOP/s for long sequences, a sixth of the tensor cores' rate: load, product,
-//         softmax and product follow each other, and at most one other block is there to fill in.
+// Expect: 1.4 times as fast as v01 for long sequences, with far fewer instructions. A block still
+//         waits for each tile of K from L2. Rows past the end need no test: TMA writes zeros.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.
