@@ -114,11 +114,16 @@ Fiber* Block::yield() {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
     if (i == threads) std::this_thread::yield();  // let other blocks run
-    warp = &warps[thread / kWarpSize];
-    lane = thread % kWarpSize;
-    return warp->fibers[lane];
+    return turn_to(thread);
   }
   __builtin_unreachable();
+}
+
+Fiber* Block::turn_to(unsigned thread) {
+  if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) return nullptr;
+  warp = &warps[thread / kWarpSize];
+  lane = thread % kWarpSize;
+  return warp->fibers[lane];
 }
 
 Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line) {

@@ -140,6 +140,8 @@ struct Block {
   // The calling fiber waits for memory to change. Returns the next fiber that can run, which is the
   // caller if no other can.
   Fiber* yield();
+  // Returns a thread's fiber, whose turn it is then, or null if it cannot run.
+  Fiber* turn_to(unsigned thread);
 
   // Failing: a failing fiber calls record() and then, when it has no object left to destroy,
   // abandon(), which ends the block and discards the frames of all its fibers.

@@ -109,7 +109,7 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   check_tile(map, to, site);
   check_use(barrier, site);
   if (block.races != nullptr) {
-    block.races->access(to, box_bytes(map), emulator::AccessKind::kWrite, code);
+    block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
