@@ -13,7 +13,8 @@
 // Needs:  sm_90a
 // Flags:  --use_fast_math
 // Expect: 1.1 times as fast as v03 at head_dim 128: warpgroups may drift apart, but nothing makes
-//         them. No faster at head_dim 64, where two blocks of v03 have four warpgroups that compute.
+//         them. No faster at head_dim 64, where two blocks of v03 have four warpgroups that
+//         compute.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.

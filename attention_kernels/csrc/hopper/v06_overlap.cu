@@ -280,10 +280,8 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
     wait_for_turn(warpgroup);
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
   };
-  const auto start_pv = [&](int tile) {
-    const int stage = tile % kStages;
-    ptx::barrier_wait(&v_full[stage], tile / kStages % 2);
-    multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
+  const auto wait_for_v = [&](int tile) {
+    ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
   };
   const auto end_turn = [&](int tile) {
     if (tile + 1 < tiles || warpgroup != kLast) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
@@ -300,18 +298,22 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
   ptx::multiply_wait<0>(rS);
   use_s(0);
   round_p(rP, rS);
+  wait_for_v(0);
   for (int tile = 1; tile < tiles; ++tile) {
     start_qk(tile);
-    start_pv(tile - 1);
+    multiply_pv<kHeadDim>(rO, rP, sV + (tile - 1) % kStages * kBytes);
     end_turn(tile);
     ptx::multiply_wait<1>(rS);
     const float2 row_scale = use_s(tile);
+    // ptxas moves a wait for products to the front of its basic block, here before the softmax. The
+    // wait for the next P V's tile is a loop, and keeps it back.
+    wait_for_v(tile);
     ptx::multiply_wait<0>(rO);
     arrive(&v_empty[(tile - 1) % kStages]);
     rescale<kHeadDim>(rO, row_scale);
     round_p(rP, rS);
   }
-  start_pv(tiles - 1);
+  multiply_pv<kHeadDim>(rO, rP, sV + (tiles - 1) % kStages * kBytes);
   ptx::multiply_wait<0>(rO);
   store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
 }

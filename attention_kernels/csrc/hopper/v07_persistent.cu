@@ -288,6 +288,8 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
   int count = 0;  // of tiles before the work
   for (int i = 0; Work work = work_of<kHeadDim>(i, heads, seqlen, is_causal); ++i) {
     const int tiles = work.tiles;
+    // Nobody waits for the turn after the last warpgroup's last tile.
+    const bool is_last = warpgroup == kLast && !work_of<kHeadDim>(i + 1, heads, seqlen, is_causal);
     const int m_first = work.m_start + 64 * warpgroup;
     const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int n_seen = is_causal ? m_first + 1 : seqlen;  // every query sees the keys before it
@@ -305,14 +307,14 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
       wait_for_turn(warpgroup);
       multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
     };
+    const auto wait_for_v = [&](int tile) {
+      ptx::barrier_wait(&v_full[(count + tile) % kStages], (count + tile) / kStages % 2);
+    };
     const auto start_pv = [&](int tile) {
-      const int stage = (count + tile) % kStages;
-      ptx::barrier_wait(&v_full[stage], (count + tile) / kStages % 2);
-      multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
+      multiply_pv<kHeadDim>(rO, rP, sV + (count + tile) % kStages * kBytes);
     };
     const auto end_turn = [&](int tile) {
-      const bool is_last = tile + 1 == tiles && !work_of<kHeadDim>(i + 1, heads, seqlen, is_causal);
-      if (!is_last || warpgroup != kLast) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
+      if (tile + 1 < tiles || !is_last) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
     };
     const auto use_s = [&](int tile) {
       const int n_start = tile * kBlockN;
@@ -327,6 +329,7 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
     ptx::multiply_wait<0>(rS);
     use_s(0);
     round_p(rP, rS);
+    wait_for_v(0);
 #pragma unroll
     for (float& x : rO) x = 0.0f;
     for (int tile = 1; tile < tiles; ++tile) {
@@ -335,6 +338,9 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
       end_turn(tile);
       ptx::multiply_wait<1>(rS);
       const float2 row_scale = use_s(tile);
+      // ptxas moves a wait for products to the front of its basic block, here before the softmax. The
+      // wait for the next P V's tile is a loop, and keeps it back.
+      wait_for_v(tile);
       ptx::multiply_wait<0>(rO);
       arrive(&v_empty[(count + tile - 1) % kStages]);
       rescale<kHeadDim>(rO, row_scale);
