@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
+GOLDEN = FILE.with_name("hopper_products.json")  # SHA-256 of sums
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 PRODUCTS = 16
 KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
@@ -60,15 +63,23 @@ def layout(columns):
     return row, i // 4 * 8 + thread % 4 * 2 + i % 2
 
 
+def power_of_two(exponents):
+    return ((exponents + 127) << 23).int().view(torch.float32)
+
+
 def operands(dtype, name, columns, products=PRODUCTS):
-    """Return A, B and the initial sums for a kind of numbers."""
+    """Return A, B and the initial sums for a kind of numbers, the same on every machine."""
     g = torch.Generator().manual_seed(1)
-    shapes = ((64, 64), (64, columns), (64, columns))
-    a, b, c = (torch.randn(products, *shape, generator=g) for shape in shapes)
+
+    def numbers(*shape, bits):
+        most = 2**bits
+        return torch.randint(-most, most, (products, *shape), generator=g).float() / (most / 2)
 
     def spread(x, bits):
-        return x * torch.exp2(torch.randint(-bits, bits + 1, x.shape, generator=g).float())
+        return x * power_of_two(torch.randint(-bits, bits + 1, x.shape, generator=g))
 
+    a, b = numbers(64, 64, bits=11), numbers(64, columns, bits=11)
+    c = numbers(64, columns, bits=24)
     if name == "spread":
         bits = 5 if dtype == HALF else 12
         a, b, c = spread(a, bits), spread(b, bits), spread(c, 2 * bits)
@@ -84,7 +95,7 @@ def operands(dtype, name, columns, products=PRODUCTS):
         c = spread(c, 26)
     if name == "subnormal":
         a = a * 2.0 ** (-16 if dtype == HALF else -127)
-        c = spread(c * 2.0 ** (-18 if dtype == HALF else -128), 8)
+        c = spread(c, 8) * 2.0 ** (-18 if dtype == HALF else -128)
     return a.to(dtype), b.to(dtype), c
 
 
@@ -126,6 +137,14 @@ def test_sums_are_truncated(dtype):
     a, b = torch.full((1, 64, 64), 2.0**-13), torch.full((1, 64, 32), 2.0**-13)
     out = multiply(a.to(dtype), b.to(dtype), torch.ones(1, 64, 32), "cpu", False, False)
     assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_a_product_gives_the_bits_that_an_h200_gave(dtype, name):
+    sums = multiply(*operands(dtype, name, 64, 2), "cpu", True, False)
+    digest = hashlib.sha256(sums.numpy().tobytes()).hexdigest()
+    assert digest == json.loads(GOLDEN.read_text("utf-8"))[f"{dtype} {name}"]
 
 
 @pytest.mark.gpu
@@ -221,10 +240,15 @@ def test_a_tile_is_loaded_and_stored(dtype, swizzle, box, at):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
-def test_the_hardware_copies_the_same_tiles(dtype, swizzle, box, at, hopper):
+def test_the_hardware_loads_the_same_tiles(dtype, swizzle, box, at, hopper):
     twin, hardware = (copy(1, dtype, swizzle, box, at, device)[0] for device in ("cpu", hopper))
     assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
-    tile = -torch.ones_like(twin).cumsum(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_the_hardware_stores_the_same_tiles(dtype, swizzle, box, at, hopper):
+    tile = -torch.ones(torch.Size(box).numel(), dtype=dtype).cumsum(0)
     twin, hardware = (
         copy(2, dtype, swizzle, box, at, device, tile)[1] for device in ("cpu", hopper)
     )

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "ptx.h"
+#include "report.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -138,7 +139,7 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
 void note_idle(const Barrier* barrier, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   if (++block.in_flight.idle < 16 * block.threads + 1000 || block.launch->cluster > 1) return;
-  const std::string others = block.waiting_threads();
+  const std::string others = emulator::waiting_threads(block);
   if (barrier == nullptr) {
     emulator::fail(
         cudaErrorLaunchTimeout,

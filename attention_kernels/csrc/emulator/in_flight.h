@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "shared_memory.h"
@@ -159,9 +158,6 @@ struct InFlight {
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;  // failed waits since anything has happened
-
-  // Returns a complaint if a thread ends before what it has begun, or "". Defined in tma.cpp.
-  std::string left_by(unsigned thread, bool is_last) const;
 
   void clear() {
     barriers.clear();

@@ -8,6 +8,8 @@
 #include <new>
 #include <string>
 
+#include "report.h"
+
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "report.h"
+
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
