@@ -1,4 +1,4 @@
-// v07 - persistent blocks
+// v08 - persistent blocks
 //
 // Change: as many blocks as multiprocessors, each of which takes its share of all tiles of queries,
 //         those with the most keys first. The producer goes on to the next queries while the
@@ -12,7 +12,7 @@
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.1 times as fast as v06 at N=1024 with many heads, 1.05 times at 4,096; the same where
+// Expect: 1.1 times as fast as v07 at N=1024 with many heads, 1.05 times at 4,096; the same where
 //         there are fewer blocks than multiprocessors.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
@@ -307,11 +307,10 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
       wait_for_turn(warpgroup);
       multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
     };
-    const auto wait_for_v = [&](int tile) {
-      ptx::barrier_wait(&v_full[(count + tile) % kStages], (count + tile) / kStages % 2);
-    };
     const auto start_pv = [&](int tile) {
-      multiply_pv<kHeadDim>(rO, rP, sV + (count + tile) % kStages * kBytes);
+      const int stage = (count + tile) % kStages;
+      ptx::barrier_wait(&v_full[stage], (count + tile) / kStages % 2);
+      multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
     };
     const auto end_turn = [&](int tile) {
       if (tile + 1 < tiles || !is_last) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
@@ -329,7 +328,6 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
     ptx::multiply_wait<0>(rS);
     use_s(0);
     round_p(rP, rS);
-    wait_for_v(0);
 #pragma unroll
     for (float& x : rO) x = 0.0f;
     for (int tile = 1; tile < tiles; ++tile) {
@@ -338,9 +336,6 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
       end_turn(tile);
       ptx::multiply_wait<1>(rS);
       const float2 row_scale = use_s(tile);
-      // ptxas moves a wait for products to the front of its basic block, here before the softmax. The
-      // wait for the next P V's tile is a loop, and keeps it back.
-      wait_for_v(tile);
       ptx::multiply_wait<0>(rO);
       arrive(&v_empty[(count + tile - 1) % kStages]);
       rescale<kHeadDim>(rO, row_scale);

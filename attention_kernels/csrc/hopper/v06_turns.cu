@@ -1,20 +1,16 @@
-// v04 - a warpgroup that only copies
+// v06 - consumers take turns
 //
-// Change: a block has a producer warpgroup, of which one thread copies tiles, and consumers that
-//         compute. Barriers tell the producer when the consumers have read a tile. setmaxnreg gives
-//         the producer's registers to the consumers: three of them at head_dim 64, two at 128.
-// Why:    in v03 all warps meet at a barrier in every tile before the next copy starts, so they run
-//         in step: all multiply, then all compute exponentials.
-// Cost:   a warpgroup that computes nothing; one block per multiprocessor, so the ends of a block
-//         are not hidden.
+// Change: a consumer waits for its turn before it issues Q K^T, and then passes the turn on. Named
+//         barriers hold the turns.
+// Why:    while one warpgroup computes exponentials, another one should multiply. In v05 they all
+//         may do the same at the same time.
+// Cost:   two named barriers per tile.
 // Tile:   kBlockM x kBlockN = 192 x 128, block 512; 128 x 128, block 384 for head_dim 128
 // Layout: strided
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.1 times as fast as v03 at head_dim 128: warpgroups may drift apart, but nothing makes
-//         them. No faster at head_dim 64, where two blocks of v03 have four warpgroups that
-//         compute.
+// Expect: 1.1 times as fast as v05 for long sequences.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.
@@ -79,6 +75,10 @@ inline __device__ void copy_tile(unsigned char* s_tile, const TensorMap& map, in
 inline __device__ void arrive(ptx::Barrier* barrier) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
+
+// Consumers issue their products in turn: one waits until another has passed the turn to it.
+inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(4 + warpgroup, 256); }
+inline __device__ void pass_turn(int warpgroup) { ptx::named_barrier_arrive(4 + warpgroup, 256); }
 
 // Changes the sign of a warpgroup's rows of Q.
 template <int kHeadDim>
@@ -267,6 +267,8 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
   }
   float rO[kHeadDim / 2] = {};
   Statistics rows;
+  constexpr int kLast = kConsumers<kHeadDim> - 1;
+  if (warpgroup == kLast) pass_turn(0);
 
   const int n_seen = is_causal ? m_first + 1 : seqlen;  // every query sees the keys before it
   for (int tile = 0; tile < tiles; ++tile) {
@@ -275,8 +277,10 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
     const int parity = tile / kStages % 2;
 
     ptx::barrier_wait(&k_full[stage], parity);
+    wait_for_turn(warpgroup);
     float rS[kScores];
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
+    if (tile + 1 < tiles || warpgroup != kLast) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
     ptx::multiply_wait<0>(rS);
     arrive(&k_empty[stage]);
     if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);

@@ -1,16 +1,17 @@
-// v06 - the next scores before this tile's output
+// v07 - both products in one turn
 //
-// Change: a warpgroup issues Q K^T of the next tile, then P V of this one, and computes the next
-//         tile's softmax while P V runs.
-// Why:    in v05 a warpgroup's tensor cores wait for its softmax; only other warpgroups use them.
-// Cost:   S and P are in registers at the same time. The first and the last tile are outside of
-//         the loop.
+// Change: in its turn a warpgroup issues Q K^T of the next tile and P V of this one, one after the
+//         other, and then computes the next tile's softmax.
+// Why:    in v06 the tensor cores go from one warpgroup to the next twice per tile. The softmax of
+//         the next tile depends on Q K^T only, so P V may run at the same time.
+// Cost:   S and P are in registers at the same time. The first tile's Q K^T and the last one's P V
+//         are outside of the loop. ptxas moves the wait for P V before the softmax, see v09.
 // Tile:   kBlockM x kBlockN = 192 x 128, block 512; 128 x 128, block 384 for head_dim 128
 // Layout: strided
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.15 times as fast as v05 at head_dim 64, where exponentials take as long as the
+// Expect: 1.15 times as fast as v06 at head_dim 64, where exponentials take as long as the
 //         products, and 1.1 times at 128.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
@@ -280,8 +281,10 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
     wait_for_turn(warpgroup);
     multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
   };
-  const auto wait_for_v = [&](int tile) {
-    ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
+  const auto start_pv = [&](int tile) {
+    const int stage = tile % kStages;
+    ptx::barrier_wait(&v_full[stage], tile / kStages % 2);
+    multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
   };
   const auto end_turn = [&](int tile) {
     if (tile + 1 < tiles || warpgroup != kLast) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
@@ -298,22 +301,18 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
   ptx::multiply_wait<0>(rS);
   use_s(0);
   round_p(rP, rS);
-  wait_for_v(0);
   for (int tile = 1; tile < tiles; ++tile) {
     start_qk(tile);
-    multiply_pv<kHeadDim>(rO, rP, sV + (tile - 1) % kStages * kBytes);
+    start_pv(tile - 1);
     end_turn(tile);
     ptx::multiply_wait<1>(rS);
     const float2 row_scale = use_s(tile);
-    // ptxas moves a wait for products to the front of its basic block, here before the softmax. The
-    // wait for the next P V's tile is a loop, and keeps it back.
-    wait_for_v(tile);
     ptx::multiply_wait<0>(rO);
     arrive(&v_empty[(tile - 1) % kStages]);
     rescale<kHeadDim>(rO, row_scale);
     round_p(rP, rS);
   }
-  multiply_pv<kHeadDim>(rO, rP, sV + (tiles - 1) % kStages * kBytes);
+  start_pv(tiles - 1);
   ptx::multiply_wait<0>(rO);
   store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
 }
