@@ -1,5 +1,6 @@
-// One small function per PTX instruction that the kernels use. The CPU emulator has its own version
-// of each in emulator/ptx.h, which does what the instruction promises and no more.
+// One small function per PTX instruction that the kernels use; those for tiles are in tma.cuh, and
+// for products of a warpgroup in wgmma.cuh. The CPU emulator has its own version of each in
+// emulator/, which does what the instruction promises and no more.
 
 #pragma once
 

@@ -227,16 +227,20 @@ Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned 
   return next_or_abandon();
 }
 
+// Not inlined in finish(), which never returns: AddressSanitizer would still guard its variables
+// when the next block reuses the stack.
+__attribute__((noinline)) bool Block::check_ends() {
+  const std::string left = left_by(in_flight, this_fiber().thread, finished == threads);
+  if (!left.empty()) record(cudaErrorLaunchFailure, left.c_str());
+  return left.empty();
+}
+
 // The calling fiber has returned from the kernel.
 void Block::finish() {
   warp->ready &= ~(1u << lane);
   warp->done |= 1u << lane;
   ++finished;
-  if (const std::string left = left_by(in_flight, this_fiber().thread, finished == threads);
-      !left.empty()) {
-    record(cudaErrorLaunchFailure, left.c_str());
-    abandon();
-  }
+  if (!check_ends()) abandon();
   pass_barrier();
   Fiber* const to = next_ready();
   if (to == nullptr && finished < threads) record_stuck();

@@ -158,6 +158,7 @@ struct Block {
   Fiber* next_ready();
   Fiber* next_or_abandon();
   void pass_barrier();
+  bool check_ends();
   [[noreturn]] void finish();
   void record_stuck();
   [[noreturn]] static void fiber_main();

@@ -27,10 +27,6 @@ ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
 }
 
-ATTENTION_EMULATOR_INLINE double trunc(double x) {  // for less than 2^31; std::trunc() is a call
-  return std::copysign(static_cast<double>(static_cast<int>(x)), x);
-}
-
 // A row of A or a column of B.
 template <int kDepth>
 struct Operands {
@@ -38,22 +34,41 @@ struct Operands {
   int exponents[kDepth];
 };
 
+// What takes most of the time of emulated tensor cores: optimized even if the rest is not.
+#if defined(__GNUC__) && !defined(__clang__)
+#define ATTENTION_EMULATOR_HOT __attribute__((optimize("O3")))
+#else
+#define ATTENTION_EMULATOR_HOT
+#endif
+
 template <int kDepth>
-float tensor_core_sum(float sum, const Operands<kDepth>& a, const Operands<kDepth>& b) {
-  int largest = exponent_of(sum, -126);
-  double products[kDepth], exact = sum;
+ATTENTION_EMULATOR_HOT float tensor_core_sum(float sum, const Operands<kDepth>& a,
+                                             const Operands<kDepth>& b) {
+  constexpr int kNotFinite = 128;  // exponent
+  int largest = exponent_of(sum, -126), largest_factor = largest;
+  double products[kDepth];
   for (int k = 0; k < kDepth; ++k) {
-    const int exponent = a.exponents[k] + b.exponents[k];
-    if (exponent > largest) largest = exponent;
+    largest = std::max(largest, a.exponents[k] + b.exponents[k]);
+    largest_factor = std::max(largest_factor, std::max(a.exponents[k], b.exponents[k]));
     products[k] = double(a.values[k]) * b.values[k];
-    exact += products[k];
   }
-  if (!(std::fabs(exact) <= std::numeric_limits<double>::max())) return static_cast<float>(exact);
+  if (largest_factor == kNotFinite) {
+    double exact = sum;
+    for (const double product : products) exact += product;
+    return static_cast<float>(exact);
+  }
   if (largest < -300) largest = -300;  // all are 0
   const double up = power_of_two(23 + kExtraBits - largest);
-  double total = trunc(sum * up);
-  for (int k = 0; k < kDepth; ++k) total += trunc(products[k] * up);
-  return towards_zero(total * power_of_two(largest - 23 - kExtraBits));
+  int terms[kDepth];
+  for (int k = 0; k < kDepth; ++k) terms[k] = static_cast<int>(products[k] * up);
+  int64_t total = static_cast<int>(sum * up);
+  for (const int term : terms) total += term;
+  if (total == 0) {
+    bool is_negative = std::signbit(sum);
+    for (const double product : products) is_negative &= std::signbit(product);
+    return is_negative ? -0.0f : 0.0f;
+  }
+  return towards_zero(static_cast<double>(total) * power_of_two(largest - 23 - kExtraBits));
 }
 
 // Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values():

@@ -55,11 +55,26 @@ void note_fence(const Registers* registers, int count) {
   auto& all = self.block->in_flight.fenced;
   if (all.empty()) all.resize(self.block->threads);
   auto& mine = all[self.thread];
-  mine.clear();
   for (int i = 0; i < count; ++i) {
+    const auto is_same = [&](const emulator::FencedRegisters& fenced) {
+      return fenced.registers == registers[i].first;
+    };
+    mine.erase(std::remove_if(mine.begin(), mine.end(), is_same), mine.end());
     const auto* const bytes = static_cast<const unsigned char*>(registers[i].first);
     mine.push_back({bytes, {bytes, bytes + registers[i].bytes}});
   }
+}
+
+// The registers may be accessed from now on.
+inline void forget_fence(unsigned thread, const float* registers) {
+  auto& all = emulator::this_fiber().block->in_flight.fenced;
+  if (all.empty()) return;
+  auto& fences = all[thread];
+  const auto has = [&](const emulator::FencedRegisters& fenced) {
+    return reinterpret_cast<uintptr_t>(registers) - reinterpret_cast<uintptr_t>(fenced.registers) <
+           fenced.content.size();
+  };
+  fences.erase(std::remove_if(fences.begin(), fences.end(), has), fences.end());
 }
 
 inline bool is_fenced(const void* registers, size_t bytes) {
@@ -69,8 +84,9 @@ inline bool is_fenced(const void* registers, size_t bytes) {
   for (const emulator::FencedRegisters& fenced : all[self.thread]) {
     const size_t offset = static_cast<const unsigned char*>(registers) -
                           static_cast<const unsigned char*>(fenced.registers);
-    if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset)
-      return std::memcmp(registers, &fenced.content[offset], bytes) == 0;
+    if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset &&
+        std::memcmp(registers, &fenced.content[offset], bytes) == 0)
+      return true;
   }
   return false;
 }
@@ -343,6 +359,7 @@ inline bool has(const WaitCall& call, const float* variable) {
 // Gives complete sums to the threads' variables.
 inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls& calls,
                  const emulator::Site& site) {
+  const emulator::Fiber& self = emulator::this_fiber();
   const std::string product = sums.site.text().text;
   if (!is_poisoned(sums))
     product_failure(site, "the sums of " + product + " were written before they were complete");
@@ -350,13 +367,13 @@ inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls
     if (!has(*static_cast<const WaitCall*>(calls[lane]->fragments[0]), sums.variables[lane]))
       product_failure(site, "the sums of " + product + " are complete, and it does not take them");
     std::copy_n(&sums.values[lane * sums.count], sums.count, sums.variables[lane]);
+    forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
   }
 }
 
 void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& site) {
   const emulator::Fiber& self = emulator::this_fiber();
   const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
-  emulator::InFlight& in_flight = self.block->in_flight;
   emulator::ProductsOfWarp& mine = products_of_warp();
   const auto is_due = [&](const emulator::Product& product) {
     return product.group + calls[0]->leading_dimension < mine.group;
@@ -369,8 +386,6 @@ void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& s
     if (sums.products == 0) give(sums, calls, site);
   const auto is_complete = [](const emulator::SumsInFlight& sums) { return sums.products == 0; };
   mine.sums.erase(std::remove_if(mine.sums.begin(), mine.sums.end(), is_complete), mine.sums.end());
-  for (unsigned lane = 0; lane < kWarpSize && !in_flight.fenced.empty(); ++lane)
-    in_flight.fenced[first + lane].clear();
   if (self.block->races != nullptr) self.block->races->share(first);
 }
 
