@@ -29,6 +29,10 @@ register_ladder(
     name=lambda file: f"ABLATION_STEP_{version_number(file)}",
 )
 register_ladder(
+    CSRC / "hopper",
+    name=lambda file: f"HOPPER_VERSION_{version_number(file)}",
+)
+register_ladder(
     CSRC / "decode",
     name=lambda file: f"DECODE_SPLIT_KV_VERSION_{version_number(file)}",
 )
