@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt2_infer.cli import lines
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, add_shape_options
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
+LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
 NO_RESULTS = ("no results", "")
 
 
@@ -31,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="h200", help=GPU)
     add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
+    add("--lines", action="store_true", help=LINES)
     add("--json", action="store_true", help="print a JSON list")
 
 
@@ -46,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     name, version = version_of(arguments.name)
     files = [] if arguments.json else _read_results(arguments.results)
     shape = shape_of(arguments, version)
+    if arguments.lines:
+        return _explain(arguments)
     found = find(arguments)
     if arguments.json:
         show_json([to_json(one) for one in found])
@@ -77,6 +83,28 @@ def find(arguments: argparse.Namespace) -> list[Prediction]:
     gpu = find_gpu(arguments.gpu)
     _, version = version_of(arguments.name)
     return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Print the stalls of each prediction by source line, and what would be gained without."""
+    from attention_kernels.inspection import explain
+    from attention_kernels.inspection.predict import Case
+    from gpt2_infer.bench.prediction import find_gpu
+
+    gpu = find_gpu(arguments.gpu)
+    _, version = version_of(arguments.name)
+    shape = shape_of(arguments, version)
+    found = [
+        explain.explain(version, gpu, Case(seqlen=seqlen, **shape)) for seqlen in arguments.seqlen
+    ]
+    if arguments.json:
+        show_json([to_json(one.prediction) | lines.to_json(one) for one in found])
+        return 0
+    show(f"{version.path.name} on {gpu.name}: {describe(shape)}")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for one in found:
+        show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
+    return 0
 
 
 def to_json(one: Prediction) -> dict[str, Any]:
