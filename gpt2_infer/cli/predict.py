@@ -17,7 +17,9 @@ from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
+    from attention_kernels.inspection.explain import Explanation
     from attention_kernels.inspection.predict import Prediction
+    from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
 GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
@@ -40,36 +42,74 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from gpt2_infer.bench.prediction import find_gpu, likely
+
+    gpu = find_gpu(arguments.gpu)
+    _, version = version_of(arguments.name)
+    shape = describe(shape_of(arguments, version))
+    heading = f"{version.path.name} on {gpu.name}: {shape}"
+    files = _read_results(arguments.results)
+    if arguments.lines:
+        explained = _explain(arguments)
+        found = [one.prediction for one in explained]
+    else:
+        found = find(arguments)
+    on_tensor_cores = found[0].needs_us.get("tensor cores", 0.0) > 0
+    near = likely(files, on_tensor_cores=on_tensor_cores)
+    if arguments.json:
+        listed = [to_json(one) | {"likely_us": _likely_us(one, near)} for one in found]
+        if arguments.lines:
+            each = zip(listed, map(lines.to_json, explained), strict=True)
+            listed = [one | stalls for one, stalls in each]
+        show_json(listed)
+    elif arguments.lines:
+        show(heading)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for one in explained:
+            show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
+    else:
+        show(f"{heading}; microseconds\n")
+        _show_table(arguments, found, files, near)
+    return 0
+
+
+def _show_table(
+    arguments: argparse.Namespace,
+    found: Sequence[Prediction],
+    files: Sequence[File],
+    near: Likely | None,
+) -> None:
     from tabulate import tabulate
 
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
     from gpt2_infer.bench.record import KernelCell
 
-    gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
-    files = [] if arguments.json else _read_results(arguments.results)
-    shape = shape_of(arguments, version)
-    if arguments.lines:
-        return _explain(arguments)
-    found = find(arguments)
-    if arguments.json:
-        show_json([to_json(one) for one in found])
-        return 0
-    show(f"{version.path.name} on {gpu.name}: {describe(shape)}; microseconds\n")
     digest = environment.version_digest(version.source)
-    timings = timed_on(gpu, files)
-    table = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
+    timings = timed_on(find_gpu(arguments.gpu), files)
+    table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(one.seqlen, **shape)
+        cell = KernelCell(one.seqlen, **shape_of(arguments, version))
         wanted = prediction_row(name, cell, digest)
         measured = _measured(wanted, timings)
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
         times = [f"{value:.1f}" for value in _parts(one).values()]
-        table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
-    align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
+        bounds = _likely_us(one, near)
+        shown = "..".join(f"{us:.1f}" for us in bounds) if bounds else ""
+        table.append((str(one.seqlen), f"{one.time_us:.1f}", shown, *compared, one.bound, *times))
+    align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
-    return 0
+    if near:
+        kind = "on" if found[0].needs_us.get("tensor cores") else "without"
+        show(
+            f"\nlikely: of {near.cells} kernels {kind} tensor cores that were measured, 8 in 10 "
+            f"took {near.low:.2f} to {near.high:.2f} times as long as predicted."
+        )
+
+
+def _likely_us(one: Prediction, near: Likely | None) -> list[float] | None:
+    return [one.time_us * near.low, one.time_us * near.high] if near else None
 
 
 def find(arguments: argparse.Namespace) -> list[Prediction]:
@@ -85,8 +125,8 @@ def find(arguments: argparse.Namespace) -> list[Prediction]:
     return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    """Print the stalls of each prediction by source line, and what would be gained without."""
+def _explain(arguments: argparse.Namespace) -> list[Explanation]:
+    """Return an explained prediction per length; raises the errors of predict()."""
     from attention_kernels.inspection import explain
     from attention_kernels.inspection.predict import Case
     from gpt2_infer.bench.prediction import find_gpu
@@ -94,17 +134,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     gpu = find_gpu(arguments.gpu)
     _, version = version_of(arguments.name)
     shape = shape_of(arguments, version)
-    found = [
-        explain.explain(version, gpu, Case(seqlen=seqlen, **shape)) for seqlen in arguments.seqlen
-    ]
-    if arguments.json:
-        show_json([to_json(one.prediction) | lines.to_json(one) for one in found])
-        return 0
-    show(f"{version.path.name} on {gpu.name}: {describe(shape)}")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for one in found:
-        show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
-    return 0
+    return [explain.explain(version, gpu, Case(seqlen=n, **shape)) for n in arguments.seqlen]
 
 
 def to_json(one: Prediction) -> dict[str, Any]:
