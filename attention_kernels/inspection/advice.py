@@ -59,7 +59,7 @@ class Advice:
     reason: str
     """The main reason of those stalls; empty if there are none."""
     change: str
-    """What would be different."""
+    """What would be different: "without the barrier"."""
     price: str
     """What that would take, as far as the resources tell; otherwise empty."""
     time_us: float
@@ -102,7 +102,7 @@ def advise(call: Call, prediction: Prediction) -> list[Advice]:
     ]
     if prediction.uneven_us > 0:
         time = prediction.time_us - prediction.uneven_us
-        change = "all multiprocessors have work until the end"
+        change = "with work for all multiprocessors until the end"
         found.append(Advice("uneven", 0, 0.0, "", change, "", time))
     return sorted(found, key=lambda one: one.time_us)
 
@@ -137,26 +137,26 @@ def _conflicts(call: Call) -> Iterator[_Trial]:
     for line, more in extra.most_common(_MOST["conflicts"]):
         if more > limit:
             ways = (fewest[line] + more) / fewest[line]
-            yield _trial(call, "conflicts", line, f"no bank conflicts (now {ways:.3g}-way)")
+            yield _trial(call, "conflicts", line, f"without bank conflicts (now {ways:.3g}-way)")
 
 
 def _results(call: Call) -> Iterator[_Trial]:
     """Yield the lines whose results are awaited longest."""
     found = _shares((one.cause_line, one) for one in call.places if one.reason in _RESULTS)
     for line in found[: _MOST["results"]]:
-        yield _trial(call, "results", line, "its results arrive before they are needed")
+        yield _trial(call, "results", line, "without waiting for its results")
 
 
 def _barriers(call: Call) -> Iterator[_Trial]:
     """Yield the barriers at which warps wait longest."""
     found = _shares((one.line, one) for one in call.places if one.reason == stalls.BARRIER)
     for line in found[: _MOST["barrier"]]:
-        yield _trial(call, "barrier", line, "no barrier")
+        yield _trial(call, "barrier", line, "without the barrier")
 
 
 def _tensor(call: Call) -> Iterator[_Trial]:
     if any(model.total["tensor"] for _, model in call.models):
-        yield _trial(call, "tensor cores", 0, "tensor cores at twice the rate")
+        yield _trial(call, "tensor cores", 0, "with tensor cores twice as fast")
 
 
 def _block(call: Call) -> Iterator[_Trial]:
@@ -169,7 +169,7 @@ def _block(call: Call) -> Iterator[_Trial]:
         model = call.models[number][1]
         price = price_of(model, model.fits + 1)
         if price and model.fits < model.most:
-            change = f"{model.fits + 1} blocks per multiprocessor instead of {model.fits}"
+            change = f"with {model.fits + 1} blocks per multiprocessor, not {model.fits}"
             found = _trial(call, "blocks", 0, change, price)
             chosen = [frozenset([0]) if i == number else frozenset() for i in range(len(shares))]
             yield dataclasses.replace(found, chosen=chosen)

@@ -122,7 +122,7 @@ def test_one_more_block_has_a_price_and_needs_a_grid_with_enough_of_them():
     big = {"registers": 200, "shared": 100 * 1024}
     before, found = advised(model(code, [(1, 0, 0), (0, 0, 0)], 264, **big), places)
     one = found["blocks"]
-    assert one.change == "2 blocks per multiprocessor instead of 1"
+    assert one.change == "with 2 blocks per multiprocessor, not 1"
     assert one.price == "at most 128 registers per thread, not 200"
     assert one.time_us < before
     more = model(code, [(1, 0, 0), (0, 0, 0)], 264, fits=2, **big)
