@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.advice import Advice
     from attention_kernels.inspection.explain import Explanation, LineStalls
 
 SHOWN = 10
