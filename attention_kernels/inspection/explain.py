@@ -58,6 +58,17 @@ class LineStalls:
 
 
 @dataclass(frozen=True)
+class KernelCode:
+    """The machine instructions of one kernel, and their source lines."""
+
+    kernel: str
+    names: list[str]
+    """Names without modifiers: "LDS"."""
+    lines: list[int]
+    """The kernel's own source line of each; 0 if nvcc gives none."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A prediction, with stalls by source line and what the call would gain without a cause."""
 
@@ -70,6 +81,9 @@ class Explanation:
     """Lines with stalls, the worst first."""
     advice: list[Advice]
     """What the call would gain without one cause, the largest gain first."""
+    code: list[KernelCode]
+    text: list[str]
+    """The lines of the version file, after an empty line 0."""
 
 
 def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
@@ -95,12 +109,18 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
     total = sum(place.share for place in stalled) or 1.0
     shares = [place._replace(share=place.share / total) for place in stalled]
     lines = [[(chain or (0,))[0] for chain in frames[one.launch.symbol]] for _, one in models]
+    text = ["", *version.source.split("\n")]
     return Explanation(
         prediction,
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
-        _lines(version, models, shares, frames),
+        _lines(text, models, shares, frames),
         advise(Call(case, models, lines, shares), prediction),
+        [
+            KernelCode(model.launch.kernel, [one.base for one in model.code], of)
+            for (_, model), of in zip(models, lines, strict=True)
+        ],
+        text,
     )
 
 
@@ -150,12 +170,11 @@ def _sorted(found: dict[_Key, float]) -> dict[_Key, float]:
 
 
 def _lines(
-    version: VersionHeader,
+    text: Sequence[str],
     models: Sequence[tuple[int, LaunchModel]],
     places: Sequence[Place],
     frames: dict[str, list[tuple[int, ...]]],
 ) -> list[LineStalls]:
-    text = ["", *version.source.split("\n")]
     by_line: defaultdict[int, list[Place]] = defaultdict(list)
     for place in places:
         by_line[place.line].append(place)

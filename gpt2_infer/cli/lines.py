@@ -10,13 +10,15 @@ from tabulate import tabulate
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.explain import Explanation, LineStalls
+    from attention_kernels.inspection.nsight import Comparison
 
 SHOWN = 10
 
 
 def to_json(one: Explanation) -> dict[str, Any]:
-    """Return every field but the prediction."""
-    return {key: value for key, value in dataclasses.asdict(one).items() if key != "prediction"}
+    """Return every field but the prediction and the code."""
+    left_out = ("prediction", "code", "text")
+    return {key: value for key, value in dataclasses.asdict(one).items() if key not in left_out}
 
 
 def format_lines(one: Explanation, width: int | None = None) -> str:
@@ -34,8 +36,9 @@ def format_lines(one: Explanation, width: int | None = None) -> str:
     return f"{heading}\n\n{table}{legend if has_calls else ''}"
 
 
-def _table(cells: Sequence[tuple[str, ...]], width: int | None) -> str:
-    align = ["left", "right", *["left"] * (len(cells[0]) - 2)]
+def _table(cells: Sequence[tuple[str, ...]], width: int | None, numbers: int = 1) -> str:
+    """Format a table. numbers: columns of numbers after the first."""
+    align = ["left", *["right"] * numbers, *["left"] * (len(cells[0]) - 1 - numbers)]
     table = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
     return "\n".join(
         row if width is None or len(row) <= width else f"{row[: width - 3]}..."
@@ -61,3 +64,21 @@ def format_advice(one: Explanation) -> str:
         change = f"{advice.change}: {advice.price}" if advice.price else advice.change
         cells.append((place, share, advice.reason, times, change))
     return f"What it would gain, one change at a time:\n\n{_table(cells, None)}"
+
+
+def format_comparison(version: str, found: Comparison, width: int | None = None) -> str:
+    """Format the lines with most measured stalls, and how well they were predicted."""
+    cells: list[tuple[str, ...]] = [
+        ("line", "measured", "predicted", "measured reason", "predicted reason", "source")
+    ]
+    for line in found.lines[:SHOWN]:
+        shares = f"{line.measured:.1%}", f"{line.predicted:.1%}"
+        reasons = line.measured_reason, line.predicted_reason
+        cells.append((f"{version}:{line.line}", *shares, *reasons, line.source))
+    correlation = found.rank_correlation
+    ranks = "" if correlation is None else f"rank correlation of all lines {correlation:.2f}; "
+    return (
+        f"Stalls in the report, beside the predicted ones:\n\n{_table(cells, width, 2)}\n\n"
+        f"{ranks}{found.worst_found} of the {found.worst} worst lines found; the main reason "
+        f"agrees in {found.reasons_equal} of the worst {found.reasons}."
+    )

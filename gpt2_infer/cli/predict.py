@@ -18,6 +18,7 @@ from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.explain import Explanation
+    from attention_kernels.inspection.nsight import Sampled
     from attention_kernels.inspection.predict import Prediction
     from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
@@ -26,6 +27,7 @@ GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
 LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
+PROFILE = "source page of an Nsight Compute report, exported as CSV, to compare the stalls with"
 NO_RESULTS = ("no results", "")
 
 
@@ -37,40 +39,66 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--lines", action="store_true", help=LINES)
+    add("--profile", type=Path, metavar="CSV", help=PROFILE)
     add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from attention_kernels.inspection import nsight
     from gpt2_infer.bench.prediction import find_gpu, likely
 
     gpu = find_gpu(arguments.gpu)
     _, version = version_of(arguments.name)
-    shape = describe(shape_of(arguments, version))
-    heading = f"{version.path.name} on {gpu.name}: {shape}"
     files = _read_results(arguments.results)
-    if arguments.lines:
-        explained = _explain(arguments)
-        found = [one.prediction for one in explained]
-    else:
-        found = find(arguments)
+    kernels = _read_profile(arguments)
+    explained = _explain(arguments) if arguments.lines or arguments.profile else []
+    found = [one.prediction for one in explained] or find(arguments)
+    compared = nsight.compare(explained[0], kernels) if arguments.profile else None
     on_tensor_cores = found[0].needs_us.get("tensor cores", 0.0) > 0
     near = likely(files, on_tensor_cores=on_tensor_cores)
+    heading = f"{version.path.name} on {gpu.name}: {describe(shape_of(arguments, version))}"
     if arguments.json:
-        listed = [to_json(one) | {"likely_us": _likely_us(one, near)} for one in found]
-        if arguments.lines:
-            each = zip(listed, map(lines.to_json, explained), strict=True)
-            listed = [one | stalls for one, stalls in each]
+        more = [lines.to_json(one) for one in explained] or [{} for _ in found]
+        listed = [
+            to_json(one) | {"likely_us": _likely_us(one, near)} | stalls
+            for one, stalls in zip(found, more, strict=True)
+        ]
+        if compared:
+            listed[0]["profile"] = dataclasses.asdict(compared)
         show_json(listed)
-    elif arguments.lines:
-        show(heading)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        for one in explained:
-            show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
-    else:
+        return 0
+    if not explained:
         show(f"{heading}; microseconds\n")
         _show_table(arguments, found, files, near)
+        return 0
+    show(heading)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for one in explained:
+        show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
+    if compared:
+        show(f"\n{lines.format_comparison(found[0].version, compared, width)}")
     return 0
+
+
+def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
+    """Read the kernels of --profile; raises RequestError if there are none."""
+    from attention_kernels.inspection import nsight
+
+    path: Path | None = arguments.profile
+    if path is None:
+        return []
+    if len(arguments.seqlen) > 1:
+        raise RequestError("--profile compares one length: give one --seqlen")
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            found = nsight.parse(file)
+    except OSError as error:
+        raise RequestError(f"--profile: {path}: {error.strerror}") from error
+    if not found:
+        wanted = "the CSV that `ncu --import REPORT --page source --csv` prints"
+        raise RequestError(f"--profile: {path} is not {wanted}")
+    return found
 
 
 def _show_table(
