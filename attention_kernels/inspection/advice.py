@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import NamedTuple
 
 from attention_kernels.inspection import stalls
@@ -90,15 +92,9 @@ class _Trial:
 def advise(call: Call, prediction: Prediction) -> list[Advice]:
     """Return what a call would gain without the largest causes, the largest gain first."""
     trials = [*_conflicts(call), *_results(call), *_barriers(call), *_tensor(call), *_block(call)]
-    times: list[float] = []
-    if trials:
-        workers = min(len(trials), os.cpu_count() or 1)
-        # The launches are large: each process gets them once.
-        with ProcessPoolExecutor(workers, initializer=_calls.append, initargs=(call,)) as pool:
-            times = [*pool.map(_time, trials)]
     found = [
         dataclasses.replace(trial.advice, time_us=time)
-        for trial, time in zip(trials, times, strict=True)
+        for trial, time in zip(trials, _times(call, trials), strict=True)
     ]
     if prediction.uneven_us > 0:
         time = prediction.time_us - prediction.uneven_us
@@ -107,7 +103,20 @@ def advise(call: Call, prediction: Prediction) -> list[Advice]:
     return sorted(found, key=lambda one: one.time_us)
 
 
-_calls: list[Call] = []  # the call of each worker process, the last one
+def _times(call: Call, trials: Sequence[_Trial]) -> list[float]:
+    """Return the predicted time of each trial; they are simulated in parallel."""
+    if not trials:
+        return []
+    workers = min(len(trials), os.cpu_count() or 1)
+    # A fork has the launches, which are large, without a copy. The simulation takes no locks, so
+    # it does not matter to it that this process may have threads.
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _calls.append, (call,))
+    with warnings.catch_warnings(), pool:
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return [*pool.map(_time, trials)]
+
+
+_calls: list[Call] = []  # the last one is that of the worker process
 
 
 def _time(trial: _Trial) -> float:
