@@ -103,10 +103,10 @@ class Blocks:
             row = _row(operand)
             values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
             return values
-        if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:0x(\w+)|.*)\]", operand):
+        if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:(?:0x|U?RZ)(\w*)|.*)\]", operand):
             word = 0  # the compiler's own constant, or an indexed one
             if found[1] == "0" and found[2] is not None:
-                at = int(found[2], 16) + 4 * high
+                at = int(found[2] or "0", 16) + 4 * high
                 word = int.from_bytes(self.constants[at : at + 4], "little")
         elif re.fullmatch(r"-?0x\w+", operand):
             word = int(operand, 16) >> 32 * high & LOW
