@@ -80,7 +80,9 @@ class Blocks:
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
-        self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
+        self.fewest: Counter[int] = Counter()
+        """Most wavefronts of a request if it had no bank conflict, by instruction."""
+        self._wavefronts: dict[tuple[int, bool, bytes], tuple[int, int]] = {}
 
     # ---- Operands --------------------------------------------------------------------------------
 
@@ -101,10 +103,10 @@ class Blocks:
             row = _row(operand)
             values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
             return values
-        if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:0x(\w+)|.*)\]", operand):
+        if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:(?:0x|U?RZ)(\w*)|.*)\]", operand):
             word = 0  # the compiler's own constant, or an indexed one
             if found[1] == "0" and found[2] is not None:
-                at = int(found[2], 16) + 4 * high
+                at = int(found[2] or "0", 16) + 4 * high
                 word = int.from_bytes(self.constants[at : at + 4], "little")
         elif re.fullmatch(r"-?0x\w+", operand):
             word = int(operand, 16) >> 32 * high & LOW
@@ -171,7 +173,9 @@ class Blocks:
             key = size, merges, relative[warp].tobytes()
             if key not in self._wavefronts:
                 self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
-            found[warp] = self._wavefronts[key]
+            found[warp], fewest = self._wavefronts[key]
+            index = self.issued[-1].index
+            self.fewest[index] = max(self.fewest[index], fewest)
         self.issued[-1].wavefronts = found
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
@@ -191,10 +195,11 @@ class Blocks:
         self.issued[-1].lines, self.issued[-1].misses = lines, misses
 
 
-def _wavefronts(relative: Values, size: int, merges: bool) -> int:
+def _wavefronts(relative: Values, size: int, merges: bool) -> tuple[int, int]:
+    """Return the wavefronts of a request, and how many they would be without bank conflicts."""
     lanes = [(lane, int(at)) for lane, at in enumerate(relative) if at != LOW]
     group = WARP if size <= 4 else max(1, 128 // size)
-    total, first = 0, 0
+    total = fewest = first = 0
     while first < WARP:
         width = group
         if merges and 2 * group <= WARP and first % (2 * group) == 0:
@@ -209,8 +214,9 @@ def _wavefronts(relative: Values, size: int, merges: bool) -> int:
         }
         banks = Counter(word % 32 for word in words)
         total += max(banks.values(), default=0)
+        fewest += bool(banks)
         first += width
-    return total
+    return total, fewest
 
 
 @functools.cache

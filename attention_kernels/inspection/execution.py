@@ -356,17 +356,26 @@ def _two_halves(blocks: Blocks, one: Instruction) -> None:
 
 
 def _to_float(blocks: Blocks, one: Instruction) -> Values:
-    source = blocks.read(one.operands[-1])
-    exact = (source if "U32" in one.modifiers else _signed(source)).astype(np.float64)
+    source: npt.NDArray[Any] = blocks.read(one.operands[-1])
+    if "U64" in one.modifiers:
+        source = blocks.read64(one.operands[-1]).view(np.uint64)
+    elif "U32" not in one.modifiers:
+        source = _signed(source)
+    exact = source.astype(np.longdouble)
     rounded = exact.astype(np.float32)
     if "RP" in one.modifiers:
         rounded = np.where(rounded < exact, np.nextafter(rounded, np.float32(np.inf)), rounded)
     return rounded.view(np.uint32).astype(np.int64)
 
 
-def _to_integer(blocks: Blocks, one: Instruction) -> Values:
+def _to_integer(blocks: Blocks, one: Instruction) -> None:
     source = np.nan_to_num(_float(blocks.read(one.operands[-1])).astype(np.float64))
-    return np.clip(source, -(2.0**31), 2.0**32 - 1).astype(np.int64)
+    if "U64" in one.modifiers:
+        most = np.nextafter(2.0**64, 0.0)
+        found = np.clip(source, 0.0, most).astype(np.uint64)
+        blocks.write64(one.operands[0], found.view(np.int64))
+    else:
+        blocks.write(one.operands[0], np.clip(source, -(2.0**31), 2.0**32 - 1).astype(np.int64))
 
 
 def _reciprocal(blocks: Blocks, one: Instruction) -> Values:
@@ -387,7 +396,7 @@ _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
     "SEL": _select, "FSEL": _select,
     "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,
     "SHF": _shift, "PRMT": _permute, "R2UR": _to_uniform, "P2R": _predicates_to_register,
-    "I2F": _to_float, "I2FP": _to_float, "F2I": _to_integer,
+    "I2F": _to_float, "I2FP": _to_float,
     "MOV": lambda blocks, one: blocks.read(one.operands[1]),
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
@@ -401,7 +410,7 @@ _OPERATIONS: dict[str, Operation] = {
     "LDL": _local_access, "STL": _local_access, "LDC": _load_constant, "LDCU": _load_constant,
     "IADD": _add, "IADD3": _add, "VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add,
     "LOP3": _logic, "PLOP3": _predicate_logic, "ISETP": _compare, "FSETP": _compare,
-    "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote,
+    "F2I": _to_integer, "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote,
     "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
 }  # fmt: skip
 

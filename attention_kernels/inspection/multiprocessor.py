@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
+from attention_kernels.inspection import stalls
 from attention_kernels.inspection.blocks import STORES, WARP, Blocks
 from attention_kernels.inspection.sass import Instruction
+from attention_kernels.inspection.stalls import Watch
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; those of shuffles and constants
 # are estimates.
@@ -48,7 +51,7 @@ class GpuModel:
     fp32_lanes: int
     integer_lanes: int
     special_lanes: int
-    tensor_cycles: int
+    tensor_cycles: float
     shared_latency: int
     l1_latency: int
     l2_latency: int
@@ -68,12 +71,16 @@ def gpus() -> dict[str, GpuModel]:
     }
 
 
+Issued: TypeAlias = tuple[int, int, int, int]
+"""An instruction of a warp: index, wavefronts, lines, sectors that go to L2."""
+
+
 @dataclass(frozen=True)
 class Work:
     """The instructions and the memory traffic of one block's warps."""
 
-    warps: list[list[tuple[int, int, int, int]]]
-    """By warp, for each instruction: index, wavefronts, lines, sectors that go to L2."""
+    warps: list[list[Issued]]
+    """The instructions of each warp."""
     parts: list[list[int]]
     """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
     counts: Counter[str]
@@ -97,6 +104,7 @@ PIPES = {
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
 }
 _LOAD_STORE = ("shared", "global", "shuffle")
+_SLOW = ("special", "constant")  # queued with the requests to memory
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 _WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
@@ -106,6 +114,11 @@ def _pipe(one: Instruction) -> str:
     if one.base in _PIPE_OF:
         return _PIPE_OF[one.base]
     return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+
+
+def wavefront_kind(one: Instruction) -> str:
+    """Return what an instruction's wavefronts count as: "loads", "stores" or "copies"."""
+    return _WAVEFRONTS.get(one.base, "loads")
 
 
 def counts_of(blocks: Blocks) -> list[Counter[str]]:
@@ -128,7 +141,7 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         for name, array in (
             ("issue", executed),
             (_pipe(one), executed),
-            (_WAVEFRONTS.get(one.base, "loads"), wavefronts),
+            (wavefront_kind(one), wavefronts),
             ("lines", lines),
             ("misses", misses),
         ):
@@ -141,7 +154,7 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
     """Return what the warps of block `number` of the emulated blocks execute."""
     of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
     issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
-    warps: list[list[tuple[int, int, int, int]]] = [[] for _ in range(blocks.warps)]
+    warps: list[list[Issued]] = [[] for _ in range(blocks.warps)]
     parts: list[list[int]] = []
     for at, issue in enumerate(issued):
         if at >= len(issued) * len(parts) / 8:
@@ -161,9 +174,10 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     works: Sequence[Work],
     miss_latency: float,
     most: float = math.inf,
+    watch: Watch | None = None,
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
-    each of them executes.
+    each of them executes. watch: records why each warp does not issue.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -203,9 +217,28 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     left = most
 
     def wake(warp: int, when: float) -> None:
-        for board in code[streams[warp][at[warp]][0]].waits:
+        index = streams[warp][at[warp]][0]
+        for board in code[index].waits:
             when = max(when, boards[warp][board])
         heapq.heappush(pending[warp % SCHEDULERS], (when, warp))
+        if watch:
+            watch.waits(warp, code[index].waits, index)
+
+    def held(warp: int, s: int, now: float) -> str:
+        """Return why a warp that waits for no result is not the one to issue."""
+        index = streams[warp][at[warp]][0]
+        pipe = pipe_of[index]
+        found, limit = stalls.NOT_SELECTED, now
+        if pipes[s][pipe] > limit:
+            found, limit = stalls.MIO if pipe in _SLOW else stalls.MATH, pipes[s][pipe]
+        if pipe in _LOAD_STORE and shared - _QUEUE > limit:
+            found, limit = stalls.LG if pipe == "global" else stalls.MIO, shared - _QUEUE
+        even, odd = code[index].registers
+        if (even and banks[s][0] + even - _WINDOW > limit) or (
+            odd and banks[s][1] + odd - _WINDOW > limit
+        ):
+            found = stalls.DISPATCH
+        return found
 
     while left > 0:
         times = [
@@ -236,8 +269,15 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             soonest = min(soonest, possible)
         else:
             free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
+            if watch:
+                for warp in ready[s]:
+                    watch.add(warp, free[s], streams[warp][at[warp]][0], held(warp, s, now))
             continue
         ready[s].remove(warp)
+        if watch:
+            for other in ready[s]:
+                watch.add(other, now + 1, streams[other][at[other]][0], held(other, s, now))
+            watch.issue(warp, now, streams[warp][at[warp]][0])
         last[s] = warp
         index, wavefronts, lines, misses = streams[warp][at[warp]]
         one, pipe = code[index], pipe_of[index]
@@ -270,13 +310,19 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 done = begin + cost + gpu.l1_latency
             if one.base == "LDGSTS":
                 groups[warp].append(done)
+                if watch:
+                    watch.copies(warp, index)
         for board, when in ((one.writes, done), (one.reads, read)):
             if board < 6:
                 boards[warp][board] = max(boards[warp][board], when)
+                if watch:
+                    watch.sets(warp, board, when, index, is_global=pipe == "global")
         next_at = now + max(1, one.stall)
         if one.base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
             next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
             groups[warp].clear()
+            if watch:
+                watch.arrive(warp, next_at, index)
         at[warp] += 1
         number = owner[warp]
         end = max(end, next_at, done)
@@ -286,10 +332,24 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             arrived[number].append(warp)
             opens[number] = max(opens[number], now) + _ARRIVAL
         else:
+            if watch:
+                watch.add(warp, next_at, streams[warp][at[warp]][0], stalls.after(one.base))
             wake(warp, next_at)
             continue
         if arrived[number] and len(arrived[number]) == running[number]:
             for other in arrived[number]:
+                if watch:
+                    opened = opens[number] + _BARRIER
+                    watch.add(other, opened, streams[other][at[other] - 1][0], stalls.BARRIER)
                 wake(other, opens[number] + _BARRIER)
             arrived[number].clear()
+    if watch:
+        until = end if left > 0 else now + 1
+        for warp, stream in enumerate(streams):
+            if at[warp] < len(stream):
+                waits = warp in arrived[owner[warp]]
+                reason = stalls.BARRIER if waits else stalls.NOT_SELECTED
+                watch.close(warp, until, stream[at[warp] - waits][0], reason)
+            elif stream:
+                watch.close(warp, until, stream[-1][0], stalls.EXITED)
     return end, issued

@@ -9,6 +9,7 @@ multiprocessors as these become free. docs/prediction.md says what is left out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import importlib.util
 import itertools
@@ -16,11 +17,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import execution, launches, sass
@@ -37,6 +38,7 @@ from attention_kernels.inspection.multiprocessor import (
 )
 from attention_kernels.inspection.resources import Compiled, compile_version, resident_blocks
 from attention_kernels.inspection.sass import Instruction
+from attention_kernels.inspection.stalls import Watch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
@@ -93,7 +95,7 @@ class Prediction:
 
 
 @dataclass
-class _Program:
+class Program:
     """A version compiled for a GPU, and the recorder of its launches."""
 
     version: VersionHeader
@@ -120,24 +122,25 @@ class _Program:
         return found
 
 
-def find_disassembler() -> str:
-    """Find cuobjdump next to nvcc, on PATH or in Triton's package, or raise BuildError."""
+def find_disassembler(program: str = "cuobjdump") -> str:
+    """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
     folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
     folders.append(os.environ.get("PATH", ""))
     triton = importlib.util.find_spec("triton")
     for folder in (triton.submodule_search_locations or ()) if triton else ():
         folders.append(f"{folder}/backends/nvidia/bin")
-    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    found = shutil.which(program, path=os.pathsep.join(folders))
     if found is None:
-        raise BuildError("needs cuobjdump, from the CUDA toolkit or the triton package")
+        raise BuildError(f"needs {program}, from the CUDA toolkit or the triton package")
     return found
 
 
-def _compile(version: VersionHeader, gpu: GpuModel, folder: Path) -> _Program:
-    compiled = compile_version(version, gpu.arch, folder)
+def compile_program(version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str) -> Program:
+    """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
+    compiled = compile_version(version, gpu.arch, folder, *flags)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
     recorder = launches.build_recorder(version, folder)
-    return _Program(version, gpu, recorder, sass.parse(text), compiled)
+    return Program(version, gpu, recorder, sass.parse(text), compiled)
 
 
 # ---- The whole grid ------------------------------------------------------------------------------
@@ -157,6 +160,8 @@ class _Line:
     """Blocks of the grid that each position stands for."""
     first: Counter[str] | None = None
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
+    fewest: Counter[int] = field(default_factory=Counter)
+    """Most wavefronts of a request if it had no bank conflict, by instruction."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -181,7 +186,7 @@ class _Line:
         return self.alike * sum(self.value(position, of) for position in range(self.length))
 
 
-def _line(program: _Program, launch: Launch, *, are_alike: bool = True) -> _Line:
+def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
     """Run some blocks of a launch.
 
     are_alike: with a second axis, blocks along the first count as alike, unless none of those that
@@ -240,7 +245,7 @@ def _line(program: _Program, launch: Launch, *, are_alike: bool = True) -> _Line
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
     # The recorder of launches puts q, k and v at 1, 2 and 3 terabytes.
     inputs = sum(blocks.fetched[tensor] for tensor in (1, 2, 3)) / max(1, blocks.fetched.total())
-    return _Line(length, samples, works, inputs, alike, first)
+    return _Line(length, samples, works, inputs, alike, first, blocks.fewest)
 
 
 def _spread(count: int, length: int) -> list[int]:
@@ -297,7 +302,11 @@ def _finish(
 
 
 def _alone(
-    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], miss: float
+    gpu: GpuModel,
+    code: Sequence[Instruction],
+    works: Sequence[Work],
+    miss: float,
+    watch: Watch | None,
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -305,16 +314,22 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED, None if longer else watch)
     if not longer:
         return first / sum(few), 0.0
-    cycles, issued = cycles_of(gpu, code, [_longest(longer, _MAX_TIMED)], miss)
+    longest = _longest(longer, _MAX_TIMED)
+    cycles, issued = cycles_of(gpu, code, [longest], miss, watch=watch)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
 
 def _together(
-    gpu: GpuModel, code: Sequence[Instruction], works: Sequence[Work], count: int, miss: float
+    gpu: GpuModel,
+    code: Sequence[Instruction],
+    works: Sequence[Work],
+    miss: float,
+    watch: Watch | None,
+    count: int,
 ) -> list[float]:
     """Return cycles per instruction of `count` blocks on one multiprocessor, the oldest first."""
     short, *longer = _by_length(works)
@@ -323,7 +338,7 @@ def _together(
         most = work.instructions * count // 2
     else:
         work, most = short, min(_MAX_TIMED, short.instructions * count)
-    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
+    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most, watch)
     return [cycles / one for one in issued]
 
 
@@ -338,29 +353,71 @@ def _longest(works: Sequence[Work], most: int) -> Work:
     return next((work for work in reversed(works) if work.instructions <= most), works[0])
 
 
-def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Prediction:
+@dataclass(frozen=True)
+class LaunchModel:
+    """All that the predicted time of a launch depends on."""
+
+    version: str
+    gpu: GpuModel
+    launch: Launch
+    code: Sequence[Instruction]
+    registers: int
+    """Registers per thread."""
+    shared: int
+    """Bytes of shared memory per block."""
+    fits: int
+    """Blocks that a multiprocessor has room for."""
+    line: _Line
+    total: dict[str, float]
+    """Counts of the whole grid."""
+    min_bytes: float
+    """Bytes that have to pass between the GPU and its memory."""
+
+    @functools.cached_property
+    def busy(self) -> int:
+        """Blocks that have work."""
+        line = self.line
+        return line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Blocks that a multiprocessor gets if all are shared out equally."""
+        return -(-self.busy // self.gpu.multiprocessors)
+
+
+def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
+    """Execute some blocks of a launch; raises UnsupportedError if no block fits on the GPU."""
     gpu, code = program.gpu, program.code[launch.symbol]
     compiled = program.compiled[launch.symbol]
-    threads = math.prod(launch.block)
     shared = compiled.static_smem + launch.dynamic_smem
-    fits, limit = resident_blocks(gpu.arch, threads, compiled.registers, shared)
+    fits, limit = resident_blocks(gpu.arch, launch.threads, compiled.registers, shared)
     if fits == 0:
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.version.path.name, [reason])
     line = _line(program, launch)
     names = {*itertools.chain(*line.samples.values())}
-    total = Counter({name: line.total(name) for name in names})
-    busy = line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
+    total = defaultdict(float, {name: line.total(name) for name in names})
+    label = program.version.label
+    return LaunchModel(
+        label, gpu, launch, code, compiled.registers, shared, fits, line, total, min_bytes
+    )
+
+
+def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
+    """Simulate a launch. watch: records the stalls on a multiprocessor with all of its blocks."""
+    gpu, code, line, total = model.gpu, model.code, model.line, model.total
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. The output of an earlier launch is in L2.
-    cold = line.inputs * min(1.0, fits * gpu.multiprocessors / max(1, busy))
-    fits = min(fits, -(-busy // gpu.multiprocessors))
+    at_once = model.fits * gpu.multiprocessors
+    cold = line.inputs * min(1.0, at_once / max(1, model.busy))
+    fits = min(model.fits, model.most)
     l2_bytes = total["misses"] * SECTOR
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     end = equal = 0.0
     if line.works:
-        alone, extra = _alone(gpu, code, line.works, miss)
-        paces = _together(gpu, code, line.works, fits, miss) if fits > 1 else [alone]
+        timed = gpu, code, line.works, miss
+        alone, extra = _alone(*timed, None if fits > 1 else watch)
+        paces = _together(*timed, watch, fits) if fits > 1 else [alone]
         end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
@@ -377,13 +434,13 @@ def _time_launch(program: _Program, launch: Launch, min_bytes: float) -> Predict
         "shared memory": wavefronts / rate,
         "L1": lines / rate,
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
-        "memory": min_bytes / gpu.memory_gb_s / 1e3,
+        "memory": model.min_bytes / gpu.memory_gb_s / 1e3,
     }
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
     return Prediction(
-        version=program.version.label,
+        version=model.version,
         gpu=gpu.name,
         seqlen=0,
         time_us=finished + gpu.launch_us,
@@ -413,9 +470,38 @@ def predict(
     Raises UnsupportedError for a version or a case that cannot be predicted, BuildError if a
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
-    seqlens = [*seqlens]
+    cases = [Case(batch, seqlen, num_heads, head_dim, is_causal) for seqlen in seqlens]
+    version = checked(version, gpu, cases)
+    with tempfile.TemporaryDirectory() as folder:
+        program = compile_program(version, gpu, Path(folder))
+        return [
+            sum_of([(count, time_of(model)) for count, model in models_of(program, case)], case)
+            for case in cases
+        ]
+
+
+class Case(NamedTuple):
+    """The shape of a call."""
+
+    batch: int
+    seqlen: int
+    num_heads: int
+    head_dim: int
+    is_causal: bool
+
+
+def checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> VersionHeader:
+    """Return a version in its first dtype; raise UnsupportedError with every reason against it.
+
+    cases: they differ only in length.
+    """
+    batch, _, num_heads, head_dim, _ = cases[0]
     reasons = launches.case_faults(
-        version, seqlens=seqlens, head_dim=head_dim, batch=batch, num_heads=num_heads
+        version,
+        seqlens=[case.seqlen for case in cases],
+        head_dim=head_dim,
+        batch=batch,
+        num_heads=num_heads,
     )
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
@@ -424,24 +510,23 @@ def predict(
         reasons.append("asynchronous products and tile copies (wgmma, TMA) cannot be predicted")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
-    version = version.builds()[0]
-    item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        program = _compile(version, gpu, Path(folder))
-        for seqlen in seqlens:
-            case = (batch, seqlen, num_heads, int(is_causal))
-            counted = program.launches(case, head_dim)
-            min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
-            each = [
-                (count, _time_launch(program, launch, min_bytes / counted.total()))
-                for launch, count in counted.items()
-            ]
-            found.append(_sum(each, seqlen))
-    return found
+    return version.builds()[0]
 
 
-def _sum(each: Sequence[tuple[int, Prediction]], seqlen: int) -> Prediction:
+def models_of(program: Program, case: Case) -> list[tuple[int, LaunchModel]]:
+    """Execute some blocks of each launch of a call; return how often each launch occurs, too."""
+    batch, seqlen, num_heads, head_dim, is_causal = case
+    counted = program.launches((batch, seqlen, num_heads, int(is_causal)), head_dim)
+    item = {"float32": 4, "float64": 8}.get(program.version.dtype, 2)
+    min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
+    return [
+        (count, model_of(program, launch, min_bytes / counted.total()))
+        for launch, count in counted.items()
+    ]
+
+
+def sum_of(each: Sequence[tuple[int, Prediction]], case: Case) -> Prediction:
+    """Add up the predictions of a call's launches, given how often each occurs."""
     first = each[0][1]
     needs = {
         name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
@@ -451,4 +536,4 @@ def _sum(each: Sequence[tuple[int, Prediction]], seqlen: int) -> Prediction:
         for field in dataclasses.fields(Prediction)
         if field.name not in ("version", "gpu", "seqlen", "needs_us")
     }
-    return dataclasses.replace(first, seqlen=seqlen, needs_us=needs, **added)
+    return dataclasses.replace(first, seqlen=case.seqlen, needs_us=needs, **added)

@@ -190,18 +190,20 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def compile_version(
-    version: VersionHeader, arch: str, folder: Path | None = None
+    version: VersionHeader, arch: str, folder: Path | None = None, *more: str
 ) -> dict[str, Compiled]:
     """Compile a version to kernel.cubin in a folder; return ptxas's report by mangled name.
+
+    more: flags for nvcc besides the version's own.
 
     Raises BuildError if nvcc is missing or the version does not compile.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return compile_version(version, arch, Path(temporary))
+            return compile_version(version, arch, Path(temporary), *more)
     flags = compilers.compile_flags(version, "cuda", arch, folder)
     source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
-    command = [*flags, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
+    command = [*flags, *more, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
     return parse_ptxas(compilers.output_of(command, str(folder)))
 
 

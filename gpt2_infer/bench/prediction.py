@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from attention_kernels.inspection.multiprocessor import GpuModel, gpus
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row
+from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
@@ -38,6 +40,38 @@ def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
         and file.provenance.gpu
         and file.provenance.gpu.name in gpu.devices
     ]
+
+
+class Likely(NamedTuple):
+    """How far measured times were from the predictions of one class of kernels."""
+
+    low: float
+    """Measured over predicted time; a tenth of the kernels had less."""
+    high: float
+    """Measured over predicted time; a tenth of the kernels had more."""
+    cells: int
+    """Number of predictions that were measured."""
+
+
+def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
+    """Return the range of 8 in 10 measured times of kernels with, or without, tensor cores.
+
+    files: results, predictions as well as timings. None if they have fewer than ten of them.
+    """
+    by_name = {gpu.name: gpu for gpu in gpus().values()}
+    ratios = []
+    for file in files:
+        if file.study["kind"] == "prediction":
+            timings = timed_on(by_name[file.study["gpu"]], files)
+            timed = [row for timing in timings for row in timing.of("time")]
+            rows = (row for row in file.rows if row.samples)
+            alike = [x for x in rows if ("tensor cores" in x.extra["needs_us"]) == on_tensor_cores]
+            medians = ((row, timings_of(row, timed)) for row in alike)
+            ratios += [found[0].median / row.median for row, found in medians if found]
+    if len(ratios) < 10:
+        return None
+    tenths = statistics.quantiles(ratios, n=10)
+    return Likely(tenths[0], tenths[-1], len(ratios))
 
 
 class Predictions(Subject[KernelCell]):

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt2_infer.cli import lines
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
+    from attention_kernels.inspection.explain import Explanation
+    from attention_kernels.inspection.nsight import Sampled
     from attention_kernels.inspection.predict import Prediction
+    from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
 GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
+LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
+PROFILE = "source page of an Nsight Compute report, exported as CSV, to compare the stalls with"
 NO_RESULTS = ("no results", "")
 
 
@@ -31,39 +38,106 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="h200", help=GPU)
     add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
+    add("--lines", action="store_true", help=LINES)
+    add("--profile", type=Path, metavar="CSV", help=PROFILE)
     add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    from attention_kernels.inspection import nsight
+    from gpt2_infer.bench.prediction import find_gpu, likely
+
+    gpu = find_gpu(arguments.gpu)
+    _, version = version_of(arguments.name)
+    files = _read_results(arguments.results)
+    kernels = _read_profile(arguments)
+    explained = _explain(arguments) if arguments.lines or arguments.profile else []
+    found = [one.prediction for one in explained] or find(arguments)
+    compared = nsight.compare(explained[0], kernels) if arguments.profile else None
+    on_tensor_cores = found[0].needs_us.get("tensor cores", 0.0) > 0
+    near = likely(files, on_tensor_cores=on_tensor_cores)
+    heading = f"{version.path.name} on {gpu.name}: {describe(shape_of(arguments, version))}"
+    if arguments.json:
+        more = [lines.to_json(one) for one in explained] or [{} for _ in found]
+        listed = [
+            to_json(one) | {"likely_us": _likely_us(one, near)} | stalls
+            for one, stalls in zip(found, more, strict=True)
+        ]
+        if compared:
+            listed[0]["profile"] = dataclasses.asdict(compared)
+        show_json(listed)
+        return 0
+    if not explained:
+        show(f"{heading}; microseconds\n")
+        _show_table(arguments, found, files, near)
+        return 0
+    show(heading)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for one in explained:
+        show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
+    if compared:
+        show(f"\n{lines.format_comparison(found[0].version, compared, width)}")
+    return 0
+
+
+def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
+    """Read the kernels of --profile; raises RequestError if there are none."""
+    from attention_kernels.inspection import nsight
+
+    path: Path | None = arguments.profile
+    if path is None:
+        return []
+    if len(arguments.seqlen) > 1:
+        raise RequestError("--profile compares one length: give one --seqlen")
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            found = nsight.parse(file)
+    except OSError as error:
+        raise RequestError(f"--profile: {path}: {error.strerror}") from error
+    if not found:
+        wanted = "the CSV that `ncu --import REPORT --page source --csv` prints"
+        raise RequestError(f"--profile: {path} is not {wanted}")
+    return found
+
+
+def _show_table(
+    arguments: argparse.Namespace,
+    found: Sequence[Prediction],
+    files: Sequence[File],
+    near: Likely | None,
+) -> None:
     from tabulate import tabulate
 
     from gpt2_infer.bench import environment
     from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
     from gpt2_infer.bench.record import KernelCell
 
-    gpu = find_gpu(arguments.gpu)
     name, version = version_of(arguments.name)
-    files = [] if arguments.json else _read_results(arguments.results)
-    shape = shape_of(arguments, version)
-    found = find(arguments)
-    if arguments.json:
-        show_json([to_json(one) for one in found])
-        return 0
-    show(f"{version.path.name} on {gpu.name}: {describe(shape)}; microseconds\n")
     digest = environment.version_digest(version.source)
-    timings = timed_on(gpu, files)
-    table = [("N", "predicted", "measured", "ratio", "bound", *_parts(found[0]))]
+    timings = timed_on(find_gpu(arguments.gpu), files)
+    table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(one.seqlen, **shape)
+        cell = KernelCell(one.seqlen, **shape_of(arguments, version))
         wanted = prediction_row(name, cell, digest)
         measured = _measured(wanted, timings)
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
         times = [f"{value:.1f}" for value in _parts(one).values()]
-        table.append((str(one.seqlen), f"{one.time_us:.1f}", *compared, one.bound, *times))
-    align = ["right"] * 4 + ["left"] + ["right"] * (len(table[0]) - 5)
+        bounds = _likely_us(one, near)
+        shown = "..".join(f"{us:.1f}" for us in bounds) if bounds else ""
+        table.append((str(one.seqlen), f"{one.time_us:.1f}", shown, *compared, one.bound, *times))
+    align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
-    return 0
+    if near:
+        kind = "on" if found[0].needs_us.get("tensor cores") else "without"
+        show(
+            f"\nlikely: of {near.cells} kernels {kind} tensor cores that were measured, 8 in 10 "
+            f"took {near.low:.2f} to {near.high:.2f} times as long as predicted."
+        )
+
+
+def _likely_us(one: Prediction, near: Likely | None) -> list[float] | None:
+    return [one.time_us * near.low, one.time_us * near.high] if near else None
 
 
 def find(arguments: argparse.Namespace) -> list[Prediction]:
@@ -77,6 +151,18 @@ def find(arguments: argparse.Namespace) -> list[Prediction]:
     gpu = find_gpu(arguments.gpu)
     _, version = version_of(arguments.name)
     return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
+
+
+def _explain(arguments: argparse.Namespace) -> list[Explanation]:
+    """Return an explained prediction per length; raises the errors of predict()."""
+    from attention_kernels.inspection import explain
+    from attention_kernels.inspection.predict import Case
+    from gpt2_infer.bench.prediction import find_gpu
+
+    gpu = find_gpu(arguments.gpu)
+    _, version = version_of(arguments.name)
+    shape = shape_of(arguments, version)
+    return [explain.explain(version, gpu, Case(seqlen=n, **shape)) for n in arguments.seqlen]
 
 
 def to_json(one: Prediction) -> dict[str, Any]:

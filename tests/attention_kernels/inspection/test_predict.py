@@ -162,7 +162,7 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict._Program(version, H200, ROOT, sass.parse(code), {})
+    program = predict.Program(version, H200, ROOT, sass.parse(code), {})
     launch = launch_of((2, 3, 4))
     line = predict._line(program, launch)
     warps = 2 * 3 * 2
@@ -242,7 +242,7 @@ def test_a_shape_that_no_launch_takes_is_refused(case, words):
 
 def test_a_grid_with_too_many_blocks_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict._Program(version, H200, ROOT, sass.parse(CODE), {})
+    program = predict.Program(version, H200, ROOT, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         predict._line(program, launch)

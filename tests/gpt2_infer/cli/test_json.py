@@ -80,7 +80,7 @@ COMMAND = {  # the words, and the names of the fields
         [*MODEL, "--max-tokens", "8"],
         {"model", "dtype", "products", "input", "bytes", "window", "stride", "scores"},
     ),
-    "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound"}),
+    "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound", "likely_us"}),
     "report": (["RESULTS", "--out", "OUT"], {"out", "bytes"}),
     "verify": (["NAIVE_PYTORCH", "--device", "cpu", "--no-timing"], {"passed", "backends"}),
 }

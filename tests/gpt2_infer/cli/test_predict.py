@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from attention_kernels.inspection import predict
-from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
+from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.bench.show.predicted import accuracy
 from gpt2_infer.cli import main
@@ -92,3 +93,39 @@ def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
     assert "1 of them is off by more than 35 %" in accuracy(results, [row])
     other = [kernel("A", [10.0], cell=cell, version_digest="2")]
     assert accuracy(results, other) == "None of it has been measured yet."
+
+
+def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> None:
+    """Kernels 0 to 19 take 1.00 to 1.19 times as long as predicted; those on tensor cores twice."""
+    needs: dict[str, float] = {"issue slots": 1.0}
+    rows, timed = [], []
+    for n in range(20):
+        for name, more, factor in ((f"A{n}", {}, 1 + n / 100), (f"T{n}", {"tensor cores": 1.0}, 2)):
+            cell = KernelCell(128)
+            rows.append(prediction_row(name, cell, "1", samples=[10.0], needs_us=needs | more))
+            timed.append(kernel(name, [10 * factor], cell=cell, version_digest="1"))
+    predictions = file_of("prediction", rows, settings={"gpu": "H200 SXM"})
+    timings = file_of("kernel", timed)
+    found = [
+        likely([predictions, timings], on_tensor_cores=on_tensor_cores)
+        for on_tensor_cores in (False, True)
+    ]
+    assert found == [None, None]  # measured on another card
+    assert timings.provenance.gpu
+    timings.provenance.gpu.name = "NVIDIA H200"
+    plain = likely([predictions, timings], on_tensor_cores=False)
+    assert plain == pytest.approx((1.011, 1.179, 20))
+    assert likely([predictions, timings], on_tensor_cores=True) == pytest.approx((2.0, 2.0, 20))
+    few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
+    assert likely([few, timings], on_tensor_cores=False) is None
+
+
+@pytest.mark.usefixtures("predicted")
+def test_the_range_of_the_committed_results_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(__file__).parents[3] / "results"
+    assert main(["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(results)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^1024 +90\.0 +\d+\.\d\.\.\d+\.\d ", shown, re.M)
+    assert re.search(
+        r"kernels without tensor cores that were measured, 8 in 10 took 0\.\d+ to", shown
+    )

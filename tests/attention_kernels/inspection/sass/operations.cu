@@ -36,6 +36,14 @@ extern "C" __global__ void kernel(u64* out, u64 key, u32 count) {
   keep(a / 7);
   keep(static_cast<u32>(x / 7));
   keep(a % 100);
+  keep(a / (by + 1));
+  keep(b % (by + 1));
+  keep(static_cast<u32>(x / (static_cast<i32>(by) - 9 | 1)));
+  keep(static_cast<u32>(y % (static_cast<i32>(by) - 9 | 1)));
+  keep(wide / (other >> 20));
+  keep(other % (wide >> 9));
+  keep(wide / (other >> 33 | 1));
+  keep(static_cast<u64>(static_cast<i64>(wide) / (static_cast<i64>(other) >> 21)));
   keep(a << (by & 31));
   keep(a >> (by & 31));
   keep(static_cast<u32>(x >> (by & 31)));
@@ -59,6 +67,8 @@ extern "C" __global__ void kernel(u64* out, u64 key, u32 count) {
   keep(max(a, b));
   keep(static_cast<u32>(min(x, y)));
   keep(static_cast<u32>(max(x, y)));
+  keep(static_cast<u32>(min(x + 5, y)));
+  keep(static_cast<u32>(max(x - y, y)));
   keep(__popc(a));
   keep(__byte_perm(a, b, 0x5042));
   keep(__byte_perm(a, b, by & 0x7777));
@@ -73,6 +83,9 @@ extern "C" __global__ void kernel(u64* out, u64 key, u32 count) {
   keep(__all_sync(0xffffffffu, t < 40) ? 1 : 2);
   keep(__float_as_uint(static_cast<float>(a)));
   keep(__float_as_uint(static_cast<float>(x)));
+  keep(static_cast<float>(a) < static_cast<float>(b) ? 1 : 2);
+  keep(static_cast<float>(x) >= static_cast<float>(y) || by == 6 ? a : b);
+  keep(static_cast<u32>(static_cast<i32>(static_cast<float>(x >> 9))));
   u32 sum = 0;
   for (u32 i = 0; i < count + t % 3; ++i) sum = sum * 31 + i;
   keep(sum);
