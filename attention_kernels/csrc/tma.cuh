@@ -36,11 +36,14 @@ constexpr CUtensorMapDataType kTensorMapType<__nv_bfloat16> = CU_TENSOR_MAP_DATA
 
 // Describes a tensor of four dimensions, the contiguous one first, and the box of it that one copy
 // takes. strides: of the other three dimensions, in elements, which make multiples of 16 bytes; so
-// is the address. box: at most 256 each, and the first at most as wide as the swizzle.
+// is the address. box: at most 256 each, and the first as wide as the swizzle, if there is one.
 template <typename T>
 cudaError_t make_tensor_map(TensorMap* map, const T* tensor, const int64_t (&sizes)[4],
                             const int64_t (&strides)[3], const int (&box)[4],
                             Swizzle swizzle = Swizzle::k128) {
+  constexpr int kWidths[] = {0, 32, 64, 128};  // in bytes, by swizzle
+  const int width = kWidths[static_cast<int>(swizzle)];
+  if (width != 0 && box[0] * static_cast<int>(sizeof(T)) != width) return cudaErrorInvalidValue;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -83,8 +86,8 @@ inline __device__ void load_tile(void* to, const TensorMap& map, int c0, int c1,
       : "memory");
 }
 
-// Copies a box from shared memory, without what is out of bounds. Threads that wrote the tile call
-// proxy_fence() first.
+// Copies a box from shared memory, without what is out of bounds; no coordinate may be negative.
+// Threads that wrote the tile call proxy_fence() first.
 inline __device__ void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3,
                                   const void* from) {
   asm volatile(

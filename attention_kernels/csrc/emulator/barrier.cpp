@@ -96,8 +96,6 @@ int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   return barrier->phase != phase ? known.waiter : -1;
 }
 
-void fill_tile(emulator::Block& block, const emulator::BulkCopy& copy);  // in tma.cpp
-
 // Copies arrive when a thread waits for the phase, and not before.
 inline void land_copies(emulator::Block& block, Barrier* barrier) {
   auto& copies = block.in_flight.copies;
@@ -107,7 +105,7 @@ inline void land_copies(emulator::Block& block, Barrier* barrier) {
       continue;
     }
     if (copy->from == nullptr) {
-      fill_tile(block, *copy);
+      fill_tile(*copy);
     } else {
       std::memcpy(copy->to, copy->from, copy->bytes);
     }

@@ -29,8 +29,10 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);
 void note_idle(const Barrier* barrier, const emulator::Site& site);
 void check_use(const Barrier* barrier, const emulator::Site& site);
 
-// Checks that nothing in flight uses the copy's destination, and begins it. Defined in tma.cpp.
+// Checks that nothing in flight uses the copy's destination, and begins it; or copies a box. Defined
+// in tma.cpp.
 void begin_copy(const emulator::BulkCopy& copy);
+void fill_tile(const emulator::BulkCopy& copy);
 
 ATTENTION_EMULATOR_INLINE void yield() {
   emulator::Fiber& self = emulator::this_fiber();

@@ -56,7 +56,7 @@ bool is_valid(const TensorMap& map) {
     }
   }
   const int width = map.box[0] * map.element_bytes;
-  return valid && width % 16 == 0 && (map.swizzle == 0 || width <= 16 << map.swizzle);
+  return valid && width % 16 == 0 && (map.swizzle == 0 || width == 16 << map.swizzle);
 }
 
 inline size_t box_bytes(const TensorMap& map) {
@@ -116,7 +116,7 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
 }
 
-void fill_tile(emulator::Block&, const emulator::BulkCopy& copy) {
+void fill_tile(const emulator::BulkCopy& copy) {
   const auto& map = copy.map;
   const size_t width = map.box[0] * map.element_bytes;
   auto* const tile = static_cast<unsigned char*>(copy.to);
@@ -137,6 +137,8 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
   check_tile(map, from, site);
+  if (*std::min_element(at, at + 4) < 0)
+    copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
   const auto* const tile = static_cast<const unsigned char*>(from);
   const size_t bytes = box_bytes(map);
   if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kRead, code);

@@ -31,6 +31,7 @@ struct dim3 {
   X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch")      \
   X(cudaErrorLaunchTimeout, 702, "the launch timed out and was terminated")             \
   X(cudaErrorAssert, 710, "device-side assert triggered")                               \
+  X(cudaErrorIllegalInstruction, 715, "an illegal instruction was encountered")         \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
   X(cudaErrorNotSupported, 801, "operation not supported")                              \
