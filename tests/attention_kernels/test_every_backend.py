@@ -103,6 +103,7 @@ def call(spec: BackendSpec, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     [
         ("fp32", "CUSTOM_CUDA_VERSION_{}"),
         ("wmma_fa2", "WMMA_FLASH_ATTENTION_2_VERSION_{}"),
+        ("hopper", "HOPPER_VERSION_{}"),
         ("ablation", "ABLATION_STEP_{}"),
         ("decode", "DECODE_SPLIT_KV_VERSION_{}"),
     ],
@@ -121,6 +122,7 @@ THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}
     [
         ("fp32", [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")], [HEAD_DIMS]),
         ("wmma_fa2", [{"float16": "fp16"}], [(64,), HEAD_DIMS]),
+        ("hopper", [{"float16": "fp16", "bfloat16": "bf16"}], [HEAD_DIMS[1:]]),
         ("ablation", [{"float32": "ieee-fp32"}], [HEAD_DIMS[:2]]),
         ("triton", [THREE], [HEAD_DIMS]),
         ("decode", [THREE], [HEAD_DIMS]),

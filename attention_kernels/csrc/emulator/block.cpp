@@ -34,8 +34,7 @@ inline std::string place(const char* file, int line) {
   return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
 }
 
-// "byte 256 of 256 bytes of dynamic shared memory"
-inline std::string describe(const SharedMemory& shared, uintptr_t address) {
+std::string describe(const SharedMemory& shared, uintptr_t address) {
   const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(shared.dynamic));
   return "byte " + std::to_string(offset) + " of " + std::to_string(shared.dynamic_bytes) +
          " bytes of dynamic shared memory";
@@ -145,7 +144,63 @@ void Block::pass_barrier() {
   arrived = 0;
   barrier_votes = votes;
   ++interval;
+  in_flight.idle = 0;
   begin_interval();
+}
+
+Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site) {
+  const auto wrong = [&](const std::string& what) {
+    record(cudaErrorLaunchFailure, (site.text().text + (": " + what)).c_str());
+  };
+  if (number < 1 || number >= static_cast<int>(kNamedBarriers)) {
+    wrong("there is no named barrier " + std::to_string(number) + ": 1 to 15");
+    abandon();
+  }
+  NamedBarrier& named = in_flight.named[number];
+  if (named.arrived == 0) {
+    named.threads = for_threads;
+    named.thread = this_fiber().thread;
+    named.site = site;
+  }
+  const unsigned mine = this_fiber().thread / kWarpSize;
+  const uint32_t bit = 1u << this_fiber().thread % kWarpSize;
+  if (for_threads <= 0 || for_threads % kWarpSize != 0 ||
+      for_threads > static_cast<int>(warp_count * kWarpSize)) {
+    wrong("a barrier for " + std::to_string(for_threads) + " threads of " +
+          std::to_string(threads) + ": it takes whole warps of the block");
+  } else if (named.threads != static_cast<unsigned>(for_threads)) {
+    wrong("named barrier " + std::to_string(number) + " for " + std::to_string(for_threads) +
+          " threads, and for " + std::to_string(named.threads) + " in " + named.site.text().text);
+  } else if ((named.lanes[mine] & bit) != 0) {
+    wrong("the thread arrives again at named barrier " + std::to_string(number) + ", where " +
+          std::to_string(named.arrived) + " of " + std::to_string(named.threads) +
+          " threads have arrived");
+  }
+  if (error != cudaSuccess) abandon();
+  if (races != nullptr) races->release(&named);
+  named.lanes[mine] |= bit;
+  if (waits) {
+    named.waiting[mine] |= bit;
+    warp->ready &= ~bit;
+  }
+  if (++named.arrived == named.threads) {
+    for (unsigned i = 0; i < warp_count; ++i) warps[i].ready |= named.waiting[i];
+    named = {};
+    in_flight.idle = 0;
+  }
+  return waits ? next_or_abandon() : &this_fiber();
+}
+
+std::string Block::waiting_threads() const {
+  std::string all;
+  const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
+    all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
+           " threads have arrived in " + site.text().text;
+  };
+  if (arrived != 0) add(arrived, threads - finished, barrier);
+  for (const NamedBarrier& named : in_flight.named)
+    if (named.arrived != 0) add(named.arrived, named.threads, named.site);
+  return all;
 }
 
 Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
@@ -170,6 +225,11 @@ void Block::finish() {
   warp->ready &= ~(1u << lane);
   warp->done |= 1u << lane;
   ++finished;
+  if (const std::string left = in_flight.left_by(this_fiber().thread, finished == threads);
+      !left.empty()) {
+    record(cudaErrorLaunchFailure, left.c_str());
+    abandon();
+  }
   pass_barrier();
   Fiber* const to = next_ready();
   if (to == nullptr && finished < threads) record_stuck();
@@ -212,6 +272,13 @@ void Block::record_stuck() {
            w->wait[waiter].site->text() + " waits for lanes that never arrive: " +
                state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter).c_str(),
            *w->fibers[waiter]);
+    return;
+  }
+  for (const NamedBarrier& named : in_flight.named) {
+    if (named.arrived == 0) continue;
+    record(cudaErrorLaunchFailure,
+           (named.site.text().text + (" never passes" + waiting_threads())).c_str(),
+           fiber(named.thread));
     return;
   }
 }
@@ -317,7 +384,7 @@ bool Block::run(uint64_t number_in_grid) {
   signals.ticks = 0;
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
-  copies.clear();
+  in_flight.clear();
   if (launch->cluster > 0) {
     cluster = &launch->clusters[number / launch->cluster];
     __atomic_store_n(&cluster->blocks[number % launch->cluster], this, __ATOMIC_RELEASE);

@@ -14,8 +14,10 @@
 
 #include <signal.h>
 
+#include <string>
 #include <vector>
 
+#include "in_flight.h"
 #include "races.h"
 #include "shared_memory.h"
 #include "warp.h"
@@ -64,14 +66,6 @@ struct Launch {
   bool* waited = nullptr;              // set once a thread has waited for it
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
-};
-
-// A copy to shared memory that is in flight; see ptx.h.
-struct BulkCopy {
-  void* to;
-  const void* from;
-  size_t bytes;
-  const void* barrier;
 };
 
 // What the signal handlers recorded about a block; see faults.cpp.
@@ -124,7 +118,7 @@ struct Block {
 #endif
   uintptr_t stacks = 0;
   SharedMemory shared;
-  std::vector<BulkCopy> copies;  // in flight
+  InFlight in_flight;
   Cluster* cluster = nullptr;
   Races* races = nullptr;  // if the version file is compiled to detect them
 
@@ -139,6 +133,10 @@ struct Block {
   Fiber* arrive_at_barrier(bool predicate, const char* name, const char* file, int line);
   Fiber* arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                         const Site* site);
+  // The same at one of the barriers with a number, where a fiber may also arrive without waiting.
+  Fiber* arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site);
+  // Says where threads wait that cannot run: "; 128 of 256 threads wait in ...".
+  std::string waiting_threads() const;
   // The calling fiber waits for memory to change. Returns the next fiber that can run, which is the
   // caller if no other can.
   Fiber* yield();
@@ -185,6 +183,9 @@ void wait_for_previous();
 
 // Prints a line to standard error, prefixed with the block, the thread and the source line.
 int print(const char* file, int line, const char* format, ...);
+
+// "byte 256 of 256 bytes of dynamic shared memory"
+std::string describe(const SharedMemory& shared, uintptr_t address);
 
 // Ends the calling thread's launch and discards the thread's frames: memory that they allocated
 // leaks. In host code, throws an exception.

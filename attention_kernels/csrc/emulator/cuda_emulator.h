@@ -61,6 +61,9 @@ constexpr int warpSize = 32;
 #define ATTENTION_DYNAMIC_SHARED(type, name) \
   type* const name =                         \
       reinterpret_cast<type*>(::attention::emulator::this_fiber().block->shared.dynamic)
+#define ATTENTION_ALIGNED_SHARED(type, name, bytes) \
+  type* const name =                                \
+      reinterpret_cast<type*>(::attention::emulator::this_fiber().block->shared.align(bytes))
 
 #define CUDART_INF_F (std::numeric_limits<float>::infinity())
 #define CUDART_NAN_F (std::numeric_limits<float>::quiet_NaN())

@@ -1,95 +1,64 @@
 // The emulator's versions of ptx.cuh's functions.
 //
-// A copy arrives when a thread tests the copy's barrier, and not before: until then the destination
-// holds poison.
+// A copy arrives when a thread waits for the copy's barrier, and not before: until then the
+// destination holds poison.
 
 #pragma once
 
 #include <utility>
 
+#include "barrier.h"
 #include "mma.h"
 
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
 
-// 64 bits, like an mbarrier in shared memory.
-struct Barrier {
-  unsigned short expected, left;  // arrivals of a phase
-  int bytes : 31;                 // in flight that the phase waits for
-  unsigned phase : 1;
-};
-static_assert(sizeof(Barrier) == 8);
-
-ATTENTION_EMULATOR_INLINE void yield() {
-  emulator::Fiber& self = emulator::this_fiber();
-  emulator::Fiber* const to = self.block->yield();
-  if (to != &self) switch_context(self, *to);
-}
-
-// A barrier's bookkeeping does not count as the kernel's access to shared memory.
-#define ATTENTION_EMULATOR_UNSEEN __attribute__((no_sanitize("thread"))) inline
-
-ATTENTION_EMULATOR_UNSEEN void complete_if_due(Barrier* barrier) {
-  if (barrier->left != 0 || barrier->bytes != 0) return;
-  barrier->left = barrier->expected;
-  barrier->phase ^= 1;
-}
-
-ATTENTION_EMULATOR_UNSEEN void barrier_init(Barrier* barrier, unsigned arrivals) {
-  *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
-}
-inline void barrier_init_fence() {}
-ATTENTION_EMULATOR_UNSEEN void barrier_expect(Barrier* barrier, unsigned bytes) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  if (block.races != nullptr) block.races->release(barrier);
-  barrier->bytes += static_cast<int>(bytes);
-  --barrier->left;
-  complete_if_due(barrier);
-}
-inline void barrier_arrive(Barrier* barrier) { barrier_expect(barrier, 0); }
-
-ATTENTION_EMULATOR_UNSEEN bool has_passed(Barrier* barrier, unsigned parity) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  auto& copies = block.copies;
-  for (auto copy = copies.begin(); copy != copies.end();) {
-    if (copy->barrier != barrier) {
-      ++copy;
-      continue;
-    }
-    std::memcpy(copy->to, copy->from, copy->bytes);
-    barrier->bytes -= static_cast<int>(copy->bytes);
-    copy = copies.erase(copy);
-  }
-  if (barrier->phase == parity) complete_if_due(barrier);
-  if (barrier->phase == parity) return false;
-  if (block.races != nullptr) block.races->acquire(barrier);
-  return true;
-}
-
-ATTENTION_EMULATOR_INLINE bool barrier_test(Barrier* barrier, unsigned parity) {
-  if (has_passed(barrier, parity)) return true;
-  yield();
-  return has_passed(barrier, parity);
-}
-
 __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsigned bytes,
                                                 Barrier* barrier, ATTENTION_EMULATOR_SITE) {
   emulator::Block& block = *emulator::this_fiber().block;
+  const emulator::Site site{"copy_bulk", file, line};
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0) {
     emulator::fail(cudaErrorMisalignedAddress,
-                   emulator::Site{"copy_bulk", file, line}.text() +
-                       ": addresses and size must be multiples of 16 bytes");
+                   site.text() + ": addresses and size must be multiples of 16 bytes");
   }
+  check_use(barrier, site);
   if (block.races != nullptr) {
     block.races->access(to, bytes, emulator::AccessKind::kWrite, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
-  block.shared.fill(static_cast<unsigned char*>(to), bytes, block.launch->poison);
-  block.copies.push_back({to, from, bytes, barrier});
+  begin_copy({to, from, bytes, barrier, site});
 }
 
 inline void prefetch(const void*) {}
+
+inline void proxy_fence() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  block.in_flight.view.update(block.shared, block.launch->poison);
+  show_barriers();
+}
+
+// Defined in registers.cpp.
+bool has_registers(unsigned registers, bool raises, const emulator::Site& site);
+
+ATTENTION_EMULATOR_INLINE void change_registers(unsigned registers, bool raises,
+                                                const emulator::Site& site) {
+  emulator::meet({nullptr, registers, raises, {}}, site);
+  while (!has_registers(registers, raises, site)) {
+    note_idle(nullptr, site);
+    yield();
+  }
+}
+template <int kRegisters>
+void raise_registers(ATTENTION_EMULATOR_SITE) {
+  static_assert(kRegisters >= 24 && kRegisters <= 240 && kRegisters % 8 == 0);
+  change_registers(kRegisters, true, {"raise_registers", file, line});
+}
+template <int kRegisters>
+void lower_registers(ATTENTION_EMULATOR_SITE) {
+  static_assert(kRegisters >= 24 && kRegisters <= 240 && kRegisters % 8 == 0);
+  change_registers(kRegisters, false, {"lower_registers", file, line});
+}
 
 // These multiply for a whole warp; defined in tensor_core.cpp.
 void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site& site);

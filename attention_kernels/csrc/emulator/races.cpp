@@ -50,6 +50,13 @@ void Races::synchronize(unsigned first_thread, uint32_t lanes) {
   }
 }
 
+void Races::share(unsigned first_thread) {
+  const unsigned self = this_fiber().thread;
+  for (unsigned thread = first_thread; thread < first_thread + kWarpSize; ++thread)
+    known(thread, self) = std::max(known(thread, self), now(self));
+  own[self] = ++time;
+}
+
 std::vector<uint32_t>& Races::clock_of(const void* barrier) {
   for (Released& one : released)
     if (one.barrier == barrier) return one.clock;

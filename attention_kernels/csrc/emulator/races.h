@@ -32,6 +32,9 @@ class Races {
   // Some lanes of a warp pass a __syncwarp().
   void synchronize(unsigned first_thread, uint32_t lanes);
 
+  // What the calling thread did comes before what its warp does next.
+  void share(unsigned first_thread);
+
   // What the calling thread did before release() comes before a later acquire() of the barrier.
   void release(const void* barrier);
   void acquire(const void* barrier);

@@ -128,6 +128,17 @@ struct SharedMemory {
     counted = false;
   }
 
+  // Returns dynamic shared memory, aligned like this. It moves when the first thread asks for it,
+  // before the block uses it.
+  unsigned char* align(size_t alignment) {
+    const size_t excess = reinterpret_cast<uintptr_t>(dynamic) % alignment;
+#ifdef ATTENTION_EMULATOR_ASAN
+    __asan_poison_memory_region(dynamic + dynamic_bytes - excess, excess);
+    __asan_unpoison_memory_region(dynamic - excess, dynamic_bytes);
+#endif
+    return dynamic -= excess;
+  }
+
   // Fills shared memory, before a block runs.
   void poison(uint32_t word) {
 #ifdef ATTENTION_EMULATOR_ASAN

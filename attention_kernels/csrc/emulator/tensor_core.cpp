@@ -59,7 +59,7 @@ float tensor_core_sum(float sum, const Operands<kDepth>& a, const Operands<kDept
 // Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values():
 // unpacks a register.
 template <int kDepth, typename Values>
-void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
+void multiply_warp(const emulator::MatrixCalls& calls, int least, Values values) {
   const emulator::Subnormals kept(false);
   constexpr int kInWord = kDepth / 8;
   Operands<kDepth> a[16], b[8];
@@ -86,7 +86,7 @@ void multiply(const emulator::MatrixCalls& calls, int least, Values values) {
 
 template <typename Format>
 void multiply_halves(const emulator::MatrixCalls& calls, int least) {
-  multiply<16>(calls, least, [](unsigned word, float* values) {
+  multiply_warp<16>(calls, least, [](unsigned word, float* values) {
     values[0] = Format::decode(static_cast<uint16_t>(word));
     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
   });
@@ -99,7 +99,7 @@ void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site&
   multiply_halves<emulator::BFloat16Format>(calls, -126);
 }
 void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply<8>(calls, -126, [](unsigned word, float* value) {
+  multiply_warp<8>(calls, -126, [](unsigned word, float* value) {
     *value = emulator::bit_cast<float>(word & ~0x1fffu);
   });
 }

@@ -10,8 +10,8 @@
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.15 times as fast as v05 at head_dim 64, where exponentials take as long as the products,
-//         and 1.1 times at 128.
+// Expect: 1.15 times as fast as v05 at head_dim 64, where exponentials take as long as the
+//         products, and 1.1 times at 128.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.
@@ -61,8 +61,8 @@ inline __device__ unsigned pack(float x, float y) {
   }
 }
 
-// Starts to copy rows to shared memory: kHeadDim / kColumns blocks of kRows x kColumns, in which the
-// 16-byte chunks of row r are permuted by r % 8. Rows past the end are zero.
+// Starts to copy rows to shared memory: kHeadDim / kColumns blocks of kRows x kColumns, in which
+// the 16-byte chunks of row r are permuted by r % 8. Rows past the end are zero.
 template <int kHeadDim, int kRows>
 inline __device__ void copy_tile(unsigned char* s_tile, const TensorMap& map, int row, int batch,
                                  int head, ptx::Barrier* barrier) {
@@ -140,8 +140,8 @@ struct Statistics {
   float row_sum[2] = {};                      // of this lane's P
 };
 
-// Replaces S by P = exp2(score_scale * S - row_max). Returns what O must be multiplied by. The first
-// tile has a key for every query, so row_max is finite from then on.
+// Replaces S by P = exp2(score_scale * S - row_max). Returns what O must be multiplied by. The
+// first tile has a key for every query, so row_max is finite from then on.
 inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows, float score_scale) {
   float row_scale[2];
 #pragma unroll

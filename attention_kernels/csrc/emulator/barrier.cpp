@@ -1,0 +1,135 @@
+// Barriers in shared memory and named barriers: see barrier.h.
+
+#include <string>
+
+#include "ptx.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::ptx {
+
+constexpr unsigned kMostBytes = (1u << 20) - 1;  // of a phase
+
+inline std::string place_of(const emulator::Block& block, const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const uintptr_t offset = at - reinterpret_cast<uintptr_t>(block.shared.dynamic);
+  if (offset < block.shared.dynamic_bytes) return emulator::describe(block.shared, at);
+  return "byte " + std::to_string(at - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
+         " of static shared memory";
+}
+
+[[noreturn]] inline void barrier_failure(const Barrier* barrier, const emulator::Site& site,
+                                         const std::string& what) {
+  const emulator::Block& block = *emulator::this_fiber().block;
+  const std::string text =
+      site.text().text + (": the barrier at " + place_of(block, barrier)) + " " + what;
+  emulator::fail(cudaErrorLaunchFailure, text.c_str());
+}
+
+inline emulator::KnownBarrier* find(const Barrier* barrier) {
+  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
+    if (known.barrier == barrier) return &known;
+  return nullptr;
+}
+
+inline void complete_if_due(Barrier* barrier) {
+  if (barrier->left != 0 || barrier->bytes != 0) return;
+  barrier->left = barrier->expected;
+  barrier->phase ^= 1;
+}
+
+void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site) {
+  if (arrivals == 0 || arrivals > 0xffff)
+    barrier_failure(barrier, site, "cannot wait for " + std::to_string(arrivals) + " arrivals");
+  *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
+  if (find(barrier) == nullptr)
+    emulator::this_fiber().block->in_flight.barriers.push_back({barrier, false});
+}
+
+void show_barriers() {
+  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
+    known.is_fenced = true;
+}
+
+void check_use(const Barrier* barrier, const emulator::Site& site) {
+  const emulator::KnownBarrier* const known = find(barrier);
+  if (known == nullptr) barrier_failure(barrier, site, "has not been initialized");
+  if (!known->is_fenced)
+    barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
+}
+
+void arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (find(barrier) == nullptr) barrier_failure(barrier, site, "has not been initialized");
+  if (barrier->left == 0)
+    barrier_failure(barrier, site,
+                    "has all of its " + std::to_string(barrier->expected) +
+                        " arrivals, and waits only for " + std::to_string(barrier->bytes) +
+                        " bytes");
+  if (bytes > kMostBytes) barrier_failure(barrier, site, "cannot wait for so many bytes");
+  if (block.races != nullptr) block.races->release(barrier);
+  barrier->bytes += static_cast<int>(bytes);
+  --barrier->left;
+  complete_if_due(barrier);
+  block.in_flight.idle = 0;
+}
+
+void fill_tile(emulator::Block& block, const emulator::BulkCopy& copy);  // in tma.cpp
+
+// Copies arrive when a thread waits for the phase, and not before.
+inline void land_copies(emulator::Block& block, Barrier* barrier) {
+  auto& copies = block.in_flight.copies;
+  for (auto copy = copies.begin(); copy != copies.end();) {
+    if (copy->barrier != barrier) {
+      ++copy;
+      continue;
+    }
+    if (copy->from == nullptr) {
+      fill_tile(block, *copy);
+    } else {
+      std::memcpy(copy->to, copy->from, copy->bytes);
+    }
+    block.in_flight.view.update(block.shared, block.launch->poison, copy->to, copy->bytes);
+    barrier->bytes -= static_cast<int>(copy->bytes);
+    copy = copies.erase(copy);
+    block.in_flight.idle = 0;
+  }
+}
+
+bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (find(barrier) == nullptr) barrier_failure(barrier, site, "has not been initialized");
+  if (barrier->phase == (parity & 1)) {
+    land_copies(block, barrier);
+    complete_if_due(barrier);
+    if (barrier->phase == (parity & 1)) return false;
+  }
+  if (block.races != nullptr) block.races->acquire(barrier);
+  return true;
+}
+
+// Called after each failed wait. If every thread that can run has waited many times in vain, none
+// will ever pass.
+void note_idle(const Barrier* barrier, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (++block.in_flight.idle < 16 * block.threads + 1000 || block.launch->cluster > 1) return;
+  const std::string others = block.waiting_threads();
+  if (barrier == nullptr) {
+    emulator::fail(
+        cudaErrorLaunchTimeout,
+        (site.text().text + (" never ends: no warp gives up registers" + others)).c_str());
+  }
+  std::string what = "never passes: its phase of parity " + std::to_string(barrier->phase) +
+                     " has " + std::to_string(barrier->expected - barrier->left) + " of " +
+                     std::to_string(barrier->expected) + " arrivals";
+  if (barrier->bytes > 0)
+    what += " and waits for " + std::to_string(barrier->bytes) + " bytes that no copy brings";
+  if (barrier->bytes < 0)
+    what +=
+        " and copies brought " + std::to_string(-barrier->bytes) + " bytes more than it expects";
+  barrier_failure(barrier, site, what + others);
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop

@@ -1,0 +1,89 @@
+// The emulator's barriers of ptx.cuh: those in shared memory, and those with a number.
+//
+// Errors, reported with the caller's line: a barrier that was not initialized, a copy that may not
+// see that it was, an arrival too many, a wait that can never end, and a named barrier whose threads
+// disagree on their number.
+
+#pragma once
+
+#include "cuda_emulator.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::ptx {
+
+// 64 bits, like an mbarrier in shared memory.
+struct Barrier {
+  unsigned short expected, left;  // arrivals of a phase
+  int bytes : 31;                 // in flight that the phase waits for
+  unsigned phase : 1;
+};
+static_assert(sizeof(Barrier) == 8);
+
+// Defined in barrier.cpp, without what the kernel's recorders would see.
+void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site);
+void show_barriers();
+void arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site);
+bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);
+void note_idle(const Barrier* barrier, const emulator::Site& site);
+void check_use(const Barrier* barrier, const emulator::Site& site);
+
+// Checks that nothing in flight uses the copy's destination, and begins it. Defined in tma.cpp.
+void begin_copy(const emulator::BulkCopy& copy);
+
+ATTENTION_EMULATOR_INLINE void yield() {
+  emulator::Fiber& self = emulator::this_fiber();
+  emulator::Fiber* const to = self.block->yield();
+  if (to != &self) switch_context(self, *to);
+}
+
+inline void barrier_init(Barrier* barrier, unsigned arrivals, ATTENTION_EMULATOR_SITE) {
+  init(barrier, arrivals, {"barrier_init", file, line});
+}
+inline void barrier_init_fence() { show_barriers(); }
+
+// Others run before an arrival returns while products are in flight: a slot that is given back too
+// early is written before they read it.
+inline void arrive_and_yield(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+  arrive(barrier, bytes, site);
+  if (emulator::this_fiber().block->in_flight.products_left != 0) yield();
+}
+inline void barrier_expect(Barrier* barrier, unsigned bytes, ATTENTION_EMULATOR_SITE) {
+  arrive_and_yield(barrier, bytes, {"barrier_expect", file, line});
+}
+inline void barrier_arrive(Barrier* barrier, ATTENTION_EMULATOR_SITE) {
+  arrive_and_yield(barrier, 0, {"barrier_arrive", file, line});
+}
+
+ATTENTION_EMULATOR_INLINE bool barrier_test(Barrier* barrier, unsigned parity,
+                                            ATTENTION_EMULATOR_SITE) {
+  const emulator::Site site{"barrier_test", file, line};
+  if (has_passed(barrier, parity, site)) return true;
+  note_idle(barrier, site);
+  yield();
+  return has_passed(barrier, parity, site);
+}
+inline void barrier_wait(Barrier* barrier, unsigned parity, ATTENTION_EMULATOR_SITE) {
+  const emulator::Site site{"barrier_wait", file, line};
+  while (!has_passed(barrier, parity, site)) {
+    note_idle(barrier, site);
+    yield();
+  }
+}
+
+inline void named_barrier_sync(int barrier, int threads, ATTENTION_EMULATOR_SITE) {
+  emulator::Fiber& self = emulator::this_fiber();
+  emulator::Fiber* const to = self.block->arrive_at_named_barrier(
+      barrier, threads, true, {"named_barrier_sync", file, line});
+  if (to != &self) switch_context(self, *to);
+  if (self.block->races != nullptr)
+    self.block->races->acquire(&self.block->in_flight.named[barrier]);
+}
+inline void named_barrier_arrive(int barrier, int threads, ATTENTION_EMULATOR_SITE) {
+  emulator::this_fiber().block->arrive_at_named_barrier(barrier, threads, false,
+                                                        {"named_barrier_arrive", file, line});
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop

@@ -1,0 +1,172 @@
+// What a block has in flight: its barriers in shared memory, copies, products and named barriers,
+// and what the hardware's asynchronous units see of shared memory.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "shared_memory.h"
+#include "types.h"
+
+// A tensor map, with CUDA's name. Not hidden: see cuda_fp16.h.
+struct alignas(64) CUtensorMap_st {
+  const unsigned char* tensor;
+  int64_t sizes[4];
+  int64_t strides[4];  // in bytes
+  int box[4];
+  int element_bytes;
+  int swizzle;  // permuted bits of the number of a 16-byte chunk
+};
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+// A barrier in shared memory that the block has initialized.
+struct KnownBarrier {
+  const void* barrier;
+  bool is_fenced;  // whether copies can see it
+};
+
+// A copy to shared memory in flight: of `bytes` contiguous bytes, or of a tensor's box.
+struct BulkCopy {
+  void* to;
+  const void* from;  // null for a box
+  size_t bytes;
+  const void* barrier;
+  Site site;
+  CUtensorMap_st map{};
+  int at[4] = {};
+};
+
+// A copy of a box from shared memory, which has not been read yet.
+struct TileStore {
+  unsigned thread;
+  unsigned group;
+  const unsigned char* from;
+  std::vector<unsigned char> bytes;  // of the tile when the copy began
+  CUtensorMap_st map;
+  int at[4];
+  Site site;
+};
+
+// One of the barriers with a number.
+struct NamedBarrier {
+  unsigned threads = 0;  // that it waits for; 0 before the first arrives
+  unsigned arrived = 0;
+  uint32_t lanes[32]{};    // that have arrived, by warp
+  uint32_t waiting[32]{};  // those of them that wait
+  unsigned thread = 0;     // the first to arrive
+  Site site{};
+};
+constexpr unsigned kNamedBarriers = 16;
+
+// Dynamic shared memory as asynchronous copies and products see it. What threads write appears here
+// at a proxy_fence(), what copies write at once.
+class AsyncView {
+ public:
+  // Call it when a block begins.
+  void close() { is_open = false; }
+
+  // Shows all that the threads have written.
+  void update(const SharedMemory& shared, uint32_t poison) {
+    open(shared, poison);
+    std::memcpy(seen.data(), shared.dynamic, shared.dynamic_bytes);
+  }
+
+  // Shows some bytes.
+  void update(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
+    open(shared, poison);
+    const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
+    if (offset < shared.dynamic_bytes) std::memcpy(&seen[offset], from, bytes);
+  }
+
+  bool has_seen(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
+    open(shared, poison);
+    const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
+    return std::memcmp(&seen[offset], from, bytes) == 0;
+  }
+
+ private:
+  void open(const SharedMemory& shared, uint32_t poison) {
+    if (is_open) return;
+    is_open = true;
+    seen.resize(shared.dynamic_bytes);
+    SharedMemory::fill(seen.data(), seen.size(), poison);
+  }
+
+  bool is_open = false;
+  std::vector<unsigned char> seen;
+};
+
+// Registers that a thread has passed to multiply_fence(), and their content then.
+struct FencedRegisters {
+  const void* registers;
+  std::vector<unsigned char> content;
+};
+
+// The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
+struct SumsInFlight {
+  float* variables[32];  // by lane
+  unsigned count;
+  std::vector<float> values;  // by lane
+  unsigned products = 0;      // in flight
+  Site site;                  // of the first
+};
+
+// A warp's part of a product in flight.
+struct Product {
+  float* sums;  // the variable of lane 0
+  unsigned group;
+  unsigned columns;
+  bool is_bfloat16, is_transposed, accumulates, has_a_in_registers;
+  uint64_t a, b;                   // descriptors
+  std::vector<uint16_t> operands;  // A's rows and B's columns when the product began
+  Site site;
+  const void* code;
+};
+
+struct ProductsOfWarp {
+  std::vector<Product> products;
+  std::vector<SumsInFlight> sums;
+  unsigned group = 0;  // the next one to be committed
+};
+
+struct InFlight {
+  std::vector<KnownBarrier> barriers;
+  std::vector<BulkCopy> copies;
+  std::vector<TileStore> stores;
+  std::vector<unsigned> store_groups;  // by thread: the next one to be committed
+  NamedBarrier named[kNamedBarriers];
+  AsyncView view;
+  std::vector<ProductsOfWarp> products;  // by warp
+  unsigned products_left = 0;
+  std::vector<std::vector<FencedRegisters>> fenced;  // by thread
+  std::vector<unsigned> registers;                   // by warp; empty before the first change
+  unsigned free_registers = 0;
+  unsigned idle = 0;  // failed waits since anything has happened
+
+  // Returns a complaint if a thread ends before what it has begun, or "". Defined in tma.cpp.
+  std::string left_by(unsigned thread, bool is_last) const;
+
+  void clear() {
+    barriers.clear();
+    copies.clear();
+    stores.clear();
+    store_groups.clear();
+    for (NamedBarrier& barrier : named) barrier = {};
+    view.close();
+    products.clear();
+    products_left = 0;
+    fenced.clear();
+    registers.clear();
+    idle = 0;
+  }
+};
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

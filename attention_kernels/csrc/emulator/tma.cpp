@@ -1,0 +1,210 @@
+// Copies of tiles, and what copies must not meet in shared memory: see tma.h.
+
+#include "tma.h"
+
+#include <algorithm>
+#include <string>
+
+#include "wgmma.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::ptx {
+
+[[noreturn]] inline void copy_failure(cudaError_t code, const emulator::Site& site,
+                                      const std::string& what) {
+  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+}
+
+inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
+  return first < second + b_bytes && second < first + a_bytes;
+}
+
+void begin_copy(const emulator::BulkCopy& copy) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  emulator::InFlight& in_flight = block.in_flight;
+  for (const emulator::BulkCopy& other : in_flight.copies) {
+    if (overlap(copy.to, copy.bytes, other.to, other.bytes))
+      copy_failure(cudaErrorLaunchFailure, copy.site,
+                   std::string("the destination is still written by ") + other.site.text().text);
+  }
+  for (const emulator::TileStore& store : in_flight.stores) {
+    if (overlap(copy.to, copy.bytes, store.from, store.bytes.size()))
+      copy_failure(cudaErrorLaunchFailure, copy.site,
+                   std::string("the destination is still read by ") + store.site.text().text);
+  }
+  if (const emulator::Site* const product = product_that_reads(copy.to, copy.bytes))
+    copy_failure(cudaErrorLaunchFailure, copy.site,
+                 std::string("the destination is still read by ") + product->text().text);
+  block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
+  in_flight.view.update(block.shared, block.launch->poison, copy.to, copy.bytes);
+  in_flight.copies.push_back(copy);
+}
+
+// ---- Tensor maps --------------------------------------------------------------------------------
+
+bool is_valid(const TensorMap& map) {
+  bool valid = reinterpret_cast<uintptr_t>(map.tensor) % 16 == 0;
+  for (int i = 0; i < 4; ++i) {
+    valid &= map.sizes[i] >= 1 && map.sizes[i] <= int64_t{1} << 32;
+    valid &= map.box[i] >= 1 && map.box[i] <= 256;
+    if (i > 0) {
+      const int64_t stride = map.strides[i];
+      valid &= stride >= 0 && stride % 16 == 0 && stride < int64_t{1} << 40;
+    }
+  }
+  const int width = map.box[0] * map.element_bytes;
+  return valid && width % 16 == 0 && (map.swizzle == 0 || width <= 16 << map.swizzle);
+}
+
+inline size_t box_bytes(const TensorMap& map) {
+  return size_t(map.element_bytes) * map.box[0] * map.box[1] * map.box[2] * map.box[3];
+}
+
+// Calls row(offset in the tile, address in the tensor, bytes within bounds) for each row of a box.
+template <typename Row>
+void for_each_row(const TensorMap& map, const int (&at)[4], Row row) {
+  const int width = map.box[0] * map.element_bytes;
+  const int64_t first = std::clamp<int64_t>(at[0], 0, map.sizes[0]);
+  const int64_t end = std::clamp<int64_t>(int64_t{at[0]} + map.box[0], first, map.sizes[0]);
+  size_t offset = 0;
+  for (int i = 0; i < map.box[3]; ++i) {
+    for (int j = 0; j < map.box[2]; ++j) {
+      for (int k = 0; k < map.box[1]; ++k, offset += width) {
+        const int64_t where[] = {0, int64_t{at[1]} + k, int64_t{at[2]} + j, int64_t{at[3]} + i};
+        bool inside = true;
+        int64_t address = first * map.element_bytes;
+        for (int d = 1; d < 4; ++d) {
+          inside &= where[d] >= 0 && where[d] < map.sizes[d];
+          address += where[d] * map.strides[d];
+        }
+        row(offset, map.tensor + (inside ? address : 0), size_t(first - at[0]) * map.element_bytes,
+            inside ? size_t(end - first) * map.element_bytes : 0);
+      }
+    }
+  }
+}
+
+// Returns where a byte of a tile lies: the lowest bits of the chunk's number are combined with
+// those of the number of its 128 bytes.
+inline size_t swizzled(size_t offset, int swizzle) {
+  return offset ^ ((offset >> 7 & ((1u << swizzle) - 1)) << 4);
+}
+
+inline void check_tile(const TensorMap& map, const void* tile, const emulator::Site& site) {
+  const emulator::Block& block = *emulator::this_fiber().block;
+  const size_t alignment = map.swizzle == 0 ? 128 : 128u << map.swizzle;
+  const size_t offset = static_cast<const unsigned char*>(tile) - block.shared.dynamic;
+  if (offset + box_bytes(map) > block.shared.dynamic_bytes)
+    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in dynamic shared memory");
+  if (offset % alignment != 0 || reinterpret_cast<uintptr_t>(tile) % alignment != 0)
+    copy_failure(cudaErrorMisalignedAddress, site,
+                 "the tile is not at a multiple of " + std::to_string(alignment) + " bytes");
+}
+
+void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barrier,
+              const void* code, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  check_tile(map, to, site);
+  check_use(barrier, site);
+  if (block.races != nullptr) {
+    block.races->access(to, box_bytes(map), emulator::AccessKind::kWrite, code);
+    block.races->release(barrier);  // the copy's last action
+  }
+  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
+}
+
+void fill_tile(emulator::Block&, const emulator::BulkCopy& copy) {
+  const auto& map = copy.map;
+  const size_t width = map.box[0] * map.element_bytes;
+  auto* const tile = static_cast<unsigned char*>(copy.to);
+  std::vector<unsigned char> row(width);
+  for_each_row(map, copy.at,
+               [&](size_t offset, const unsigned char* from, size_t skipped, size_t bytes) {
+                 std::fill(row.begin(), row.end(), 0);
+                 if (bytes > 0) std::memcpy(&row[skipped], from, bytes);
+                 for (size_t i = 0; i < width; i += 16)
+                   std::memcpy(tile + swizzled(offset + i, map.swizzle), &row[i], 16);
+               });
+}
+
+// ---- Stores -------------------------------------------------------------------------------------
+
+void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
+               const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  emulator::InFlight& in_flight = block.in_flight;
+  check_tile(map, from, site);
+  const auto* const tile = static_cast<const unsigned char*>(from);
+  const size_t bytes = box_bytes(map);
+  if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kRead, code);
+  check_visible(tile, bytes, site);
+  in_flight.store_groups.resize(block.threads);
+  const unsigned thread = emulator::this_fiber().thread;
+  in_flight.stores.push_back({thread,
+                              in_flight.store_groups[thread],
+                              tile,
+                              {tile, tile + bytes},
+                              map,
+                              {at[0], at[1], at[2], at[3]},
+                              site});
+}
+
+void end_store_group() {
+  const emulator::Fiber& self = emulator::this_fiber();
+  self.block->in_flight.store_groups.resize(self.block->threads);
+  ++self.block->in_flight.store_groups[self.thread];
+}
+
+inline void finish(const emulator::TileStore& store) {
+  if (!std::equal(store.bytes.begin(), store.bytes.end(), store.from))
+    copy_failure(cudaErrorLaunchFailure, store.site,
+                 "the tile was changed before it had been read");
+  const auto& map = store.map;
+  for_each_row(map, store.at,
+               [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
+                 auto* const row = const_cast<unsigned char*>(to);
+                 for (size_t i = 0; i < bytes; ++i)
+                   row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
+               });
+}
+
+void finish_stores(unsigned groups) {
+  const emulator::Fiber& self = emulator::this_fiber();
+  emulator::InFlight& in_flight = self.block->in_flight;
+  in_flight.store_groups.resize(self.block->threads);
+  const auto is_due = [&](const emulator::TileStore& store) {
+    return store.thread == self.thread &&
+           store.group + groups < in_flight.store_groups[self.thread];
+  };
+  for (const emulator::TileStore& store : in_flight.stores)
+    if (is_due(store)) finish(store);
+  in_flight.stores.erase(std::remove_if(in_flight.stores.begin(), in_flight.stores.end(), is_due),
+                         in_flight.stores.end());
+}
+
+}  // namespace attention::ptx
+
+namespace attention::emulator {
+
+std::string InFlight::left_by(unsigned thread, bool is_last) const {
+  for (const TileStore& store : stores) {
+    if (store.thread == thread)
+      return std::string("the thread ends while ") + store.site.text().text +
+             (store.group < store_groups[thread] ? " reads its tile" : " is not in a group");
+  }
+  if (thread / kWarpSize < products.size()) {
+    const ProductsOfWarp& mine = products[thread / kWarpSize];
+    if (!mine.products.empty())
+      return std::string("the thread ends before ") + mine.products[0].site.text().text +
+             " is complete";
+  }
+  if (is_last && !copies.empty())
+    return std::string("the block ends before ") + copies[0].site.text().text + " is complete";
+  return "";
+}
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop

@@ -1,0 +1,372 @@
+// Products of a warpgroup: see wgmma.h. Each warp computes its 16 rows.
+
+#include "wgmma.h"
+
+#include <algorithm>
+#include <string>
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::ptx {
+
+using emulator::kWarpSize;
+
+constexpr uint32_t kPoisonSum = 0x7fc5e1f5;  // a NaN
+constexpr unsigned kDepth = 16;
+constexpr unsigned kRows = 16;            // of a warp
+constexpr unsigned kFirstAddress = 1024;  // of dynamic shared memory, as on a GPU
+
+[[noreturn]] inline void product_failure(const emulator::Site& site, const std::string& what,
+                                         cudaError_t code = cudaErrorLaunchFailure) {
+  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+}
+
+inline emulator::ProductsOfWarp& products_of_warp() {
+  const emulator::Fiber& self = emulator::this_fiber();
+  auto& all = self.block->in_flight.products;
+  if (all.empty()) all.resize(self.block->warp_count);
+  return all[self.thread / kWarpSize];
+}
+
+unsigned shared_address(const void* pointer, const emulator::Site& site) {
+  const emulator::Block& block = *emulator::this_fiber().block;
+  const size_t offset = static_cast<const unsigned char*>(pointer) - block.shared.dynamic;
+  if (offset >= block.shared.dynamic_bytes)
+    product_failure(site, "the tile is not in dynamic shared memory", cudaErrorIllegalAddress);
+  return static_cast<unsigned>(offset) + kFirstAddress;
+}
+
+void check_visible(const unsigned char* bytes, size_t count, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (!block.in_flight.view.has_seen(block.shared, block.launch->poison, bytes, count))
+    product_failure(site, "threads have written " +
+                              emulator::describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
+                              " or near it, without a proxy_fence() after it");
+}
+
+// ---- Registers ----------------------------------------------------------------------------------
+
+void note_fence(const Registers* registers, int count) {
+  const emulator::Fiber& self = emulator::this_fiber();
+  auto& all = self.block->in_flight.fenced;
+  if (all.empty()) all.resize(self.block->threads);
+  auto& mine = all[self.thread];
+  mine.clear();
+  for (int i = 0; i < count; ++i) {
+    const auto* const bytes = static_cast<const unsigned char*>(registers[i].first);
+    mine.push_back({bytes, {bytes, bytes + registers[i].bytes}});
+  }
+}
+
+inline bool is_fenced(const void* registers, size_t bytes) {
+  const emulator::Fiber& self = emulator::this_fiber();
+  const auto& all = self.block->in_flight.fenced;
+  if (all.empty()) return false;
+  for (const emulator::FencedRegisters& fenced : all[self.thread]) {
+    const size_t offset = static_cast<const unsigned char*>(registers) -
+                          static_cast<const unsigned char*>(fenced.registers);
+    if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset)
+      return std::memcmp(registers, &fenced.content[offset], bytes) == 0;
+  }
+  return false;
+}
+
+inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
+  for (emulator::SumsInFlight& sums : products_of_warp().sums)
+    if (sums.variables[lane] == variable) return &sums;
+  return nullptr;
+}
+
+void check_fenced(const ProductCall& call, const emulator::Site& site) {
+  const unsigned lane = emulator::this_fiber().thread % kWarpSize;
+  const char* const text =
+      " have been accessed, and no multiply_fence() that takes them was called since";
+  if (sums_in_flight(call.sums, lane) == nullptr &&
+      !is_fenced(call.sums, call.count * sizeof(float)))
+    product_failure(site, std::string("the sums") + text);
+  if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
+    product_failure(site, std::string("the registers of A") + text);
+}
+
+// ---- Operands -----------------------------------------------------------------------------------
+
+// A descriptor's fields, in bytes.
+struct Tile {
+  unsigned start, next_columns, eight_rows;
+};
+
+inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
+                   const emulator::Site& site) {
+  const Tile tile{unsigned(descriptor & 0x3fff) << 4, unsigned(descriptor >> 16 & 0x3fff) << 4,
+                  unsigned(descriptor >> 32 & 0x3fff) << 4};
+  if (descriptor >> 62 != 1)
+    product_failure(site, "the descriptor does not say that the tile has the 128-byte swizzle");
+  if ((descriptor >> 49 & 7) != 0 || tile.start / 128 % 8 != 0)
+    product_failure(site, "the tile does not start at a multiple of 1024 bytes",
+                    cudaErrorMisalignedAddress);
+  const unsigned chunks = is_transposed ? std::min(rows, 64u) / 8 : 2;
+  if (tile.start / 16 % 8 + chunks > 8)
+    product_failure(site, "the operand goes beyond the 128 bytes of a row");
+  return tile;
+}
+
+// Returns the 16 bytes at an offset from a tile's start, as they are swizzled.
+inline const unsigned char* chunk_at(const Tile& tile, unsigned offset,
+                                     const emulator::Site& site) {
+  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
+  const unsigned address = tile.start + offset;
+  const unsigned at = (address ^ (address >> 7 & 7) << 4) - kFirstAddress;
+  if (at + 16 > shared.dynamic_bytes)
+    product_failure(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
+  return shared.dynamic + at;
+}
+
+// Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
+// they are elements k to k + 7 of the row, or, transposed, element k of rows `row` to row + 7.
+template <typename Chunk>
+void for_each_chunk(uint64_t descriptor, bool is_transposed, unsigned first_row, unsigned rows,
+                    const emulator::Site& site, Chunk chunk) {
+  const Tile tile = decode(descriptor, is_transposed, first_row + rows, site);
+  if (is_transposed) {
+    for (unsigned k = 0; k < kDepth; ++k) {
+      for (unsigned row = 0; row < rows; row += 8)
+        chunk(chunk_at(tile,
+                       k / 8 * tile.eight_rows + k % 8 * 128 + row / 64 * tile.next_columns +
+                           row % 64 * 2,
+                       site),
+              row, k);
+    }
+  } else {
+    for (unsigned row = 0; row < rows; ++row) {
+      const unsigned at = first_row + row;
+      for (unsigned k = 0; k < kDepth; k += 8)
+        chunk(chunk_at(tile, at / 8 * tile.eight_rows + at % 8 * 128 + k * 2, site), row, k);
+    }
+  }
+}
+
+// Calls chunk() for both operands of a warp's part of a product; the rows of B, its columns, follow
+// those of A.
+template <typename Chunk>
+void for_each_chunk(const emulator::Product& product, unsigned warp, Chunk chunk) {
+  if (!product.has_a_in_registers)
+    for_each_chunk(
+        product.a, false, warp % 4 * kRows, kRows, product.site,
+        [&](const unsigned char* at, unsigned row, unsigned k) { chunk(at, row, k, false); });
+  for_each_chunk(product.b, product.is_transposed, 0, product.columns, product.site,
+                 [&](const unsigned char* at, unsigned row, unsigned k) {
+                   chunk(at, kRows + row, k, product.is_transposed);
+                 });
+}
+
+// Reads the operands in shared memory.
+inline void gather(const emulator::Product& product, unsigned warp,
+                   std::vector<uint16_t>& operands) {
+  for_each_chunk(
+      product, warp, [&](const unsigned char* at, unsigned row, unsigned k, bool is_transposed) {
+        uint16_t elements[8];
+        std::memcpy(elements, at, 16);
+        for (unsigned i = 0; i < 8; ++i)
+          operands[is_transposed ? (row + i) * kDepth + k : row * kDepth + k + i] = elements[i];
+      });
+}
+
+const emulator::Site* product_that_reads(const void* memory, size_t bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(memory);
+  const auto& all = emulator::this_fiber().block->in_flight.products;
+  for (unsigned warp = 0; warp < all.size(); ++warp) {
+    for (const emulator::Product& product : all[warp].products) {
+      bool reads = false;
+      for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
+        reads |= reinterpret_cast<uintptr_t>(at) - first < bytes;
+      });
+      if (reads) return &product.site;
+    }
+  }
+  return nullptr;
+}
+
+inline void check_operands(const emulator::Product& product, unsigned warp) {
+  const auto& copies = emulator::this_fiber().block->in_flight.copies;
+  for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
+    for (const emulator::BulkCopy& copy : copies) {
+      if (reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(copy.to) < copy.bytes)
+        product_failure(product.site, std::string("an operand is still written by ") +
+                                          copy.site.text().text +
+                                          ": no thread has waited for its barrier");
+    }
+    check_visible(at, 16, product.site);
+  });
+}
+
+// ---- Products -----------------------------------------------------------------------------------
+
+inline bool is_poisoned(const emulator::SumsInFlight& sums) {
+  for (const float* const variable : sums.variables) {
+    for (unsigned i = 0; i < sums.count; ++i)
+      if (emulator::bit_cast<uint32_t>(variable[i]) != kPoisonSum) return false;
+  }
+  return true;
+}
+
+inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsigned count,
+                                        const emulator::Site& site) {
+  emulator::SumsInFlight sums{};
+  sums.count = count;
+  sums.site = site;
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    float* const variable = static_cast<const ProductCall*>(calls[lane]->fragments[0])->sums;
+    sums.variables[lane] = variable;
+    sums.values.insert(sums.values.end(), variable, variable + count);
+    std::fill(variable, variable + count, emulator::bit_cast<float>(kPoisonSum));
+  }
+  return sums;
+}
+
+void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  const unsigned warp = emulator::this_fiber().thread / kWarpSize;
+  if (warp / 4 * 4 + 4 > block.warp_count)
+    product_failure(site, "the warpgroup has fewer than 4 warps");
+  const auto& call = *static_cast<const ProductCall*>(calls[0]->fragments[0]);
+  emulator::ProductsOfWarp& mine = products_of_warp();
+  const unsigned columns = 2 * call.count;
+  emulator::Product product{call.sums,
+                            mine.group,
+                            columns,
+                            call.is_bfloat16,
+                            call.is_transposed,
+                            call.accumulates,
+                            call.a_registers != nullptr,
+                            call.a,
+                            call.b,
+                            std::vector<uint16_t>((kRows + columns) * kDepth),
+                            site,
+                            call.code};
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    const auto& other = *static_cast<const ProductCall*>(calls[lane]->fragments[0]);
+    if (other.a != call.a || other.b != call.b || other.accumulates != call.accumulates)
+      product_failure(site, "the lanes' arguments differ");
+    for (unsigned i = 0; i < 4 && call.a_registers != nullptr; ++i)
+      std::memcpy(&product.operands[(lane / 4 + i % 2 * 8) * kDepth + lane % 4 * 2 + i / 2 * 8],
+                  &other.a_registers[i], sizeof(unsigned));
+  }
+  check_operands(product, warp);
+  gather(product, warp, product.operands);
+  emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
+  if (sums == nullptr) {
+    mine.sums.push_back(take_sums(calls, call.count, site));
+    sums = &mine.sums.back();
+  } else if (sums->count != unsigned(call.count)) {
+    product_failure(site, std::string("the sums have another shape than in ") +
+                              sums->site.text().text + ", which is not complete");
+  }
+  ++sums->products;
+  ++block.in_flight.products_left;
+  mine.products.push_back(std::move(product));
+}
+
+void end_product_group(const emulator::MatrixCalls&, const emulator::Site&) {
+  ++products_of_warp().group;
+}
+
+// Computes sums of the warp's rows.
+template <typename Format>
+void compute(const emulator::Product& product, emulator::SumsInFlight& sums, int least) {
+  const emulator::Subnormals kept(false);
+  const auto unpack = [&](unsigned row, Operands<kDepth>& to) {
+    for (unsigned k = 0; k < kDepth; ++k) {
+      to.values[k] = Format::decode(product.operands[row * kDepth + k]);
+      to.exponents[k] = exponent_of(to.values[k], least);
+    }
+  };
+  Operands<kDepth> a[kRows], b;
+  for (unsigned row = 0; row < kRows; ++row) unpack(row, a[row]);
+  for (unsigned column = 0; column < product.columns; ++column) {
+    unpack(kRows + column, b);
+    for (unsigned row = 0; row < kRows; ++row) {
+      const unsigned lane = row % 8 * 4 + column % 8 / 2;
+      float& sum = sums.values[lane * sums.count + column / 8 * 4 + row / 8 * 2 + column % 2];
+      sum = tensor_core_sum(product.accumulates ? sum : 0.0f, a[row], b);
+    }
+  }
+}
+
+inline void finish(const emulator::Product& product, unsigned warp) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  std::vector<uint16_t> now = product.operands;
+  gather(product, warp, now);
+  if (now != product.operands)
+    product_failure(product.site, "an operand was changed before the product had read it");
+  if (block.races != nullptr) {
+    for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
+      block.races->access(at, 16, emulator::AccessKind::kRead, product.code);
+    });
+  }
+  emulator::SumsInFlight& sums = *sums_in_flight(product.sums, 0);
+  if (product.is_bfloat16) {
+    compute<emulator::BFloat16Format>(product, sums, -126);
+  } else {
+    compute<emulator::HalfFormat>(product, sums, -14);
+  }
+  --sums.products;
+  --block.in_flight.products_left;
+  block.in_flight.idle = 0;
+}
+
+inline bool has(const WaitCall& call, const float* variable) {
+  for (int i = 0; i < call.count; ++i) {
+    if (reinterpret_cast<uintptr_t>(variable) - reinterpret_cast<uintptr_t>(call.sums[i].first) <
+        call.sums[i].bytes)
+      return true;
+  }
+  return false;
+}
+
+// Gives complete sums to the threads' variables.
+inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls& calls,
+                 const emulator::Site& site) {
+  const std::string product = sums.site.text().text;
+  if (!is_poisoned(sums))
+    product_failure(site, "the sums of " + product + " were written before they were complete");
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    if (!has(*static_cast<const WaitCall*>(calls[lane]->fragments[0]), sums.variables[lane]))
+      product_failure(site, "the sums of " + product + " are complete, and it does not take them");
+    std::copy_n(&sums.values[lane * sums.count], sums.count, sums.variables[lane]);
+  }
+}
+
+void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& site) {
+  const emulator::Fiber& self = emulator::this_fiber();
+  const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
+  emulator::InFlight& in_flight = self.block->in_flight;
+  emulator::ProductsOfWarp& mine = products_of_warp();
+  const auto is_due = [&](const emulator::Product& product) {
+    return product.group + calls[0]->leading_dimension < mine.group;
+  };
+  for (const emulator::Product& product : mine.products)
+    if (is_due(product)) finish(product, warp);
+  mine.products.erase(std::remove_if(mine.products.begin(), mine.products.end(), is_due),
+                      mine.products.end());
+  for (const emulator::SumsInFlight& sums : mine.sums)
+    if (sums.products == 0) give(sums, calls, site);
+  const auto is_complete = [](const emulator::SumsInFlight& sums) { return sums.products == 0; };
+  mine.sums.erase(std::remove_if(mine.sums.begin(), mine.sums.end(), is_complete), mine.sums.end());
+  for (unsigned lane = 0; lane < kWarpSize && !in_flight.fenced.empty(); ++lane)
+    in_flight.fenced[first + lane].clear();
+  if (self.block->races != nullptr) self.block->races->share(first);
+}
+
+void check_complete(const WaitCall& call, const emulator::Site& site) {
+  const unsigned lane = emulator::this_fiber().thread % kWarpSize;
+  for (const emulator::SumsInFlight& sums : products_of_warp().sums) {
+    if (has(call, sums.variables[lane]))
+      product_failure(site, std::string("the sums of ") + sums.site.text().text +
+                                " are not complete: a product of them is in a later group, or in "
+                                "none");
+  }
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop
