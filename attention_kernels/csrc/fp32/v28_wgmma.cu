@@ -404,7 +404,7 @@ inline __device__ void pass_turn(int warpgroup) {
 #endif
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
                      Strides q_strides, Strides v_strides, int seqlen, int num_heads,
