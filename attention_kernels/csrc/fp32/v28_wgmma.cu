@@ -28,6 +28,18 @@
 #ifndef TURNS
 #define TURNS 0
 #endif
+#ifndef ABLATE_DIAGONAL
+#define ABLATE_DIAGONAL 0
+#endif
+#ifndef ABLATE_SOFTMAX
+#define ABLATE_SOFTMAX 0
+#endif
+#ifndef ABLATE_PRODUCTS
+#define ABLATE_PRODUCTS 0
+#endif
+#ifndef ABLATE_ATTENTION
+#define ABLATE_ATTENTION 0
+#endif
 #ifndef EARLY
 #define EARLY 1
 #endif
@@ -38,13 +50,8 @@
 namespace attention::ATTENTION_VERSION {
 
 constexpr int kHeadDim = 64;
-constexpr int kConsumers = 2;  // warpgroups that compute, of 64 queries each
-constexpr int kBlockM = 64 * kConsumers;
 constexpr int kBlockN = 64;
-constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
-constexpr int kStages = 5;            // tiles in shared memory
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kSteps = 64 / 16;       // products with 16 columns of A each
 constexpr int kSplitThreads = 128;
@@ -231,8 +238,12 @@ inline __device__ void load_q(Queries& rQ, const float* gQ, int64_t g_stride, in
       largest = fmaxf(largest, fmaxf(fabsf(x[s].x), fabsf(x[s].y)));
     }
     const int exponent = exponent_of(reduce_max(largest));
-    const float scale = power_of_two(kTop - exponent);
+    float scale = power_of_two(kTop - exponent);
     rQ.scale[r] = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
+    if (FUSED_SCALE) {
+      if (softmax_scale < 0.0f) scale = -scale;
+      rQ.scale[r] = fmaxf(fabsf(rQ.scale[r]), 0x1p-126f);
+    }
     for (int s = 0; s < kHeadDim / 8; ++s) {
       const int i = s % 2 * 2 + r;
       split(x[s].x * scale, x[s].y * scale, rQ.hi[s / 2][i], rQ.lo[s / 2][i]);
@@ -248,6 +259,11 @@ inline __device__ void multiply(float (&sums)[32], unsigned (&hi)[kSteps][4],
   const uint64_t b_hi = ptx::matrix_descriptor(b);
   const uint64_t b_lo = ptx::matrix_descriptor(b + kOperandBytes);
   ptx::multiply_fence(sums, hi, lo);
+  if (ABLATE_PRODUCTS) {
+    ptx::multiply<false, kTransposed>(sums, lo[0], b_hi, false);
+    ptx::multiply_commit();
+    return;
+  }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     ptx::multiply<false, kTransposed>(sums, lo[s], ptx::advance(b_hi, s * kStepBytes), s > 0);
@@ -272,6 +288,10 @@ struct Weights {
 
 // An accumulator's elements are in the order of operand A.
 inline __device__ void split_p(Weights& rP, const float (&rS)[kScores]) {
+  if (ABLATE_SOFTMAX) {
+    for (int i = 0; i < 16; ++i) rP.hi[i / 4][i % 4] = __float_as_uint(rS[2 * i]), rP.lo[i / 4][i % 4] = __float_as_uint(rS[2 * i + 1]);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) {
     split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
@@ -298,7 +318,7 @@ inline __device__ void mask(float (&rS)[kScores], int n, int m, int seqlen, bool
   }
 }
 
-// Undoes the scales of Q and K.
+// Undoes the scales of K, and of Q unless that is part of the exponential.
 inline __device__ void scale_scores(float (&rS)[kScores], const Queries& rQ, const float* k_scales) {
   const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -306,14 +326,40 @@ inline __device__ void scale_scores(float (&rS)[kScores], const Queries& rQ, con
     const float2 k_scale = load2(lane_scales, 8 * j);
     for (int i = 0; i < 4; ++i) {
       float& score = rS[4 * j + i];
-      score = rQ.scale[i / 2] * (score * (i % 2 ? k_scale.y : k_scale.x));
+      score *= i % 2 ? k_scale.y : k_scale.x;
+      if (!FUSED_SCALE) score *= rQ.scale[i / 2];
     }
   }
 }
 
 // Replaces S by P = 2^(S - row_max). Returns what O must be multiplied by.
-inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
+inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows, const Queries& rQ) {
   float row_scale[2];
+#if FUSED_SCALE
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float scale = rQ.scale[r];
+    float new_max = fmaxf(rS[2 * r], rS[2 * r + 1]);
+#pragma unroll
+    for (int i = 4 + 2 * r; i < kScores; i += 4) new_max = fmaxf(new_max, fmaxf(rS[i], rS[i + 1]));
+    new_max = fmaxf(rows.row_max[r], scale * reduce_max(new_max));
+    row_scale[r] = exp2f(rows.row_max[r] - new_max);
+    rows.row_max[r] = new_max;
+    rows.row_sum[r] *= row_scale[r];
+    if (fabsf(new_max) > 0x1p20f) {  // round the products: the largest P is then 1
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4) rS[i] *= scale, rS[i + 1] *= scale;
+      scale = 1.0f;
+    }
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) {
+      rS[i] = exp2f(fmaf(scale, rS[i], -new_max));
+      rS[i + 1] = exp2f(fmaf(scale, rS[i + 1], -new_max));
+      rows.row_sum[r] += rS[i] + rS[i + 1];
+    }
+  }
+  return make_float2(row_scale[0], row_scale[1]);
+#endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float new_max = rows.row_max[r];
@@ -386,29 +432,39 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (
   }
 }
 
-constexpr int kDiagonalBytes = kBlockM * kFloatRow * sizeof(float);
-constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
+// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. Two blocks
+// with one consumer fit on a multiprocessor.
+template <int kConsumers>
+constexpr int kThreads = 128 * (1 + kConsumers);
+template <int kConsumers>
+constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : 240;
+template <int kConsumers>
+constexpr int kStages = kConsumers == 1 ? 2 : 5;  // tiles in shared memory
+template <int kConsumers>
+constexpr int kSmemBytes =
+    kStages<kConsumers>* kStageBytes + 64 * kConsumers * kFloatRow * sizeof(float);
 
 inline __device__ void arrive(ptx::Barrier* barrier) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 
+template <int kConsumers>
 inline __device__ void wait_for_turn(int warpgroup) {
-#if TURNS
-  ptx::named_barrier_sync(1 + warpgroup, 256);
-#endif
+  if (TURNS && kConsumers == 2) ptx::named_barrier_sync(1 + warpgroup, 256);
 }
+template <int kConsumers>
 inline __device__ void pass_turn(int warpgroup) {
-#if TURNS
-  ptx::named_barrier_arrive(2 - warpgroup, 256);
-#endif
+  if (TURNS && kConsumers == 2) ptx::named_barrier_arrive(2 - warpgroup, 256);
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kConsumers>
+__global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
                      Strides q_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
+  constexpr int kBlockM = 64 * kConsumers;
+  constexpr int kStages = ATTENTION_VERSION::kStages<kConsumers>;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
   float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
   __shared__ ptx::Barrier full[kStages], empty[kStages], diagonal_full;
@@ -430,6 +486,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int head = blockIdx.x % num_heads;
 
   if (threadIdx.x >= 128 * kConsumers) {
+#ifdef ATTENTION_EMULATOR
+    if (kConsumers == 2)
+#endif
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x >= 128 * kConsumers + 32) return;
     const int lane_id = threadIdx.x % 32;
@@ -457,7 +516,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     return;
   }
-  ptx::raise_registers<kConsumerRegisters>();
+#ifdef ATTENTION_EMULATOR
+    if (kConsumers == 2)
+#endif
+  ptx::raise_registers<kConsumerRegisters<kConsumers>>();
 
   const int warpgroup = threadIdx.x / 128;
   const int m_first = m_start + 64 * warpgroup;
@@ -481,19 +543,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto start_qk = [&](int tile) {
     ptx::barrier_wait(&full[tile % kStages], tile / kStages % 2);
-    wait_for_turn(warpgroup);
+    wait_for_turn<kConsumers>(warpgroup);
     multiply_qk(rS, rQ, stage_of(tile));
   };
   const auto start_pv = [&](int tile) {
     multiply_pv(rPV, rP, stage_of(tile) + 2 * kOperandBytes);
   };
   const auto use_s = [&](int tile) {
+    if (ABLATE_SOFTMAX) return make_float2(1.0f, 1.0f);
     scale_scores(rS, rQ, scales_of(tile));
     const int n_start = tile * kBlockN;
     if (tile == diagonal || n_start + kBlockN > seqlen) {
       mask(rS, n_start + n, m, seqlen, is_causal);
     }
-    return softmax(rS, rows);
+    return softmax(rS, rows, rQ);
   };
   const auto use_pv = [&](int tile, float2 row_scale) {
     add_pv(rO, rPV, row_scale, scales_of(tile) + kBlockN);
@@ -502,17 +565,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 #if OVERLAP
 #if TURNS
-  if (warpgroup == 1) pass_turn(1);
+  if (warpgroup == 1) pass_turn<kConsumers>(1);
 #endif
   start_qk(0);
-  pass_turn(warpgroup);
+  pass_turn<kConsumers>(warpgroup);
   ptx::multiply_wait<0>(rS);
   float2 row_scale = use_s(0);
   for (int tile = 1; tile < warpgroup_tiles; ++tile) {
     split_p(rP, rS);
     start_qk(tile);
     start_pv(tile - 1);
-    pass_turn(warpgroup);
+    pass_turn<kConsumers>(warpgroup);
     ptx::multiply_wait<1>(rS);
     const float2 next_scale = use_s(tile);
     ptx::multiply_wait<0>(rPV);
@@ -522,10 +585,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if TURNS
   // The warpgroups may have a different number of tiles.
   for (int tile = warpgroup_tiles; tile < block_tiles; ++tile) {
-    wait_for_turn(warpgroup);
-    pass_turn(warpgroup);
+    wait_for_turn<kConsumers>(warpgroup);
+    pass_turn<kConsumers>(warpgroup);
   }
-  if (warpgroup == 0) wait_for_turn(0);
+  if (warpgroup == 0) wait_for_turn<kConsumers>(0);
 #endif
   if (!ends_on_diagonal) {
     split_p(rP, rS);
@@ -546,7 +609,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     use_pv(tile, row_scale);
   }
 #endif
-  if (ends_on_diagonal) {
+  if (ends_on_diagonal && !ABLATE_DIAGONAL) {
     // A column's scale would make rows depend on keys that they do not see.
     ptx::barrier_wait(&diagonal_full, 0);
     add_product_tf32(rO, rS, row_scale, s_diagonal + 64 * warpgroup * kFloatRow,
@@ -571,21 +634,45 @@ int64_t scratch_floats(const Params& params) {
   return tiles * kTileBytes / sizeof(float);
 }
 
+template <int kConsumers>
+cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, 64 * kConsumers));
+  const auto launch = EARLY ? 1 : 0;
+  const auto q = static_cast<const float*>(params.q);
+  const auto v = static_cast<const float*>(params.v);
+  const auto o = static_cast<float*>(params.o);
+  const auto tiles = reinterpret_cast<const unsigned char*>(params.scratch);
+  if (!launch)
+    return launch_kernel(attention_kernel<kConsumers>, grid, dim3(kThreads<kConsumers>),
+                         kSmemBytes<kConsumers>, stream, q, v, tiles, o, params.q_strides,
+                         params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                         params.is_causal);
+  return launch_early(attention_kernel<kConsumers>, grid, 1, dim3(kThreads<kConsumers>),
+                      kSmemBytes<kConsumers>, stream, q, v, tiles, o, params.q_strides,
+                      params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                      params.is_causal);
+}
+
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
-  const int heads = params.batch * params.num_heads;
-  const auto tiles = reinterpret_cast<unsigned char*>(params.scratch);
-  const auto v = static_cast<const float*>(params.v);
-  const cudaError_t error = launch_kernel(
-      split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2), dim3(kSplitThreads), 0,
-      stream, static_cast<const float*>(params.k), v, tiles, params.k_strides, params.v_strides,
-      params.seqlen, params.num_heads);
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const dim3 grid(heads, ceil_div(params.seqlen, kBlockM));
-  return launch_early(attention_kernel, grid, 1, dim3(kThreads), kSmemBytes, stream,
-                      static_cast<const float*>(params.q), v, tiles, static_cast<float*>(params.o),
-                      params.q_strides, params.v_strides, params.seqlen, params.num_heads,
-                      params.softmax_scale, params.is_causal);
+  const int heads = params.batch * params.num_heads;
+  error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
+                        dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k),
+                        static_cast<const float*>(params.v),
+                        reinterpret_cast<unsigned char*>(params.scratch), params.k_strides,
+                        params.v_strides, params.seqlen, params.num_heads);
+  if (error != cudaSuccess || ABLATE_ATTENTION) return error;
+#ifdef CONSUMERS
+  return launch_attention<CONSUMERS>(params, stream);
+#else
+  const bool is_small = int64_t{heads} * ceil_div(params.seqlen, 128) < multiprocessors;
+  return is_small ? launch_attention<1>(params, stream) : launch_attention<2>(params, stream);
+#endif
 }
 
 }  // namespace attention::ATTENTION_VERSION
