@@ -16,6 +16,9 @@ VARIANTS = {
     "v10_ablate_diagonal": "OVERLAP=1 CONSUMERS=2 ABLATE_DIAGONAL=1",
     "v11_ablate_softmax": "OVERLAP=1 CONSUMERS=2 ABLATE_SOFTMAX=1",
     "v12_ablate_attention": "OVERLAP=1 CONSUMERS=2 ABLATE_ATTENTION=1",
+    "v15_persistent2": "PERSISTENT=1 CONSUMERS=2",
+    "v16_persistent1": "PERSISTENT=1 CONSUMERS=1",
+    "v17_persistent_fused2": "PERSISTENT=1 CONSUMERS=2 FUSED_SCALE=1",
     "v13_turns_fused2": "OVERLAP=1 TURNS=1 FUSED_SCALE=1 CONSUMERS=2",
     "v14_ablate_products": "OVERLAP=1 CONSUMERS=2 ABLATE_PRODUCTS=1",
 }
@@ -23,7 +26,8 @@ for old in (HERE / "variants").glob("*.cu"):
     old.unlink()
 for name, macros in VARIANTS.items():
     number = name.split("_")[0]
-    text = re.sub(r"// From: .*\n", "", SOURCE.replace("// v28 - ", f"// {number} - ", 1), count=1)
+    source = (HERE / "persistent.cu").read_text() if "persistent" in name else SOURCE
+    text = re.sub(r"// From: .*\n", "", source.replace("// v28 - ", f"// {number} - ", 1), count=1)
     defines = "".join("#define " + m.replace("=", " ") + "\n" for m in macros.split())
     text = text.replace("#include <cuda_fp16.h>", defines + "#include <cuda_fp16.h>", 1)
     (HERE / "variants" / f"{name}.cu").write_text(text)

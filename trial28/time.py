@@ -8,7 +8,7 @@ V25 = "attention_kernels/csrc/fp32/v25_split_keys.cu"
 FILES = [V25] + [str(f) for f in sorted(HERE.glob("variants/*.cu"))]
 H, OUT = 12, Path(os.environ.get("OUT", "/tmp"))
 if sys.argv[1:] == ["build"]:
-    build_all("cuda", [resolve(f) for f in FILES])
+    FILES.append("attention_kernels/csrc/fp32/v28_wgmma.cu"); build_all("cuda", [resolve(f) for f in FILES])
     for f in FILES:
         try: resolve(f).load()
         except Exception as e: print(f, e)
