@@ -19,6 +19,8 @@ VARIANTS = {
     "v15_persistent2": "PERSISTENT=1 CONSUMERS=2",
     "v16_persistent1": "PERSISTENT=1 CONSUMERS=1",
     "v17_persistent_fused2": "PERSISTENT=1 CONSUMERS=2 FUSED_SCALE=1",
+    "v18_halves": "CONSUMERS=2",
+    "v19_halves_fused": "CONSUMERS=2 FUSED_SCALE=1",
     "v13_turns_fused2": "OVERLAP=1 TURNS=1 FUSED_SCALE=1 CONSUMERS=2",
     "v14_ablate_products": "OVERLAP=1 CONSUMERS=2 ABLATE_PRODUCTS=1",
 }
@@ -26,7 +28,7 @@ for old in (HERE / "variants").glob("*.cu"):
     old.unlink()
 for name, macros in VARIANTS.items():
     number = name.split("_")[0]
-    source = (HERE / "persistent.cu").read_text() if "persistent" in name else SOURCE
+    source = (HERE / "persistent.cu").read_text() if "persistent" in name else (HERE / "halves.cu").read_text() if "halves" in name else SOURCE
     text = re.sub(r"// From: .*\n", "", source.replace("// v28 - ", f"// {number} - ", 1), count=1)
     defines = "".join("#define " + m.replace("=", " ") + "\n" for m in macros.split())
     text = text.replace("#include <cuda_fp16.h>", defines + "#include <cuda_fp16.h>", 1)
