@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
 #endif
   ptx::raise_registers<kConsumerRegisters<kConsumers>>();
 
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   const int m_first = m_start + 64 * warpgroup;
   const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int n = threadIdx.x % 4 * 2;

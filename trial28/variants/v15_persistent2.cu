@@ -561,7 +561,7 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
 #endif
   ptx::raise_registers<kConsumerRegisters<kConsumers>>();
 
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   const int n = threadIdx.x % 4 * 2;
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2];
   Queries rQ;
