@@ -569,7 +569,7 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
   int count = 0;  // of tiles before the work
   for (int i = 0;; ++i) {
     ptx::barrier_wait(&q_full, i % 2);
-    const int index = s_work;
+    const int index = __shfl_sync(0xffffffff, s_work, 0);
     if (index >= works) return;
     const Work work = work_of<kConsumers>(index, heads, seqlen);
     const int batch = work.head / num_heads, head = work.head % num_heads;
