@@ -5,10 +5,10 @@ import torch
 from attention_kernels.ladder.op import build_all, resolve
 HERE = Path(__file__).parent
 V25 = "attention_kernels/csrc/fp32/v25_split_keys.cu"
-FILES = [V25] + [str(f) for f in sorted(HERE.glob("variants/*.cu"))]
+FILES = [V25] + [str(f) for f in sorted(HERE.glob("variants/*.cu"))] + [str(f) for f in sorted(Path("attention_kernels/csrc/fp32").glob("v2[89]_*.cu"))]
 H, OUT = 12, Path(os.environ.get("OUT", "/tmp"))
 if sys.argv[1:] == ["build"]:
-    FILES.append("attention_kernels/csrc/fp32/v28_wgmma.cu"); build_all("cuda", [resolve(f) for f in FILES])
+    build_all("cuda", [resolve(f) for f in FILES])
     for f in FILES:
         try: resolve(f).load()
         except Exception as e: print(f, e)

@@ -1,6 +1,5 @@
-// v28 - Hopper's wgmma, with a warp that copies
+// v16 - Hopper's wgmma, with a warp that copies
 //
-// From:   v25
 // Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself. K and V
 //         are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
 //         fetches a tile. A warp of its own copies, up to kStages tiles ahead. Keys are not divided
@@ -17,6 +16,9 @@
 // Flags:  --use_fast_math
 // Expect: 1.25 times as fast as v25 for long sequences.
 
+#include <cuda_bf16.h>
+#define OVERLAP 1
+#define QLO_SHARED 2
 #include <cuda_fp16.h>
 
 #include "ptx.cuh"
@@ -40,6 +42,12 @@
 #ifndef ABLATE_ATTENTION
 #define ABLATE_ATTENTION 0
 #endif
+#ifndef CONSUMERS
+#define CONSUMERS 2
+#endif
+#ifndef QLO_SHARED
+#define QLO_SHARED (CONSUMERS == 3)
+#endif
 #ifndef EARLY
 #define EARLY 1
 #endif
@@ -51,7 +59,6 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kHeadDim = 64;
 constexpr int kBlockN = 64;
-constexpr int kProducerRegisters = 40;
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kSteps = 64 / 16;       // products with 16 columns of A each
 constexpr int kSplitThreads = 128;
@@ -100,10 +107,22 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
-inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
-  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
-  lo = __float_as_uint(x - __uint_as_float(hi));
+// Splits x and y into sums of three bfloat16 numbers, which have float32's exponents. The first is
+// not rounded, because that could overflow.
+inline __device__ void split(float x, float y, unsigned (&pieces)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    pieces[i] = i == 0 ? __float_as_uint(x) >> 16 | (__float_as_uint(y) & 0xffff0000)
+                       : *reinterpret_cast<const unsigned*>(&pair);
+    x -= __uint_as_float(pieces[i] << 16);
+    y -= __uint_as_float(pieces[i] & 0xffff0000);
+  }
+}
+
+// Returns the place of column d of row r in an operand.
+inline __device__ int place_of(int r, int d) {
+  return r * kRowBytes + (d / 8 ^ r % 8) * 16 + d % 8 * 2;
 }
 
 // Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
@@ -111,7 +130,7 @@ inline __device__ void store_split(unsigned char* operand, int r, int d, float4 
   uint2 hi, lo;
   split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
   split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
-  unsigned char* to = operand + r * kRowBytes + (d / 8 ^ r % 8) * 16 + d % 8 * 2;
+  unsigned char* to = operand + place_of(r, d);
   *reinterpret_cast<uint2*>(to) = hi;
   *reinterpret_cast<uint2*>(to + kOperandBytes) = lo;
 }
@@ -180,9 +199,8 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
 // the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
-                 int* next_work, Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+                 Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   ptx::allow_next();
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *next_work = 0;
   const bool is_v = blockIdx.y == 1;
   const Strides strides = is_v ? v_strides : k_strides;
   const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
@@ -222,12 +240,17 @@ inline __device__ float reduce_max(float x) {
 
 // Q, hi and lo, as wgmma's operand A
 struct Queries {
-  unsigned hi[kSteps][4], lo[kSteps][4];
+#if QLO_SHARED < 2
+  unsigned hi[kSteps][4];
+#endif
+#if !QLO_SHARED
+  unsigned lo[kSteps][4];
+#endif
   float scale[2];  // scales scores to units of log(2)
 };
 
 // Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-inline __device__ void load_q(Queries& rQ, const float* gQ, int64_t g_stride, int m, int seqlen,
+inline __device__ void load_q(Queries& rQ, unsigned char* s_lo, const float* gQ, int64_t g_stride, int m, int seqlen,
                               float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
   for (int r = 0; r < 2; ++r) {
@@ -247,7 +270,22 @@ inline __device__ void load_q(Queries& rQ, const float* gQ, int64_t g_stride, in
     }
     for (int s = 0; s < kHeadDim / 8; ++s) {
       const int i = s % 2 * 2 + r;
+#if QLO_SHARED
+      unsigned lo;
+#if QLO_SHARED < 2
+      split(x[s].x * scale, x[s].y * scale, rQ.hi[s / 2][i], lo);
+#else
+      unsigned hi;
+      split(x[s].x * scale, x[s].y * scale, hi, lo);
+#endif
+      const int local = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      *reinterpret_cast<unsigned*>(s_lo + place_of(local, 8 * s + n)) = lo;
+#if QLO_SHARED == 2
+      *reinterpret_cast<unsigned*>(s_lo + kOperandBytes + place_of(local, 8 * s + n)) = hi;
+#endif
+#else
       split(x[s].x * scale, x[s].y * scale, rQ.hi[s / 2][i], rQ.lo[s / 2][i]);
+#endif
     }
   }
 }
@@ -278,8 +316,36 @@ inline __device__ void multiply(float (&sums)[32], unsigned (&hi)[kSteps][4],
 }
 
 // S = Q K^T, from the hi and lo of K at `s_k`
-inline __device__ void multiply_qk(float (&rS)[kScores], Queries& rQ, const unsigned char* s_k) {
+inline __device__ void multiply_qk(float (&rS)[kScores], Queries& rQ, const unsigned char* s_lo, const unsigned char* s_k) {
+#if QLO_SHARED
+  const uint64_t a_lo = ptx::matrix_descriptor(s_lo);
+  const uint64_t b_hi = ptx::matrix_descriptor(s_k);
+  const uint64_t b_lo = ptx::matrix_descriptor(s_k + kOperandBytes);
+#if QLO_SHARED < 2
+  ptx::multiply_fence(rS, rQ.hi);
+#define A_HI rQ.hi[s]
+#else
+  ptx::multiply_fence(rS);
+  const uint64_t a_hi = ptx::matrix_descriptor(s_lo + kOperandBytes);
+#define A_HI ptx::advance(a_hi, s * 32)
+#endif
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, ptx::advance(a_lo, s * 32), ptx::advance(b_hi, s * 32), s > 0);
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, A_HI, ptx::advance(b_lo, s * 32));
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, A_HI, ptx::advance(b_hi, s * 32));
+  }
+  ptx::multiply_commit();
+  return;
+#else
   multiply<false, 32>(rS, rQ.hi, rQ.lo, s_k);
+#endif
 }
 
 // P, hi and lo, as wgmma's operand A
@@ -395,268 +461,274 @@ inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHea
   }
 }
 
-constexpr int kFloatRow = kHeadDim + 4;  // V in float32 in shared memory, padded
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 2 + 4 * d + i];
-        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-      }
+// Splits and stores 64 rows of V, by kThreads threads of which this is the thread-th. Rows past the
+// end are zero.
+template <int kThreads>
+inline __device__ void store_diagonal(unsigned char* s_v, const float* g_rows, int64_t g_stride,
+                                      int valid_rows, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < 64 * kHeadDim / 4; i += kThreads) {
+    const int r = i / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4;
+    const float4 x = r < valid_rows ? load4(g_rows + r * g_stride, d)
+                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    unsigned left[3], right[3];
+    split(x.x, x.y, left);
+    split(x.z, x.w, right);
+    for (int piece = 0; piece < 3; ++piece) {
+      *reinterpret_cast<uint2*>(s_v + piece * kOperandBytes + place_of(r, d)) =
+          make_uint2(left[piece], right[piece]);
     }
   }
 }
 
-// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. Two blocks
-// with one consumer fit on a multiprocessor.
+// PV = P V, from three bfloat16 numbers for each of both, small products first. P = 0 times any
+// finite V is 0, however large it is.
+inline __device__ void multiply_diagonal(float (&rPV)[kHeadDim / 2], const float (&rS)[kScores],
+                                         const unsigned char* s_v) {
+  constexpr int kProducts[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
+  unsigned rP[3][kSteps][4];
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    unsigned pieces[3];
+    split(rS[2 * i], rS[2 * i + 1], pieces);
+    for (int piece = 0; piece < 3; ++piece) rP[piece][i / 4][i % 4] = pieces[piece];
+  }
+  const uint64_t b = ptx::matrix_descriptor(s_v);
+  ptx::multiply_fence(rPV, rP);
+#pragma unroll
+  for (int i = 0; i < 6; ++i) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::multiply<true, true>(
+          rPV, rP[kProducts[i][0]][step],
+          ptx::advance(b, kProducts[i][1] * kOperandBytes + step * 16 * kRowBytes), i + step > 0);
+    }
+  }
+  ptx::multiply_commit();
+}
+
+// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each.
 template <int kConsumers>
 constexpr int kThreads = 128 * (1 + kConsumers);
 template <int kConsumers>
-constexpr int kConsumerRegisters = kConsumers == 1 ? 216 : 232;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
 template <int kConsumers>
-constexpr int kStages = kConsumers == 1 ? 2 : 4;  // tiles in shared memory
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 template <int kConsumers>
-constexpr int kFloatBytes = 64 * kConsumers * kFloatRow * sizeof(float);  // rows of Q or V
+constexpr int kStages = kConsumers == 3 ? 3 : 5 - QLO_SHARED;  // tiles in shared memory
+constexpr int kFloatRow = kHeadDim + 4;
 template <int kConsumers>
-constexpr int kSmemBytes = kStages<kConsumers>* kStageBytes + 2 * kFloatBytes<kConsumers>;
+constexpr int kSmemBytes =
+    kStages<kConsumers>* kStageBytes + (3 + 1) * kOperandBytes + 64 * kFloatRow * sizeof(float);
 
 inline __device__ void arrive(ptx::Barrier* barrier) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 
-// Queries of a head
-struct Work {
-  int head;  // of all batch entries
-  int m_start;
-};
-
-// Returns the work with an index. The last queries have the most keys, so they go first.
 template <int kConsumers>
-inline __device__ Work work_of(int index, int heads, int seqlen) {
-  const int m_blocks = (seqlen + 64 * kConsumers - 1) / (64 * kConsumers);
-  return {index % heads, (m_blocks - 1 - index / heads) * 64 * kConsumers};
+inline __device__ void wait_for_turn(int warpgroup) {
+  if (TURNS) ptx::named_barrier_sync(1 + warpgroup, 256);
 }
-
-// Starts to copy rows of float32, by a warp. Rows past the end become copies of the last one.
-template <int kRows>
-inline __device__ void copy_rows(float* s_rows, const float* g_rows, int64_t g_stride, int last,
-                                 ptx::Barrier* barrier) {
-  constexpr int kBytes = kHeadDim * sizeof(float);
-  if (threadIdx.x % 32 == 0) ptx::barrier_expect(barrier, kRows * kBytes);
-  __syncwarp();
-  for (int r = threadIdx.x % 32; r < kRows; r += 32) {
-    ptx::copy_bulk(s_rows + r * kFloatRow, g_rows + min(r, last) * g_stride, kBytes, barrier);
-  }
+template <int kConsumers>
+inline __device__ void pass_turn(int warpgroup) {
+  if (TURNS) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
 template <int kConsumers>
-__global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
+__global__ void __launch_bounds__(kThreads<kConsumers>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
-                     const unsigned char* __restrict__ tiles, int* next_work,
-                     float* __restrict__ o, Strides q_strides, Strides v_strides, int heads,
-                     int seqlen, int num_heads, float softmax_scale, bool is_causal) {
-  constexpr int kBlockM = 64 * kConsumers;
+                     const unsigned char* __restrict__ tiles, float* __restrict__ o,
+                     Strides q_strides, Strides v_strides, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  constexpr int kBlockM = 64;
   constexpr int kStages = ATTENTION_VERSION::kStages<kConsumers>;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
-  float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
-  float* sQ = s_diagonal + kBlockM * kFloatRow;
-  __shared__ ptx::Barrier full[kStages], empty[kStages];
-  __shared__ ptx::Barrier diagonal_full, diagonal_empty, q_full, q_empty;
-  __shared__ int s_work;  // arrives with Q
+  unsigned char* s_diagonal = s_tiles + kStages * kStageBytes;
+  __shared__ ptx::Barrier full[kStages], empty[kStages], diagonal_full;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(&full[stage], 1);
-      ptx::barrier_init(&empty[stage], 4 * kConsumers);  // every warp arrives
+      ptx::barrier_init(&empty[stage], 4);  // every warp of one warpgroup arrives
     }
-    ptx::barrier_init(&q_full, 1);
-    ptx::barrier_init(&diagonal_full, 1);
-    ptx::barrier_init(&q_empty, 4 * kConsumers);
-    ptx::barrier_init(&diagonal_empty, 4 * kConsumers);
+    ptx::barrier_init(&diagonal_full, 3);  // three warps write it
     ptx::barrier_init_fence();
   }
   __syncthreads();
-  const int works = heads * ((seqlen + kBlockM - 1) / kBlockM);
-  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const auto tiles_of = [&](Work work) {
-    const int n_end = is_causal ? min(work.m_start + kBlockM, seqlen) : seqlen;
-    return (n_end + kBlockN - 1) / kBlockN;
-  };
+
+  // Blocks start in index order: the last queries have the most keys, so they go first.
+  const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM;
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  const int block_tiles = (n_end + kBlockN - 1) / kBlockN;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
 
   if (threadIdx.x >= 128 * kConsumers) {
-#ifdef ATTENTION_EMULATOR
-    if (kConsumers == 2)
-#endif
-    ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x >= 128 * kConsumers + 32) return;
-    const int lane_id = threadIdx.x % 32;
-    int index = blockIdx.x;
-    int count = 0;  // of tiles before the work
-    for (int i = 0;; ++i) {
-      ptx::barrier_wait(&q_empty, i % 2 ^ 1);  // at first, it is complete
-      if (lane_id == 0) s_work = index;
-      if (index >= works) {
-        arrive(&q_full);
-        return;
+    ptx::lower_registers<kProducerRegisters<kConsumers>>();
+    const int thread = threadIdx.x - 128 * kConsumers;
+    if (thread >= 32) {
+      if (!is_causal) return;
+      const float* gV = v + batch * v_strides.batch + head * v_strides.head;
+      for (int first = 0; first < kBlockM; first += 64) {
+        const int n_start = m_start + first;
+        store_diagonal<96>(s_diagonal + first / 64 * 3 * kOperandBytes,
+                           gV + n_start * v_strides.seqlen, v_strides.seqlen, seqlen - n_start,
+                           thread - 32);
       }
-      const Work work = work_of<kConsumers>(index, heads, seqlen);
-      const int batch = work.head / num_heads, head = work.head % num_heads;
-      copy_rows<kBlockM>(sQ,
-                         q + batch * q_strides.batch + head * q_strides.head +
-                             work.m_start * q_strides.seqlen,
-                         q_strides.seqlen, seqlen - 1 - work.m_start, &q_full);
-      if (i == 0) ptx::wait_for_previous();
-      const int block_tiles = tiles_of(work);
-      if (lane_id == 0) {
-        const unsigned char* g_tiles = tiles + int64_t{work.head} * tiles_per_head * kTileBytes;
-        for (int tile = 0; tile < block_tiles; ++tile) {
-          const int stage = (count + tile) % kStages;
-          ptx::barrier_wait(&empty[stage], (count + tile) / kStages % 2 ^ 1);
-          ptx::barrier_expect(&full[stage], kTileBytes);
-          ptx::copy_bulk(s_tiles + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes,
-                         kTileBytes, &full[stage]);
-        }
-        index = gridDim.x + atomicAdd(next_work, 1);
-      }
+      ptx::proxy_fence();
       __syncwarp();
-      index = __shfl_sync(0xffffffff, index, 0);
-      count += block_tiles;
-      if (is_causal) {
-        ptx::barrier_wait(&diagonal_empty, i % 2 ^ 1);
-        copy_rows<kBlockM>(s_diagonal,
-                           v + batch * v_strides.batch + head * v_strides.head +
-                               work.m_start * v_strides.seqlen,
-                           v_strides.seqlen, seqlen - 1 - work.m_start, &diagonal_full);
-      }
+      arrive(&diagonal_full);
+      return;
     }
+    if (thread != 0) return;
+    ptx::wait_for_previous();
+    const unsigned char* g_tiles =
+        tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
+    for (int tile = 0; tile < block_tiles; ++tile) {
+      const int stage = tile % kStages;
+      ptx::barrier_wait(&empty[stage], tile / kStages % 2 ^ 1);  // at first, it is complete
+      ptx::barrier_expect(&full[stage], kTileBytes);
+      ptx::copy_bulk(s_tiles + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes,
+                     kTileBytes, &full[stage]);
+    }
+    return;
   }
-#ifdef ATTENTION_EMULATOR
-    if (kConsumers == 2)
-#endif
   ptx::raise_registers<kConsumerRegisters<kConsumers>>();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const int m_first = m_start;
+  const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int n = threadIdx.x % 4 * 2;
-  float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2];
+  // The tile that the diagonal crosses is the warpgroup's last one.
+  const int diagonal = is_causal ? m_first / kBlockN : block_tiles;
+  const int warpgroup_tiles = min(diagonal + 1, block_tiles);
+  const bool ends_on_diagonal = is_causal && diagonal % 2 == warpgroup;
+
   Queries rQ;
+  unsigned char* s_lo = s_diagonal + kConsumers * 3 * kOperandBytes + QLO_SHARED * warpgroup * kOperandBytes;
+  load_q(rQ, s_lo, q + batch * q_strides.batch + head * q_strides.head, q_strides.seqlen, m, seqlen,
+         softmax_scale);
+#if QLO_SHARED
+  ptx::proxy_fence();
+  ptx::named_barrier_sync(4 + warpgroup, 128);
+#endif
+  Statistics rows;
+  float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   Weights rP;
-  int count = 0;  // of tiles before the work
-  for (int i = 0;; ++i) {
-    ptx::barrier_wait(&q_full, i % 2);
-    const int index = __shfl_sync(0xffffffff, s_work, 0);
-    if (index >= works) return;
-    const Work work = work_of<kConsumers>(index, heads, seqlen);
-    const int batch = work.head / num_heads, head = work.head % num_heads;
-    const int m_first = work.m_start + 64 * warpgroup;
-    const int m_warpgroup = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int m = m_first + m_warpgroup;
-    const int block_tiles = tiles_of(work);
-    // The tile that the diagonal crosses is the warpgroup's last one.
-    const int diagonal = is_causal ? m_first / kBlockN : block_tiles;
-    const int warpgroup_tiles = min(diagonal + 1, block_tiles);
-    const bool ends_on_diagonal = diagonal < block_tiles;
-    load_q(rQ, sQ, kFloatRow, 64 * warpgroup + m_warpgroup, kBlockM, softmax_scale);
-    arrive(&q_empty);
-    Statistics rows;
 
-    const auto stage_of = [&](int tile) {
-      return s_tiles + (count + tile) % kStages * kStageBytes;
-    };
-    const auto scales_of = [&](int tile) {
-      return reinterpret_cast<const float*>(stage_of(tile) + 4 * kOperandBytes);
-    };
-    const auto start_qk = [&](int tile) {
-      ptx::barrier_wait(&full[(count + tile) % kStages], (count + tile) / kStages % 2);
-      multiply_qk(rS, rQ, stage_of(tile));
-    };
-    const auto start_pv = [&](int tile) {
-      multiply_pv(rPV, rP, stage_of(tile) + 2 * kOperandBytes);
-    };
-    const auto use_s = [&](int tile) {
-      scale_scores(rS, rQ, scales_of(tile));
-      const int n_start = tile * kBlockN;
-      if (tile == diagonal || n_start + kBlockN > seqlen) {
-        mask(rS, n_start + n, m, seqlen, is_causal);
-      }
-      return softmax(rS, rows, rQ);
-    };
-    const auto leave = [&](int tile) { arrive(&empty[(count + tile) % kStages]); };
-    const auto use_pv = [&](int tile, float2 row_scale) {
-      add_pv(rO, rPV, row_scale, scales_of(tile) + kBlockN);
-      leave(tile);
-    };
+  const auto stage_of = [&](int tile) { return s_tiles + tile % kStages * kStageBytes; };
+  const auto scales_of = [&](int tile) {
+    return reinterpret_cast<const float*>(stage_of(tile) + 4 * kOperandBytes);
+  };
+  const auto start_qk = [&](int tile) {
+    ptx::barrier_wait(&full[tile % kStages], tile / kStages % 2);
+    wait_for_turn<kConsumers>(warpgroup);
+    multiply_qk(rS, rQ, s_lo, stage_of(tile));
+  };
+  const auto start_pv = [&](int tile) {
+    multiply_pv(rPV, rP, stage_of(tile) + 2 * kOperandBytes);
+  };
+  const auto use_s = [&](int tile) {
+    if (ABLATE_SOFTMAX) return make_float2(1.0f, 1.0f);
+    scale_scores(rS, rQ, scales_of(tile));
+    const int n_start = tile * kBlockN;
+    if (tile == diagonal || n_start + kBlockN > seqlen) {
+      mask(rS, n_start + n, m, seqlen, is_causal);
+    }
+    return softmax(rS, rows, rQ);
+  };
+  const auto use_pv = [&](int tile, float2 row_scale) {
+    add_pv(rO, rPV, row_scale, scales_of(tile) + kBlockN);
+    arrive(&empty[tile % kStages]);
+  };
 
-    start_qk(0);
-#pragma unroll
-    for (float& x : rO) x = 0.0f;
+  float2 row_scale = make_float2(1.0f, 1.0f);
+  int tile = warpgroup;
+#if OVERLAP
+  if (tile < block_tiles) {
+#if TURNS
+    if (warpgroup == 1) pass_turn<kConsumers>(1);
+#endif
+    start_qk(tile);
+    pass_turn<kConsumers>(warpgroup);
     ptx::multiply_wait<0>(rS);
-    float2 row_scale = use_s(0);
-    for (int tile = 1; tile < warpgroup_tiles; ++tile) {
+    row_scale = use_s(tile);
+    for (tile += 2; tile < warpgroup_tiles; tile += 2) {
       split_p(rP, rS);
       start_qk(tile);
-      start_pv(tile - 1);
+      start_pv(tile - 2);
+      pass_turn<kConsumers>(warpgroup);
       ptx::multiply_wait<1>(rS);
       const float2 next_scale = use_s(tile);
       ptx::multiply_wait<0>(rPV);
-      use_pv(tile - 1, row_scale);
+      use_pv(tile - 2, row_scale);
       row_scale = next_scale;
     }
-    if (ends_on_diagonal) {
-      // A column's scale would make rows depend on keys that they do not see.
-      leave(warpgroup_tiles - 1);
-      for (int tile = warpgroup_tiles; tile < block_tiles; ++tile) {
-        ptx::barrier_wait(&full[(count + tile) % kStages], (count + tile) / kStages % 2);
-        leave(tile);
-      }
-      ptx::barrier_wait(&diagonal_full, i % 2);
-      add_product_tf32(rO, rS, row_scale, s_diagonal + 64 * warpgroup * kFloatRow,
-                       threadIdx.x % 128 / 32 * 16 + 16);
-    } else {
+    if (!ends_on_diagonal) {
       split_p(rP, rS);
-      start_pv(warpgroup_tiles - 1);
+      start_pv(tile - 2);
       ptx::multiply_wait<0>(rPV);
-      use_pv(warpgroup_tiles - 1, row_scale);
+      use_pv(tile - 2, row_scale);
     }
-    if (is_causal) {
-      if (!ends_on_diagonal) ptx::barrier_wait(&diagonal_full, i % 2);
-      arrive(&diagonal_empty);
+  }
+#else
+  for (; tile < warpgroup_tiles; tile += 2) {
+    start_qk(tile);
+    ptx::multiply_wait<0>(rS);
+    row_scale = use_s(tile);
+    if (tile == diagonal) break;
+    split_p(rP, rS);
+    start_pv(tile);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(tile, row_scale);
+  }
+#endif
+  if (ends_on_diagonal && !ABLATE_DIAGONAL) {
+    // A column's scale would make rows depend on keys that they do not see.
+    ptx::barrier_wait(&diagonal_full, 0);
+    multiply_diagonal(rPV, rS, s_diagonal);
+    ptx::multiply_wait<0>(rPV);
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+      rO[i] = fmaf(rO[i], i % 4 < 2 ? row_scale.x : row_scale.y, rPV[i]);
     }
-    count += block_tiles;
+  }
 
-    float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  // Join the halves
+  __shared__ float2 s_statistics[64];
+  float* s_o = reinterpret_cast<float*>(s_diagonal + 4 * kOperandBytes);
+  const int m_warpgroup = m - m_first;
+  float2 sum = make_float2(reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1]));
+  if (warpgroup == 1) {
     for (int r = 0; r < 2; ++r) {
-      const float scale = 1.0f / reduce_sum(rows.row_sum[r]);
-      const int row = m + 8 * r;
-      if (row >= seqlen) continue;
       for (int d = 0; d < kHeadDim / 8; ++d) {
-        store2(gO + row * int64_t{num_heads} * kHeadDim, 8 * d + n, rO[4 * d + 2 * r] * scale,
-               rO[4 * d + 2 * r + 1] * scale);
+        store2(s_o + (m_warpgroup + 8 * r) * kFloatRow, 8 * d + n, rO[4 * d + 2 * r], rO[4 * d + 2 * r + 1]);
       }
+      if (n == 0) s_statistics[m_warpgroup + 8 * r] = make_float2(rows.row_max[r], r ? sum.y : sum.x);
+    }
+    ptx::named_barrier_arrive(8, 256);
+    return;
+  }
+  ptx::named_barrier_sync(8, 256);
+  for (int r = 0; r < 2; ++r) {
+    const float2 other = s_statistics[m_warpgroup + 8 * r];
+    const float new_max = fmaxf(rows.row_max[r], other.x);
+    const float mine = exp2f(rows.row_max[r] - new_max), theirs = exp2f(other.x - new_max);
+    float& own_sum = r ? sum.y : sum.x;
+    own_sum = own_sum * mine + other.y * theirs;
+    for (int d = 0; d < kHeadDim / 8; ++d) {
+      const float2 x = load2(s_o + (m_warpgroup + 8 * r) * kFloatRow, 8 * d + n);
+      rO[4 * d + 2 * r] = rO[4 * d + 2 * r] * mine + x.x * theirs;
+      rO[4 * d + 2 * r + 1] = rO[4 * d + 2 * r + 1] * mine + x.y * theirs;
+    }
+  }
+  float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  for (int r = 0; r < 2; ++r) {
+    const float scale = 1.0f / (r ? sum.y : sum.x);
+    const int row = m + 8 * r;
+    if (row >= seqlen) continue;
+    for (int d = 0; d < kHeadDim / 8; ++d) {
+      store2(gO + row * int64_t{num_heads} * kHeadDim, 8 * d + n, rO[4 * d + 2 * r] * scale,
+             rO[4 * d + 2 * r + 1] * scale);
     }
   }
 }
@@ -664,48 +736,38 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
 int64_t scratch_floats(const Params& params) {
   const int64_t tiles =
       int64_t{params.batch} * params.num_heads * ceil_div(params.seqlen, kBlockN);
-  return tiles * kTileBytes / sizeof(float) + 1;
-}
-
-int* work_counter(const Params& params) {
-  return reinterpret_cast<int*>(params.scratch + scratch_floats(params) - 1);
+  return tiles * kTileBytes / sizeof(float);
 }
 
 template <int kConsumers>
-cudaError_t launch_attention(const Params& params, int multiprocessors, cudaStream_t stream) {
-  const int heads = params.batch * params.num_heads;
-  const int64_t works = int64_t{heads} * ceil_div(params.seqlen, 64 * kConsumers);
-  const int64_t at_once = multiprocessors * (3 - kConsumers);
-  return launch_early(attention_kernel<kConsumers>, dim3(works < at_once ? works : at_once), 1,
-                      dim3(kThreads<kConsumers>), kSmemBytes<kConsumers>, stream,
-                      static_cast<const float*>(params.q), static_cast<const float*>(params.v),
-                      reinterpret_cast<const unsigned char*>(params.scratch), work_counter(params),
-                      static_cast<float*>(params.o), params.q_strides, params.v_strides, heads,
-                      params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, 64));
+  const auto launch = EARLY ? 1 : 0;
+  const auto q = static_cast<const float*>(params.q);
+  const auto v = static_cast<const float*>(params.v);
+  const auto o = static_cast<float*>(params.o);
+  const auto tiles = reinterpret_cast<const unsigned char*>(params.scratch);
+  if (!launch)
+    return launch_kernel(attention_kernel<kConsumers>, grid, dim3(kThreads<kConsumers>),
+                         kSmemBytes<kConsumers>, stream, q, v, tiles, o, params.q_strides,
+                         params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                         params.is_causal);
+  return launch_early(attention_kernel<kConsumers>, grid, 1, dim3(kThreads<kConsumers>),
+                      kSmemBytes<kConsumers>, stream, q, v, tiles, o, params.q_strides,
+                      params.v_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                      params.is_causal);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
   const int heads = params.batch * params.num_heads;
-  error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
+  const cudaError_t error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
                         dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k),
                         static_cast<const float*>(params.v),
-                        reinterpret_cast<unsigned char*>(params.scratch), work_counter(params),
-                        params.k_strides,
+                        reinterpret_cast<unsigned char*>(params.scratch), params.k_strides,
                         params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess || ABLATE_ATTENTION) return error;
-#ifdef CONSUMERS
-  return launch_attention<CONSUMERS>(params, multiprocessors, stream);
-#else
-  const bool is_small = int64_t{heads} * ceil_div(params.seqlen, 128) < multiprocessors;
-  return is_small ? launch_attention<1>(params, multiprocessors, stream)
-                  : launch_attention<2>(params, multiprocessors, stream);
-#endif
+  return launch_attention<CONSUMERS>(params, stream);
 }
 
 }  // namespace attention::ATTENTION_VERSION

@@ -1,4 +1,4 @@
-// v18 - Hopper's wgmma, with a warp that copies
+// v04 - Hopper's wgmma, with a warp that copies
 //
 // Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself. K and V
 //         are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
@@ -16,7 +16,10 @@
 // Flags:  --use_fast_math
 // Expect: 1.25 times as fast as v25 for long sequences.
 
-#define CONSUMERS 2
+#include <cuda_bf16.h>
+#define OVERLAP 0
+#define CONSUMERS 3
+#define QLO_SHARED 2
 #include <cuda_fp16.h>
 
 #include "ptx.cuh"
@@ -40,6 +43,12 @@
 #ifndef ABLATE_ATTENTION
 #define ABLATE_ATTENTION 0
 #endif
+#ifndef CONSUMERS
+#define CONSUMERS 2
+#endif
+#ifndef QLO_SHARED
+#define QLO_SHARED (CONSUMERS == 3)
+#endif
 #ifndef EARLY
 #define EARLY 1
 #endif
@@ -51,7 +60,6 @@ namespace attention::ATTENTION_VERSION {
 
 constexpr int kHeadDim = 64;
 constexpr int kBlockN = 64;
-constexpr int kProducerRegisters = 24;
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kSteps = 64 / 16;       // products with 16 columns of A each
 constexpr int kSplitThreads = 128;
@@ -100,10 +108,22 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
-inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
-  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
-  lo = __float_as_uint(x - __uint_as_float(hi));
+// Splits x and y into sums of three bfloat16 numbers, which have float32's exponents. The first is
+// not rounded, because that could overflow.
+inline __device__ void split(float x, float y, unsigned (&pieces)[3]) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    pieces[i] = i == 0 ? __float_as_uint(x) >> 16 | (__float_as_uint(y) & 0xffff0000)
+                       : *reinterpret_cast<const unsigned*>(&pair);
+    x -= __uint_as_float(pieces[i] << 16);
+    y -= __uint_as_float(pieces[i] & 0xffff0000);
+  }
+}
+
+// Returns the place of column d of row r in an operand.
+inline __device__ int place_of(int r, int d) {
+  return r * kRowBytes + (d / 8 ^ r % 8) * 16 + d % 8 * 2;
 }
 
 // Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
@@ -111,7 +131,7 @@ inline __device__ void store_split(unsigned char* operand, int r, int d, float4 
   uint2 hi, lo;
   split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
   split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
-  unsigned char* to = operand + r * kRowBytes + (d / 8 ^ r % 8) * 16 + d % 8 * 2;
+  unsigned char* to = operand + place_of(r, d);
   *reinterpret_cast<uint2*>(to) = hi;
   *reinterpret_cast<uint2*>(to + kOperandBytes) = lo;
 }
@@ -221,12 +241,17 @@ inline __device__ float reduce_max(float x) {
 
 // Q, hi and lo, as wgmma's operand A
 struct Queries {
-  unsigned hi[kSteps][4], lo[kSteps][4];
+#if QLO_SHARED < 2
+  unsigned hi[kSteps][4];
+#endif
+#if !QLO_SHARED
+  unsigned lo[kSteps][4];
+#endif
   float scale[2];  // scales scores to units of log(2)
 };
 
 // Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-inline __device__ void load_q(Queries& rQ, const float* gQ, int64_t g_stride, int m, int seqlen,
+inline __device__ void load_q(Queries& rQ, unsigned char* s_lo, const float* gQ, int64_t g_stride, int m, int seqlen,
                               float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
   for (int r = 0; r < 2; ++r) {
@@ -246,7 +271,22 @@ inline __device__ void load_q(Queries& rQ, const float* gQ, int64_t g_stride, in
     }
     for (int s = 0; s < kHeadDim / 8; ++s) {
       const int i = s % 2 * 2 + r;
+#if QLO_SHARED
+      unsigned lo;
+#if QLO_SHARED < 2
+      split(x[s].x * scale, x[s].y * scale, rQ.hi[s / 2][i], lo);
+#else
+      unsigned hi;
+      split(x[s].x * scale, x[s].y * scale, hi, lo);
+#endif
+      const int local = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+      *reinterpret_cast<unsigned*>(s_lo + place_of(local, 8 * s + n)) = lo;
+#if QLO_SHARED == 2
+      *reinterpret_cast<unsigned*>(s_lo + kOperandBytes + place_of(local, 8 * s + n)) = hi;
+#endif
+#else
       split(x[s].x * scale, x[s].y * scale, rQ.hi[s / 2][i], rQ.lo[s / 2][i]);
+#endif
     }
   }
 }
@@ -277,8 +317,36 @@ inline __device__ void multiply(float (&sums)[32], unsigned (&hi)[kSteps][4],
 }
 
 // S = Q K^T, from the hi and lo of K at `s_k`
-inline __device__ void multiply_qk(float (&rS)[kScores], Queries& rQ, const unsigned char* s_k) {
+inline __device__ void multiply_qk(float (&rS)[kScores], Queries& rQ, const unsigned char* s_lo, const unsigned char* s_k) {
+#if QLO_SHARED
+  const uint64_t a_lo = ptx::matrix_descriptor(s_lo);
+  const uint64_t b_hi = ptx::matrix_descriptor(s_k);
+  const uint64_t b_lo = ptx::matrix_descriptor(s_k + kOperandBytes);
+#if QLO_SHARED < 2
+  ptx::multiply_fence(rS, rQ.hi);
+#define A_HI rQ.hi[s]
+#else
+  ptx::multiply_fence(rS);
+  const uint64_t a_hi = ptx::matrix_descriptor(s_lo + kOperandBytes);
+#define A_HI ptx::advance(a_hi, s * 32)
+#endif
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, ptx::advance(a_lo, s * 32), ptx::advance(b_hi, s * 32), s > 0);
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, A_HI, ptx::advance(b_lo, s * 32));
+  }
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ptx::multiply<false>(rS, A_HI, ptx::advance(b_hi, s * 32));
+  }
+  ptx::multiply_commit();
+  return;
+#else
   multiply<false, 32>(rS, rQ.hi, rQ.lo, s_k);
+#endif
 }
 
 // P, hi and lo, as wgmma's operand A
@@ -394,55 +462,64 @@ inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHea
   }
 }
 
-constexpr int kFloatRow = kHeadDim + 4;  // V in float32 in shared memory, padded
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 2 + 4 * d + i];
-        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-      }
+// Splits and stores 64 rows of V, by kThreads threads of which this is the thread-th. Rows past the
+// end are zero.
+template <int kThreads>
+inline __device__ void store_diagonal(unsigned char* s_v, const float* g_rows, int64_t g_stride,
+                                      int valid_rows, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < 64 * kHeadDim / 4; i += kThreads) {
+    const int r = i / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4;
+    const float4 x = r < valid_rows ? load4(g_rows + r * g_stride, d)
+                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    unsigned left[3], right[3];
+    split(x.x, x.y, left);
+    split(x.z, x.w, right);
+    for (int piece = 0; piece < 3; ++piece) {
+      *reinterpret_cast<uint2*>(s_v + piece * kOperandBytes + place_of(r, d)) =
+          make_uint2(left[piece], right[piece]);
     }
   }
 }
 
-// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. Two blocks
-// with one consumer fit on a multiprocessor.
+// PV = P V, from three bfloat16 numbers for each of both, small products first. P = 0 times any
+// finite V is 0, however large it is.
+inline __device__ void multiply_diagonal(float (&rPV)[kHeadDim / 2], const float (&rS)[kScores],
+                                         const unsigned char* s_v) {
+  constexpr int kProducts[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
+  unsigned rP[3][kSteps][4];
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    unsigned pieces[3];
+    split(rS[2 * i], rS[2 * i + 1], pieces);
+    for (int piece = 0; piece < 3; ++piece) rP[piece][i / 4][i % 4] = pieces[piece];
+  }
+  const uint64_t b = ptx::matrix_descriptor(s_v);
+  ptx::multiply_fence(rPV, rP);
+#pragma unroll
+  for (int i = 0; i < 6; ++i) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::multiply<true, true>(
+          rPV, rP[kProducts[i][0]][step],
+          ptx::advance(b, kProducts[i][1] * kOperandBytes + step * 16 * kRowBytes), i + step > 0);
+    }
+  }
+  ptx::multiply_commit();
+}
+
+// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each.
 template <int kConsumers>
 constexpr int kThreads = 128 * (1 + kConsumers);
 template <int kConsumers>
-constexpr int kConsumerRegisters = kConsumers == 1 ? 232 : 240;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
 template <int kConsumers>
-constexpr int kStages = kConsumers == 1 ? 2 : 5;  // tiles in shared memory
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+template <int kConsumers>
+constexpr int kStages = kConsumers == 3 ? 3 : 5 - QLO_SHARED;  // tiles in shared memory
 template <int kConsumers>
 constexpr int kSmemBytes =
-    kStages<kConsumers>* kStageBytes + 2 * 64 * kFloatRow * sizeof(float);
+    kStages<kConsumers>* kStageBytes + kConsumers * (3 + QLO_SHARED) * kOperandBytes;
 
 inline __device__ void arrive(ptx::Barrier* barrier) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
@@ -450,30 +527,30 @@ inline __device__ void arrive(ptx::Barrier* barrier) {
 
 template <int kConsumers>
 inline __device__ void wait_for_turn(int warpgroup) {
-  if (TURNS && kConsumers == 2) ptx::named_barrier_sync(1 + warpgroup, 256);
+  if (TURNS) ptx::named_barrier_sync(1 + warpgroup, 256);
 }
 template <int kConsumers>
 inline __device__ void pass_turn(int warpgroup) {
-  if (TURNS && kConsumers == 2) ptx::named_barrier_arrive(2 - warpgroup, 256);
+  if (TURNS) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
 template <int kConsumers>
-__global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
+__global__ void __launch_bounds__(kThreads<kConsumers>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
                      Strides q_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  constexpr int kBlockM = 64;
+  constexpr int kBlockM = 64 * kConsumers;
   constexpr int kStages = ATTENTION_VERSION::kStages<kConsumers>;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
-  float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
+  unsigned char* s_diagonal = s_tiles + kStages * kStageBytes;
   __shared__ ptx::Barrier full[kStages], empty[kStages], diagonal_full;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(&full[stage], 1);
-      ptx::barrier_init(&empty[stage], 4);  // every warp of one warpgroup arrives
+      ptx::barrier_init(&empty[stage], 4 * kConsumers);  // every warp arrives
     }
-    ptx::barrier_init(&diagonal_full, 1);
+    ptx::barrier_init(&diagonal_full, 3);  // three warps write it
     ptx::barrier_init_fence();
   }
   __syncthreads();
@@ -486,24 +563,23 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
   const int head = blockIdx.x % num_heads;
 
   if (threadIdx.x >= 128 * kConsumers) {
-#ifdef ATTENTION_EMULATOR
-    if (kConsumers == 2)
-#endif
-    ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x >= 128 * kConsumers + 32) return;
-    const int lane_id = threadIdx.x % 32;
-    if (is_causal) {  // rows past the end become copies of the last one
+    ptx::lower_registers<kProducerRegisters<kConsumers>>();
+    const int thread = threadIdx.x - 128 * kConsumers;
+    if (thread >= 32) {
+      if (!is_causal) return;
       const float* gV = v + batch * v_strides.batch + head * v_strides.head;
-      constexpr int kBytes = kHeadDim * sizeof(float);
-      if (lane_id == 0) ptx::barrier_expect(&diagonal_full, kBlockM * kBytes);
-      __syncwarp();
-      for (int r = lane_id; r < kBlockM; r += 32) {
-        ptx::copy_bulk(s_diagonal + r * kFloatRow,
-                       gV + min(m_start + r, seqlen - 1) * v_strides.seqlen, kBytes,
-                       &diagonal_full);
+      for (int first = 0; first < kBlockM; first += 64) {
+        const int n_start = m_start + first;
+        store_diagonal<96>(s_diagonal + first / 64 * 3 * kOperandBytes,
+                           gV + n_start * v_strides.seqlen, v_strides.seqlen, seqlen - n_start,
+                           thread - 32);
       }
+      ptx::proxy_fence();
+      __syncwarp();
+      arrive(&diagonal_full);
+      return;
     }
-    if (lane_id != 0) return;
+    if (thread != 0) return;
     ptx::wait_for_previous();
     const unsigned char* g_tiles =
         tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
@@ -516,23 +592,26 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
     }
     return;
   }
-#ifdef ATTENTION_EMULATOR
-    if (kConsumers == 2)
-#endif
   ptx::raise_registers<kConsumerRegisters<kConsumers>>();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  const int m_first = m_start;
+  const int m_first = m_start + 64 * warpgroup;
   const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int n = threadIdx.x % 4 * 2;
   // The tile that the diagonal crosses is the warpgroup's last one.
   const int diagonal = is_causal ? m_first / kBlockN : block_tiles;
   const int warpgroup_tiles = min(diagonal + 1, block_tiles);
-  const bool ends_on_diagonal = is_causal && diagonal % 2 == warpgroup;
+  const int shared_tiles = is_causal ? m_start / kBlockN + 1 : block_tiles;
+  const bool ends_on_diagonal = diagonal < block_tiles;
 
   Queries rQ;
-  load_q(rQ, q + batch * q_strides.batch + head * q_strides.head, q_strides.seqlen, m, seqlen,
+  unsigned char* s_lo = s_diagonal + kConsumers * 3 * kOperandBytes + QLO_SHARED * warpgroup * kOperandBytes;
+  load_q(rQ, s_lo, q + batch * q_strides.batch + head * q_strides.head, q_strides.seqlen, m, seqlen,
          softmax_scale);
+#if QLO_SHARED
+  ptx::proxy_fence();
+  ptx::named_barrier_sync(4 + warpgroup, 128);
+#endif
   Statistics rows;
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   Weights rP;
@@ -543,8 +622,8 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
   };
   const auto start_qk = [&](int tile) {
     ptx::barrier_wait(&full[tile % kStages], tile / kStages % 2);
-    wait_for_turn<kConsumers>(warpgroup);
-    multiply_qk(rS, rQ, stage_of(tile));
+    if (tile < shared_tiles) wait_for_turn<kConsumers>(warpgroup);
+    multiply_qk(rS, rQ, s_lo, stage_of(tile));
   };
   const auto start_pv = [&](int tile) {
     multiply_pv(rPV, rP, stage_of(tile) + 2 * kOperandBytes);
@@ -563,67 +642,60 @@ __global__ void __launch_bounds__(kThreads<kConsumers>, 3 - kConsumers)
     arrive(&empty[tile % kStages]);
   };
 
+#if OVERLAP
+  const auto end_turn = [&](int tile) {
+    const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared_tiles;
+    if (tile < shared_tiles && !is_last) pass_turn<kConsumers>(warpgroup);
+  };
+  if (warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
+  start_qk(0);
+  end_turn(0);
+  ptx::multiply_wait<0>(rS);
+  float2 row_scale = use_s(0);
+  for (int tile = 1; tile < warpgroup_tiles; ++tile) {
+    split_p(rP, rS);
+    start_qk(tile);
+    start_pv(tile - 1);
+    end_turn(tile);
+    ptx::multiply_wait<1>(rS);
+    const float2 next_scale = use_s(tile);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(tile - 1, row_scale);
+    row_scale = next_scale;
+  }
+  if (!ends_on_diagonal) {
+    split_p(rP, rS);
+    start_pv(warpgroup_tiles - 1);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(warpgroup_tiles - 1, row_scale);
+  }
+#else
   float2 row_scale = make_float2(1.0f, 1.0f);
-  int tile = warpgroup;
-  if (tile < block_tiles) {
+  for (int tile = 0; tile < warpgroup_tiles; ++tile) {
     start_qk(tile);
     ptx::multiply_wait<0>(rS);
     row_scale = use_s(tile);
-    for (tile += 2; tile < warpgroup_tiles; tile += 2) {
-      split_p(rP, rS);
-      start_qk(tile);
-      start_pv(tile - 2);
-      ptx::multiply_wait<1>(rS);
-      const float2 next_scale = use_s(tile);
-      ptx::multiply_wait<0>(rPV);
-      use_pv(tile - 2, row_scale);
-      row_scale = next_scale;
-    }
-    if (!ends_on_diagonal) {
-      split_p(rP, rS);
-      start_pv(tile - 2);
-      ptx::multiply_wait<0>(rPV);
-      use_pv(tile - 2, row_scale);
-    }
+    if (tile == diagonal) break;
+    split_p(rP, rS);
+    start_pv(tile);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(tile, row_scale);
   }
+#endif
   if (ends_on_diagonal && !ABLATE_DIAGONAL) {
     // A column's scale would make rows depend on keys that they do not see.
     ptx::barrier_wait(&diagonal_full, 0);
-    add_product_tf32(rO, rS, row_scale, s_diagonal,
-                     threadIdx.x % 128 / 32 * 16 + 16);
+    multiply_diagonal(rPV, rS, s_diagonal + warpgroup * 3 * kOperandBytes);
+    ptx::multiply_wait<0>(rPV);
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+      rO[i] = fmaf(rO[i], i % 4 < 2 ? row_scale.x : row_scale.y, rPV[i]);
+    }
   }
 
-  // Join the halves
-  __shared__ float2 s_statistics[64];
-  float* s_o = s_diagonal + 64 * kFloatRow;
-  const int m_warpgroup = m - m_first;
-  float2 sum = make_float2(reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1]));
-  if (warpgroup == 1) {
-    for (int r = 0; r < 2; ++r) {
-      for (int d = 0; d < kHeadDim / 8; ++d) {
-        store2(s_o + (m_warpgroup + 8 * r) * kFloatRow, 8 * d + n, rO[4 * d + 2 * r], rO[4 * d + 2 * r + 1]);
-      }
-      if (n == 0) s_statistics[m_warpgroup + 8 * r] = make_float2(rows.row_max[r], r ? sum.y : sum.x);
-    }
-    ptx::named_barrier_arrive(1, 256);
-    return;
-  }
-  ptx::named_barrier_sync(1, 256);
-  for (int r = 0; r < 2; ++r) {
-    const float2 other = s_statistics[m_warpgroup + 8 * r];
-    const float new_max = fmaxf(rows.row_max[r], other.x);
-    const float mine = exp2f(rows.row_max[r] - new_max), theirs = exp2f(other.x - new_max);
-    float& own_sum = r ? sum.y : sum.x;
-    own_sum = own_sum * mine + other.y * theirs;
-    for (int d = 0; d < kHeadDim / 8; ++d) {
-      const float2 x = load2(s_o + (m_warpgroup + 8 * r) * kFloatRow, 8 * d + n);
-      rO[4 * d + 2 * r] = rO[4 * d + 2 * r] * mine + x.x * theirs;
-      rO[4 * d + 2 * r + 1] = rO[4 * d + 2 * r + 1] * mine + x.y * theirs;
-    }
-  }
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   for (int r = 0; r < 2; ++r) {
-    const float scale = 1.0f / (r ? sum.y : sum.x);
+    const float scale = 1.0f / reduce_sum(rows.row_sum[r]);
     const int row = m + 8 * r;
     if (row >= seqlen) continue;
     for (int d = 0; d < kHeadDim / 8; ++d) {
@@ -641,7 +713,7 @@ int64_t scratch_floats(const Params& params) {
 
 template <int kConsumers>
 cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
-  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, 64));
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, 64 * kConsumers));
   const auto launch = EARLY ? 1 : 0;
   const auto q = static_cast<const float*>(params.q);
   const auto v = static_cast<const float*>(params.v);
@@ -660,24 +732,14 @@ cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
-  int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
   const int heads = params.batch * params.num_heads;
-  error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
+  const cudaError_t error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
                         dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k),
                         static_cast<const float*>(params.v),
                         reinterpret_cast<unsigned char*>(params.scratch), params.k_strides,
                         params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess || ABLATE_ATTENTION) return error;
-#ifdef CONSUMERS
   return launch_attention<CONSUMERS>(params, stream);
-#else
-  const bool is_small = int64_t{heads} * ceil_div(params.seqlen, 128) < multiprocessors;
-  return is_small ? launch_attention<1>(params, stream) : launch_attention<2>(params, stream);
-#endif
 }
 
 }  // namespace attention::ATTENTION_VERSION
