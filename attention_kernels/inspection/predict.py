@@ -420,6 +420,8 @@ def predict(
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
+    elif version.needs_exactly:
+        reasons.append("asynchronous products and tile copies (wgmma, TMA) cannot be predicted")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,9 @@ from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
+GOLDEN = FILE.with_name("hopper_products.json")  # SHA-256 of sums
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
-PRODUCTS = 4
+PRODUCTS = 16
 KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
 
 pytestmark = pytest.mark.skipif(
@@ -58,15 +63,23 @@ def layout(columns):
     return row, i // 4 * 8 + thread % 4 * 2 + i % 2
 
 
+def power_of_two(exponents):
+    return ((exponents + 127) << 23).int().view(torch.float32)
+
+
 def operands(dtype, name, columns, products=PRODUCTS):
-    """Return A, B and the initial sums for a kind of numbers."""
+    """Return A, B and the initial sums for a kind of numbers, the same on every machine."""
     g = torch.Generator().manual_seed(1)
-    shapes = ((64, 64), (64, columns), (64, columns))
-    a, b, c = (torch.randn(products, *shape, generator=g) for shape in shapes)
+
+    def numbers(*shape, bits):
+        most = 2**bits
+        return torch.randint(-most, most, (products, *shape), generator=g).float() / (most / 2)
 
     def spread(x, bits):
-        return x * torch.exp2(torch.randint(-bits, bits + 1, x.shape, generator=g).float())
+        return x * power_of_two(torch.randint(-bits, bits + 1, x.shape, generator=g))
 
+    a, b = numbers(64, 64, bits=11), numbers(64, columns, bits=11)
+    c = numbers(64, columns, bits=24)
     if name == "spread":
         bits = 5 if dtype == HALF else 12
         a, b, c = spread(a, bits), spread(b, bits), spread(c, 2 * bits)
@@ -82,7 +95,7 @@ def operands(dtype, name, columns, products=PRODUCTS):
         c = spread(c, 26)
     if name == "subnormal":
         a = a * 2.0 ** (-16 if dtype == HALF else -127)
-        c = spread(c * 2.0 ** (-18 if dtype == HALF else -128), 8)
+        c = spread(c, 8) * 2.0 ** (-18 if dtype == HALF else -128)
     return a.to(dtype), b.to(dtype), c
 
 
@@ -116,3 +129,229 @@ def test_products_are_right(dtype, columns, transposed, registers):
     row, column = layout(columns)
     exact = (c.double() + a.double() @ b.double())[:, row, column]
     assert (out - exact).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_sums_are_truncated(dtype):
+    """Adding small products to 1 changes nothing."""
+    a, b = torch.full((1, 64, 64), 2.0**-13), torch.full((1, 64, 32), 2.0**-13)
+    out = multiply(a.to(dtype), b.to(dtype), torch.ones(1, 64, 32), "cpu", False, False)
+    assert bool((out == 1).all())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_a_product_gives_the_bits_that_an_h200_gave(dtype, name):
+    sums = multiply(*operands(dtype, name, 64, 2), "cpu", True, False)
+    digest = hashlib.sha256(sums.numpy().tobytes()).hexdigest()
+    assert digest == json.loads(GOLDEN.read_text("utf-8"))[f"{dtype} {name}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_a_product_gives_the_bits_of_the_hardware(dtype, name, transposed, registers, hopper):
+    for columns in (32, 64, 128):
+        values = operands(dtype, name, columns)
+        twin, hardware = (
+            multiply(*values, device, transposed, registers) for device in ("cpu", hopper)
+        )
+        assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32)), columns
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return "cuda"
+
+
+# Tiles
+
+NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = range(4)
+SIZES = (72, 3, 20, 2)  # of a tensor whose rows have padding
+TILES = [  # swizzle, box, coordinates
+    (SWIZZLE_128, (64, 1, 16, 1), (0, 1, 0, 1)),
+    (SWIZZLE_128, (64, 1, 16, 1), (8, 2, 10, 0)),  # beyond the last row
+    (SWIZZLE_128, (64, 1, 16, 1), (32, 0, -3, 1)),  # beyond columns and before the first row
+    (SWIZZLE_128, (64, 3, 8, 2), (-5, 1, 4, 1)),
+    (SWIZZLE_128, (32, 2, 8, 2), (16, 0, 0, 0)),
+    (SWIZZLE_128, (64, 1, 16, 1), (0, 0, 20, 0)),  # nothing is within bounds
+    (SWIZZLE_64, (32, 1, 16, 1), (8, 1, 7, 1)),
+    (SWIZZLE_32, (16, 2, 16, 1), (60, 2, 9, 0)),
+    (NONE, (64, 2, 8, 1), (16, 1, 3, 1)),
+    (NONE, (8, 1, 20, 2), (70, 0, -1, 0)),
+]
+FLOATS = [(swizzle, (box[0] // 2, *box[1:]), at) for swizzle, box, at in TILES]
+CASES = [(HALF, *tile) for tile in TILES] + [(torch.float32, *tile) for tile in FLOATS]
+
+
+def tensor_of(dtype):
+    """Return numbers 1, 2, ... with rows of 80."""
+    shape = (*SIZES[:0:-1], 80)
+    return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def copy(kind, dtype, swizzle, box, at, device, tile=None):
+    """Load (1) or store (2) a tile; return the tile and the tensor."""
+    tensor = tensor_of(dtype)
+    sums = torch.zeros(torch.Size(box).numel(), dtype=dtype)
+    tensors = {"a": sums if tile is None else tile, "b": sums, "sums": sums, "tensor": tensor}
+    return probe(
+        tensors,
+        device,
+        tile=kind,
+        is_float=dtype == torch.float32,
+        swizzle=swizzle,
+        box=box,
+        at=at,
+        sizes=SIZES,
+        strides=(tensor.stride(2), tensor.stride(1), tensor.stride(0)),
+    )
+
+
+def places(dtype, swizzle, box, at):
+    """Return the place in a tile, and the index in the tensor or None, of each element."""
+    width = 16 // dtype.itemsize
+    for place, (w, z, y, x) in enumerate(itertools.product(*(range(n) for n in box[::-1]))):
+        line, chunk = place // (8 * width), place // width % 8
+        chunk ^= line % (1 << swizzle)
+        index = tuple(i + c for i, c in zip((w, z, y, x), at[::-1], strict=True))
+        inside = all(0 <= i < n for i, n in zip(index, SIZES[::-1], strict=True))
+        yield line * 8 * width + chunk * width + place % width, index if inside else None
+
+
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_a_tile_is_loaded_and_stored(dtype, swizzle, box, at):
+    tensor = tensor_of(dtype)
+    tile, _ = copy(1, dtype, swizzle, box, at, "cpu")
+    expected = torch.zeros_like(tile)
+    for place, index in places(dtype, swizzle, box, at):
+        expected[place] = 0 if index is None else tensor[index]
+    assert torch.equal(tile, expected)
+    _, stored = copy(2, dtype, swizzle, box, at, "cpu", -torch.ones_like(tile).cumsum(0))
+    for place, index in places(dtype, swizzle, box, at):
+        if index is not None:
+            tensor[index] = -(place + 1)
+    assert torch.equal(stored, tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_the_hardware_loads_the_same_tiles(dtype, swizzle, box, at, hopper):
+    twin, hardware = (copy(1, dtype, swizzle, box, at, device)[0] for device in ("cpu", hopper))
+    assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), CASES)
+def test_the_hardware_stores_the_same_tiles(dtype, swizzle, box, at, hopper):
+    tile = -torch.ones(torch.Size(box).numel(), dtype=dtype).cumsum(0)
+    twin, hardware = (
+        copy(2, dtype, swizzle, box, at, device, tile)[1] for device in ("cpu", hopper)
+    )
+    assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
+
+
+# Faults
+
+FAULTY = Path(__file__).parent / "negative" / "v08_hopper.cu"
+WRONG = {5, 14, 18, 36, 39}  # the output shows these faults
+ONLY_RACES = {33, 38}  # only the build that checks for races reports these
+EARLY = (  # a slot that is written too early
+    r"the destination is still read by multiply\(\) at v08_hopper|"
+    r"an operand is still written by load_tile\(\) at v08_hopper|race: lane 0 of warp 0 writes"
+)
+MESSAGES = {
+    1: "never passes: its phase of parity 0 has 0 of 1 arrivals",
+    2: "has 1 of 1 arrivals and copies brought 4096 bytes more than it expects",
+    3: "has 1 of 1 arrivals and waits for 16 bytes that no copy brings",
+    4: EARLY,
+    6: "threads have written .*, without a proxy_fence",
+    7: "128 of 256 threads have arrived in named_barrier_sync",
+    8: EARLY,
+    9: EARLY,
+    10: EARLY,
+    11: "the tile does not start at a multiple of 1024 bytes",
+    12: "the descriptor does not say that the tile has the 128-byte swizzle",
+    13: "the sums have been accessed, and no multiply_fence",
+    15: "are not complete: a product of them is in a later group, or in none",
+    16: EARLY,
+    17: "the registers of A have been accessed, and no multiply_fence",
+    19: "were written before they were complete",
+    20: EARLY,
+    21: EARLY,
+    22: "are not complete: a product of them is in a later group, or in none",
+    23: "are not complete: a product of them is in a later group, or in none",
+    24: "are complete, and it does not take them",
+    25: r"the thread ends before multiply\(\) at v08_hopper.cu:\d+ is complete",
+    26: r"store_tile\(\) .* threads have written .*, without a proxy_fence",
+    27: r"the thread ends while store_tile\(\) at v08_hopper.cu:\d+ is not in a group",
+    28: "the tile was changed before it had been read",
+    29: r"the thread ends while store_tile\(\) at v08_hopper.cu:\d+ reads its tile",
+    30: "never passes: its phase of parity 1",
+    31: EARLY,
+    32: "was initialized without a barrier_init_fence",
+    33: "was initialized by another thread, and nothing orders that before",
+    34: "never ends: no warp gives up registers",
+    35: "the warp has 168 registers per thread",
+    37: "has 1 of 1 arrivals and waits for 4096 bytes that no copy brings",
+    38: "threads have written .*, without a proxy_fence",
+    40: "the warps of the warpgroup multiply different operands",
+}
+
+
+class FaultParams(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in "qkvo"), ("fault", ctypes.c_int))
+
+
+@pytest.fixture(scope="module", params=["", "races"])
+def faulty(request):
+    """Run the kernel with a fault; return its message, its largest error and the build."""
+    version = header.parse_header(FAULTY, "negative_")
+    if request.param:
+        version = header.race_checked(version)
+    op = load_op(version, "cpu", "the faulty kernel")
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(128, 64, generator=g).half() / 8
+    k, v = (torch.randn(320, 64, generator=g).half() for _ in range(2))
+    expected = (q.float() @ k.float().T).half().float() @ v.float()
+
+    def launch(fault):
+        o = torch.zeros(128, 64)
+        params = FaultParams(*(x.data_ptr() for x in (q, k, v, o)), fault)
+        message = ""
+        try:
+            op(o, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+        except RuntimeError as error:
+            message = str(error)
+        return message, float((o - expected).abs().max()), request.param
+
+    return launch
+
+
+@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1", "shuffle:2"])
+def test_a_kernel_without_a_fault_is_right(faulty, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    message, error, _ = faulty(0)
+    assert message == ""
+    assert error < 0.01
+
+
+@pytest.mark.parametrize("order", ["", "reverse"])
+@pytest.mark.parametrize("fault", sorted({*MESSAGES, *WRONG}))
+def test_a_fault_is_reported_or_changes_the_output(faulty, fault, order, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
+    message, error, build = faulty(fault)
+    if fault in WRONG:
+        assert not error < 1
+    elif build or fault not in ONLY_RACES:
+        assert re.search(MESSAGES[fault], message), message
+        assert re.search(r"; block \(0, 0, 0\), thread \(\d+, 0, 0\)", message)
+
+
+def test_every_fault_is_tried():
+    marked = re.findall(r"// (\d+)(?=[:,]|$)", FAULTY.read_text("utf-8"), re.M)
+    assert {*map(int, marked), 38} == {*MESSAGES, *WRONG}

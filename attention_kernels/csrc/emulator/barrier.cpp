@@ -3,6 +3,7 @@
 #include <string>
 
 #include "ptx.h"
+#include "report.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -42,8 +43,18 @@ void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site) {
   if (arrivals == 0 || arrivals > 0xffff)
     barrier_failure(barrier, site, "cannot wait for " + std::to_string(arrivals) + " arrivals");
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
-  if (find(barrier) == nullptr)
-    emulator::this_fiber().block->in_flight.barriers.push_back({barrier, false});
+  const emulator::Fiber& self = emulator::this_fiber();
+  emulator::KnownBarrier known{barrier};
+  known.thread = self.thread;
+  if (self.block->races != nullptr) {
+    known.clock = self.block->races->clock();
+    self.block->races->advance();
+  }
+  if (emulator::KnownBarrier* const before = find(barrier)) {
+    *before = known;
+  } else {
+    self.block->in_flight.barriers.push_back(known);
+  }
 }
 
 void show_barriers() {
@@ -51,16 +62,25 @@ void show_barriers() {
     known.is_fenced = true;
 }
 
-void check_use(const Barrier* barrier, const emulator::Site& site) {
-  const emulator::KnownBarrier* const known = find(barrier);
+inline emulator::KnownBarrier& find_initialized(const Barrier* barrier,
+                                                const emulator::Site& site) {
+  const emulator::Block& block = *emulator::this_fiber().block;
+  emulator::KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, site, "has not been initialized");
-  if (!known->is_fenced)
+  if (block.races != nullptr && !block.races->follows(known->thread, known->clock))
+    barrier_failure(barrier, site,
+                    "was initialized by another thread, and nothing orders that before");
+  return *known;
+}
+
+void check_use(const Barrier* barrier, const emulator::Site& site) {
+  if (!find_initialized(barrier, site).is_fenced)
     barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
 }
 
-void arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
-  if (find(barrier) == nullptr) barrier_failure(barrier, site, "has not been initialized");
+  const emulator::KnownBarrier& known = find_initialized(barrier, site);
   if (barrier->left == 0)
     barrier_failure(barrier, site,
                     "has all of its " + std::to_string(barrier->expected) +
@@ -70,8 +90,10 @@ void arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   if (block.races != nullptr) block.races->release(barrier);
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
+  const unsigned phase = barrier->phase;
   complete_if_due(barrier);
   block.in_flight.idle = 0;
+  return barrier->phase != phase ? known.waiter : -1;
 }
 
 void fill_tile(emulator::Block& block, const emulator::BulkCopy& copy);  // in tma.cpp
@@ -98,12 +120,16 @@ inline void land_copies(emulator::Block& block, Barrier* barrier) {
 
 bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
-  if (find(barrier) == nullptr) barrier_failure(barrier, site, "has not been initialized");
+  emulator::KnownBarrier& known = find_initialized(barrier, site);
   if (barrier->phase == (parity & 1)) {
     land_copies(block, barrier);
     complete_if_due(barrier);
-    if (barrier->phase == (parity & 1)) return false;
+    if (barrier->phase == (parity & 1)) {
+      known.waiter = static_cast<int>(emulator::this_fiber().thread);
+      return false;
+    }
   }
+  known.waiter = -1;
   if (block.races != nullptr) block.races->acquire(barrier);
   return true;
 }
@@ -113,7 +139,7 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
 void note_idle(const Barrier* barrier, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   if (++block.in_flight.idle < 16 * block.threads + 1000 || block.launch->cluster > 1) return;
-  const std::string others = block.waiting_threads();
+  const std::string others = emulator::waiting_threads(block);
   if (barrier == nullptr) {
     emulator::fail(
         cudaErrorLaunchTimeout,

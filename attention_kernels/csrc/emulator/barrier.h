@@ -23,7 +23,8 @@ static_assert(sizeof(Barrier) == 8);
 // Defined in barrier.cpp, without what the kernel's recorders would see.
 void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site);
 void show_barriers();
-void arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site);
+// Returns a thread that waits for the phase that this completes, or -1.
+int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site);
 bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);
 void note_idle(const Barrier* barrier, const emulator::Site& site);
 void check_use(const Barrier* barrier, const emulator::Site& site);
@@ -42,11 +43,13 @@ inline void barrier_init(Barrier* barrier, unsigned arrivals, ATTENTION_EMULATOR
 }
 inline void barrier_init_fence() { show_barriers(); }
 
-// Others run before an arrival returns while products are in flight: a slot that is given back too
-// early is written before they read it.
+// A thread that waits for the phase goes on before an arrival that completes it returns: it writes
+// to a slot that is given back too early before products read it.
 inline void arrive_and_yield(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
-  arrive(barrier, bytes, site);
-  if (emulator::this_fiber().block->in_flight.products_left != 0) yield();
+  const int waiter = arrive(barrier, bytes, site);
+  emulator::Fiber& self = emulator::this_fiber();
+  if (waiter < 0 || unsigned(waiter) == self.thread) return;
+  if (emulator::Fiber* const to = self.block->turn_to(waiter)) switch_context(self, *to);
 }
 inline void barrier_expect(Barrier* barrier, unsigned bytes, ATTENTION_EMULATOR_SITE) {
   arrive_and_yield(barrier, bytes, {"barrier_expect", file, line});

@@ -17,6 +17,8 @@
 #include <thread>
 #include <utility>
 
+#include "report.h"
+
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {
@@ -29,7 +31,7 @@ inline std::string text(uint3 v) {
   return buffer;
 }
 
-inline std::string place(const char* file, int line) {
+std::string place(const char* file, int line) {
   const char* const slash = std::strrchr(file, '/');
   return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
 }
@@ -47,6 +49,18 @@ Words Words::operator+(const char* more) const {
 }
 
 Words Site::text() const { return Words{} + name + "() at " + place(file, line).c_str(); }
+
+std::string waiting_threads(const Block& block) {
+  std::string all;
+  const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
+    all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
+           " threads have arrived in " + site.text().text;
+  };
+  if (block.arrived != 0) add(block.arrived, block.threads - block.finished, block.barrier);
+  for (const NamedBarrier& named : block.in_flight.named)
+    if (named.arrived != 0) add(named.arrived, named.threads, named.site);
+  return all;
+}
 
 // ---- Scheduling -------------------------------------------------------------------------------
 
@@ -114,11 +128,16 @@ Fiber* Block::yield() {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
     if (i == threads) std::this_thread::yield();  // let other blocks run
-    warp = &warps[thread / kWarpSize];
-    lane = thread % kWarpSize;
-    return warp->fibers[lane];
+    return turn_to(thread);
   }
   __builtin_unreachable();
+}
+
+Fiber* Block::turn_to(unsigned thread) {
+  if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) return nullptr;
+  warp = &warps[thread / kWarpSize];
+  lane = thread % kWarpSize;
+  return warp->fibers[lane];
 }
 
 Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* file, int line) {
@@ -191,18 +210,6 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
   return waits ? next_or_abandon() : &this_fiber();
 }
 
-std::string Block::waiting_threads() const {
-  std::string all;
-  const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
-    all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
-           " threads have arrived in " + site.text().text;
-  };
-  if (arrived != 0) add(arrived, threads - finished, barrier);
-  for (const NamedBarrier& named : in_flight.named)
-    if (named.arrived != 0) add(named.arrived, named.threads, named.site);
-  return all;
-}
-
 Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                              const Site* site) {
   if ((mask >> lane & 1) == 0) {
@@ -225,7 +232,7 @@ void Block::finish() {
   warp->ready &= ~(1u << lane);
   warp->done |= 1u << lane;
   ++finished;
-  if (const std::string left = in_flight.left_by(this_fiber().thread, finished == threads);
+  if (const std::string left = left_by(in_flight, this_fiber().thread, finished == threads);
       !left.empty()) {
     record(cudaErrorLaunchFailure, left.c_str());
     abandon();
@@ -277,7 +284,7 @@ void Block::record_stuck() {
   for (const NamedBarrier& named : in_flight.named) {
     if (named.arrived == 0) continue;
     record(cudaErrorLaunchFailure,
-           (named.site.text().text + (" never passes" + waiting_threads())).c_str(),
+           (named.site.text().text + (" never passes" + waiting_threads(*this))).c_str(),
            fiber(named.thread));
     return;
   }

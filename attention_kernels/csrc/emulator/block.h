@@ -14,7 +14,6 @@
 
 #include <signal.h>
 
-#include <string>
 #include <vector>
 
 #include "in_flight.h"
@@ -135,11 +134,11 @@ struct Block {
                         const Site* site);
   // The same at one of the barriers with a number, where a fiber may also arrive without waiting.
   Fiber* arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site);
-  // Says where threads wait that cannot run: "; 128 of 256 threads wait in ...".
-  std::string waiting_threads() const;
   // The calling fiber waits for memory to change. Returns the next fiber that can run, which is the
   // caller if no other can.
   Fiber* yield();
+  // Returns a thread's fiber, whose turn it is then, or null if it cannot run.
+  Fiber* turn_to(unsigned thread);
 
   // Failing: a failing fiber calls record() and then, when it has no object left to destroy,
   // abandon(), which ends the block and discards the frames of all its fibers.
@@ -183,9 +182,6 @@ void wait_for_previous();
 
 // Prints a line to standard error, prefixed with the block, the thread and the source line.
 int print(const char* file, int line, const char* format, ...);
-
-// "byte 256 of 256 bytes of dynamic shared memory"
-std::string describe(const SharedMemory& shared, uintptr_t address);
 
 // Ends the calling thread's launch and discards the thread's frames: memory that they allocated
 // leaks. In host code, throws an exception.

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "shared_memory.h"
@@ -28,7 +27,10 @@ namespace attention::emulator {
 // A barrier in shared memory that the block has initialized.
 struct KnownBarrier {
   const void* barrier;
-  bool is_fenced;  // whether copies can see it
+  bool is_fenced = false;  // whether copies can see it
+  int waiter = -1;         // the last thread that waited in vain
+  unsigned thread = 0;     // that initialized it, and when, for Races
+  uint32_t clock = 0;
 };
 
 // A copy to shared memory in flight: of `bytes` contiguous bytes, or of a tensor's box.
@@ -129,10 +131,17 @@ struct Product {
   const void* code;
 };
 
+// What the warps of a warpgroup must agree on.
+struct IssuedProduct {
+  uint64_t a, b;
+  int line;
+};
+
 struct ProductsOfWarp {
   std::vector<Product> products;
   std::vector<SumsInFlight> sums;
   unsigned group = 0;  // the next one to be committed
+  size_t begun = 0;    // products
 };
 
 struct InFlight {
@@ -142,15 +151,13 @@ struct InFlight {
   std::vector<unsigned> store_groups;  // by thread: the next one to be committed
   NamedBarrier named[kNamedBarriers];
   AsyncView view;
-  std::vector<ProductsOfWarp> products;  // by warp
+  std::vector<ProductsOfWarp> products;            // by warp
+  std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
   unsigned products_left = 0;
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;  // failed waits since anything has happened
-
-  // Returns a complaint if a thread ends before what it has begun, or "". Defined in tma.cpp.
-  std::string left_by(unsigned thread, bool is_last) const;
 
   void clear() {
     barriers.clear();
@@ -160,6 +167,7 @@ struct InFlight {
     for (NamedBarrier& barrier : named) barrier = {};
     view.close();
     products.clear();
+    issued.clear();
     products_left = 0;
     fenced.clear();
     registers.clear();

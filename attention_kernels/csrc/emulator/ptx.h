@@ -24,7 +24,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   }
   check_use(barrier, site);
   if (block.races != nullptr) {
-    block.races->access(to, bytes, emulator::AccessKind::kWrite, __builtin_return_address(0));
+    block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, from, bytes, barrier, site});
@@ -35,6 +35,7 @@ inline void prefetch(const void*) {}
 inline void proxy_fence() {
   emulator::Block& block = *emulator::this_fiber().block;
   block.in_flight.view.update(block.shared, block.launch->poison);
+  if (block.races != nullptr) block.races->fence();
   show_barriers();
 }
 

@@ -8,6 +8,8 @@
 #include <new>
 #include <string>
 
+#include "report.h"
+
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {
@@ -30,6 +32,7 @@ Races::Races(Block& of)
 void Races::begin_block() {
   released.clear();
   begin_interval();
+  begun = ordered;
 }
 
 void Races::synchronize(unsigned first_thread, uint32_t lanes) {
@@ -79,6 +82,30 @@ void Races::acquire(const void* barrier) {
     known(self, of) = std::max(known(self, of), clock[of]);
 }
 
+uint32_t Races::clock() const { return now(this_fiber().thread); }
+
+bool Races::follows(unsigned thread, uint32_t clock) {
+  const unsigned self = this_fiber().thread;
+  return thread == self || clock <= ordered || known(self, thread) >= clock;
+}
+
+void Races::fence() {
+  const unsigned self = this_fiber().thread;
+  fences[self] = now(self);
+  own[self] = ++time;
+}
+
+int Races::unfenced_writer(const void* memory, size_t bytes) {
+  const uintptr_t first = place_of(reinterpret_cast<uintptr_t>(memory));
+  for (uintptr_t at = first; at < first + bytes && first != ~uintptr_t{0}; at += kCellBytes) {
+    const Access& write = cells[at / kCellBytes].write;
+    if (write.clock > begun && write.kind != AccessKind::kCopy &&
+        fences[write.thread] < write.clock)
+      return write.thread;
+  }
+  return -1;
+}
+
 bool Races::conflict(const Access& before, const Access& next) {
   return before.clock > ordered && before.thread != next.thread &&
          (before.bytes & next.bytes) != 0 && known(next.thread, before.thread) < before.clock &&
@@ -96,16 +123,19 @@ void Races::note_read(Cell& cell, const Access& read) {
   last = read;
 }
 
+uintptr_t Races::place_of(uintptr_t address) const {
+  const SharedMemory& shared = block.shared;
+  uintptr_t first = address - reinterpret_cast<uintptr_t>(shared.dynamic);
+  if (first < shared.dynamic_bytes) return first;
+  first = address - reinterpret_cast<uintptr_t>(shared.fixed);
+  return first < Library::instance().tls_bytes ? first + kSharedBytes : ~uintptr_t{0};
+}
+
 void Races::access(const void* memory, size_t bytes, AccessKind kind, const void* code) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
-  const SharedMemory& shared = block.shared;
   const Library& library = Library::instance();
-  uintptr_t first = address - reinterpret_cast<uintptr_t>(shared.dynamic);
-  if (first >= shared.dynamic_bytes) {
-    first = address - reinterpret_cast<uintptr_t>(shared.fixed);
-    if (first >= library.tls_bytes) return;
-    first += kSharedBytes;
-  }
+  const uintptr_t first = place_of(address);
+  if (first == ~uintptr_t{0}) return;
   const auto thread = static_cast<uint16_t>(this_fiber().thread);
   const auto from = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - library.code);
   Access next{now(thread), from, thread, 0, kind};

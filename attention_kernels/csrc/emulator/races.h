@@ -19,7 +19,7 @@
 
 namespace attention::emulator {
 
-enum class AccessKind : uint8_t { kRead, kWrite, kAtomic };
+enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopy };  // kCopy: by a bulk copy
 
 class Races {
  public:
@@ -38,6 +38,17 @@ class Races {
   // What the calling thread did before release() comes before a later acquire() of the barrier.
   void release(const void* barrier);
   void acquire(const void* barrier);
+
+  // Returns the calling thread's time, and whether what another thread did then comes before what
+  // the calling thread does now.
+  uint32_t clock() const;
+  bool follows(unsigned thread, uint32_t clock);
+  void advance() { own[this_fiber().thread] = ++time; }
+
+  // The calling thread calls proxy_fence().
+  void fence();
+  // Returns a thread that has written some of these bytes without a fence() since, or -1.
+  int unfenced_writer(const void* memory, size_t bytes);
 
   // Checks and records an access by the calling thread; `code` is the return address of the call.
   // A race ends the block.
@@ -64,6 +75,8 @@ class Races {
     std::vector<uint32_t> clock;
   };
 
+  // Returns the offset of the first cell's bytes, or -1 outside shared memory.
+  uintptr_t place_of(uintptr_t address) const;
   std::vector<uint32_t>& clock_of(const void* barrier);
   ATTENTION_EMULATOR_INLINE uint32_t& known(unsigned thread, unsigned of) {
     return clocks[thread * kMaxThreads + of];
@@ -82,6 +95,8 @@ class Races {
   uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
   std::vector<Released> released;
+  uint32_t begun = 0;              // when the block began
+  uint32_t fences[kMaxThreads]{};  // each thread's time of its last fence()
 };
 
 }  // namespace attention::emulator

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "report.h"
 #include "wgmma.h"
 
 #pragma GCC visibility push(hidden)
@@ -109,7 +110,7 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   check_tile(map, to, site);
   check_use(barrier, site);
   if (block.races != nullptr) {
-    block.races->access(to, box_bytes(map), emulator::AccessKind::kWrite, code);
+    block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
@@ -188,20 +189,22 @@ void finish_stores(unsigned groups) {
 
 namespace attention::emulator {
 
-std::string InFlight::left_by(unsigned thread, bool is_last) const {
-  for (const TileStore& store : stores) {
+std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last) {
+  for (const TileStore& store : in_flight.stores) {
     if (store.thread == thread)
       return std::string("the thread ends while ") + store.site.text().text +
-             (store.group < store_groups[thread] ? " reads its tile" : " is not in a group");
+             (store.group < in_flight.store_groups[thread] ? " reads its tile"
+                                                           : " is not in a group");
   }
-  if (thread / kWarpSize < products.size()) {
-    const ProductsOfWarp& mine = products[thread / kWarpSize];
+  if (thread / kWarpSize < in_flight.products.size()) {
+    const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
     if (!mine.products.empty())
       return std::string("the thread ends before ") + mine.products[0].site.text().text +
              " is complete";
   }
-  if (is_last && !copies.empty())
-    return std::string("the block ends before ") + copies[0].site.text().text + " is complete";
+  if (is_last && !in_flight.copies.empty())
+    return std::string("the block ends before ") + in_flight.copies[0].site.text().text +
+           " is complete";
   return "";
 }
 

@@ -5,13 +5,15 @@
 #include <algorithm>
 #include <string>
 
+#include "report.h"
+
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
 
 using emulator::kWarpSize;
 
-constexpr uint32_t kPoisonSum = 0x7fc5e1f5;  // a NaN
+constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
 constexpr unsigned kDepth = 16;
 constexpr unsigned kRows = 16;            // of a warp
 constexpr unsigned kFirstAddress = 1024;  // of dynamic shared memory, as on a GPU
@@ -38,7 +40,9 @@ unsigned shared_address(const void* pointer, const emulator::Site& site) {
 
 void check_visible(const unsigned char* bytes, size_t count, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
-  if (!block.in_flight.view.has_seen(block.shared, block.launch->poison, bytes, count))
+  const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
+  if (writer >= 0 ||
+      !block.in_flight.view.has_seen(block.shared, block.launch->poison, bytes, count))
     product_failure(site, "threads have written " +
                               emulator::describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
                               " or near it, without a proxy_fence() after it");
@@ -223,6 +227,18 @@ inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsi
   return sums;
 }
 
+// Compares a product with that of the other warps of the warpgroup.
+inline void check_warpgroup(const emulator::Product& product, unsigned warp) {
+  emulator::InFlight& in_flight = emulator::this_fiber().block->in_flight;
+  in_flight.issued.resize(in_flight.products.size() / 4);
+  auto& issued = in_flight.issued[warp / 4];
+  const size_t mine = products_of_warp().begun++;
+  if (mine == issued.size()) issued.push_back({product.a, product.b, product.site.line});
+  if (issued[mine].a != product.a || issued[mine].b != product.b ||
+      issued[mine].line != product.site.line)
+    product_failure(product.site, "the warps of the warpgroup multiply different operands");
+}
+
 void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   const unsigned warp = emulator::this_fiber().thread / kWarpSize;
@@ -251,6 +267,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
       std::memcpy(&product.operands[(lane / 4 + i % 2 * 8) * kDepth + lane % 4 * 2 + i / 2 * 8],
                   &other.a_registers[i], sizeof(unsigned));
   }
+  check_warpgroup(product, warp);
   check_operands(product, warp);
   gather(product, warp, product.operands);
   emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);

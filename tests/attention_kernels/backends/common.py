@@ -16,6 +16,7 @@ from attention_kernels.ladder import header
 from tests.conftest import usable
 
 FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
+HOPPER = [spec.name for spec in list_backends() if spec.family == "hopper"]
 LAST_WMMA = next(spec.name for spec in list_backends()[::-1] if spec.family == "wmma_fa2")
 STRIDED_HALF = ["FLASH_ATTENTION_1_TENSOR_CORE", LAST_WMMA]
 # One backend of each family, and the first and last of the largest. Tests of the others are slow:
@@ -25,6 +26,7 @@ QUICK = {
     FP32[0],
     FP32[-1],
     "WMMA_FLASH_ATTENTION_2_VERSION_1",
+    HOPPER[-1],
     STRIDED_HALF[0],
     "ABLATION_STEP_8",
     "DECODE_SPLIT_KV_VERSION_1",

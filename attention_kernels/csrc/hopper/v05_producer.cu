@@ -1,19 +1,19 @@
-// v07 - persistent blocks
+// v05 - a warpgroup that only copies
 //
-// Change: as many blocks as multiprocessors, each of which takes its share of all tiles of queries,
-//         those with the most keys first. The producer goes on to the next queries while the
-//         consumers still compute.
-// Why:    a block begins with the latency of its first tiles and ends with its output, and no other
-//         block fills these gaps: there is only one per multiprocessor.
-// Cost:   shares are fixed in advance, where the hardware gives the next block to the first
-//         multiprocessor that is free.
+// Change: a block has a producer warpgroup, of which one thread copies tiles, and consumers that
+//         compute. K and V are freed separately. setmaxnreg gives the producer's registers to the
+//         consumers: three of them at head_dim 64, two at 128.
+// Why:    in v04 a warp that computes also waits until the slowest warp has read a tile before it
+//         starts the next copy. A producer can wait as long as it likes.
+// Cost:   a warpgroup that computes nothing. One block per multiprocessor, whose beginning and end
+//         no other block fills.
 // Tile:   kBlockM x kBlockN = 192 x 128, block 512; 128 x 128, block 384 for head_dim 128
 // Layout: strided
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.1 times as fast as v06 at N=1024 with many heads, 1.05 times at 4,096; the same where
-//         there are fewer blocks than multiprocessors.
+// Expect: 1.1 times as fast as v04 at head_dim 128. Slower at head_dim 64, where two blocks of v04
+//         have four warpgroups that compute.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.
@@ -78,10 +78,6 @@ inline __device__ void copy_tile(unsigned char* s_tile, const TensorMap& map, in
 inline __device__ void arrive(ptx::Barrier* barrier) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
-
-// Consumers issue their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(4 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) { ptx::named_barrier_arrive(4 + warpgroup, 256); }
 
 // Changes the sign of a warpgroup's rows of Q.
 template <int kHeadDim>
@@ -197,27 +193,6 @@ inline __device__ void store(Element* gO, int64_t g_stride, const float (&rO)[kH
   }
 }
 
-// kBlockM queries of one head, or nothing.
-struct Work {
-  int head;  // of all batch entries
-  int m_start;
-  int tiles;  // of the keys that these queries see
-
-  __device__ explicit operator bool() const { return tiles > 0; }
-};
-
-// Returns the i-th work of this block. The last queries have the most keys, so they go first; of
-// each round of work, blocks with an early one get a late one in the next.
-template <int kHeadDim>
-inline __device__ Work work_of(int i, int heads, int seqlen, bool is_causal) {
-  const int m_blocks = (seqlen + kBlockM<kHeadDim> - 1) / kBlockM<kHeadDim>;
-  const int at = i * gridDim.x + (i % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-  if (at >= m_blocks * heads) return {0, 0, 0};
-  const int m_start = (m_blocks - 1 - at / heads) * kBlockM<kHeadDim>;
-  const int n_end = is_causal ? min(m_start + kBlockM<kHeadDim>, seqlen) : seqlen;
-  return {at % heads, m_start, (n_end + kBlockN - 1) / kBlockN};
-}
-
 template <int kHeadDim>
 constexpr int kSmemBytes =
     kTileBytes<kHeadDim, kBlockM<kHeadDim>> + 2 * kStages * kTileBytes<kHeadDim, kBlockN>;
@@ -226,13 +201,19 @@ template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads<kHeadDim>)
     attention_kernel(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                      const __grid_constant__ TensorMap v, Element* __restrict__ o,
-                     Strides o_strides, int heads, int seqlen, int num_heads, float softmax_scale,
+                     Strides o_strides, int seqlen, int num_heads, float softmax_scale,
                      bool is_causal) {
+  // Blocks start in index order: the last queries have the most keys, so they go first.
+  const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM<kHeadDim>;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+  Element* gO = o + batch * o_strides.batch + head * o_strides.head;
+
   ATTENTION_ALIGNED_SHARED(unsigned char, sQ, kSwizzleBytes);
   unsigned char* sK = sQ + kTileBytes<kHeadDim, kBlockM<kHeadDim>>;
   unsigned char* sV = sK + kStages * kTileBytes<kHeadDim, kBlockN>;
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages];  // Q arrives with the first tile of K
-  __shared__ ptx::Barrier k_empty[kStages], v_empty[kStages], q_empty;
+  __shared__ ptx::Barrier k_empty[kStages], v_empty[kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(&k_full[stage], 1);
@@ -240,114 +221,73 @@ __global__ void __launch_bounds__(kThreads<kHeadDim>)
       ptx::barrier_init(&k_empty[stage], 4 * kConsumers<kHeadDim>);  // every warp arrives
       ptx::barrier_init(&v_empty[stage], 4 * kConsumers<kHeadDim>);
     }
-    ptx::barrier_init(&q_empty, 4 * kConsumers<kHeadDim>);
     ptx::barrier_init_fence();
   }
   __syncthreads();
 
+  // No query of this block sees any key from n_end on.
+  const int n_end = is_causal ? min(m_start + kBlockM<kHeadDim>, seqlen) : seqlen;
+  const int tiles = (n_end + kBlockN - 1) / kBlockN;
   constexpr int kBytes = kTileBytes<kHeadDim, kBlockN>;
   if (threadIdx.x < 128) {
     ptx::lower_registers<kProducerRegisters<kHeadDim>>();
     if (threadIdx.x != 0) return;
-    int count = 0;  // of tiles so far
-    for (int i = 0; Work work = work_of<kHeadDim>(i, heads, seqlen, is_causal); ++i) {
-      const int batch = work.head / num_heads;
-      const int head = work.head % num_heads;
-      for (int tile = 0; tile < work.tiles; ++tile, ++count) {
-        const int stage = count % kStages;
-        const int parity = count / kStages % 2;
-        ptx::barrier_wait(&k_empty[stage], parity ^ 1);  // at first, the phase before is complete
-        ptx::barrier_expect(&k_full[stage],
-                            kBytes + (tile == 0 ? kTileBytes<kHeadDim, kBlockM<kHeadDim>> : 0));
-        copy_tile<kHeadDim, kBlockN>(sK + stage * kBytes, k, tile * kBlockN, batch, head,
-                                     &k_full[stage]);
-        if (tile == 0) {
-          ptx::barrier_wait(&q_empty, (i + 1) % 2);
-          copy_tile<kHeadDim, kBlockM<kHeadDim>>(sQ, q, work.m_start, batch, head, &k_full[stage]);
-        }
-        ptx::barrier_wait(&v_empty[stage], parity ^ 1);
-        ptx::barrier_expect(&v_full[stage], kBytes);
-        copy_tile<kHeadDim, kBlockN>(sV + stage * kBytes, v, tile * kBlockN, batch, head,
-                                     &v_full[stage]);
-      }
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int stage = tile % kStages;
+      const int parity = tile / kStages % 2;
+      ptx::barrier_wait(&k_empty[stage], parity ^ 1);  // at first, the phase before is complete
+      ptx::barrier_expect(&k_full[stage],
+                          kBytes + (tile == 0 ? kTileBytes<kHeadDim, kBlockM<kHeadDim>> : 0));
+      if (tile == 0)
+        copy_tile<kHeadDim, kBlockM<kHeadDim>>(sQ, q, m_start, batch, head, &k_full[stage]);
+      copy_tile<kHeadDim, kBlockN>(sK + stage * kBytes, k, tile * kBlockN, batch, head,
+                                   &k_full[stage]);
+      ptx::barrier_wait(&v_empty[stage], parity ^ 1);
+      ptx::barrier_expect(&v_full[stage], kBytes);
+      copy_tile<kHeadDim, kBlockN>(sV + stage * kBytes, v, tile * kBlockN, batch, head,
+                                   &v_full[stage]);
     }
     return;
   }
   ptx::raise_registers<kConsumerRegisters<kHeadDim>>();
 
   const int warpgroup = threadIdx.x / 128 - 1;
+  const int m_first = m_start + 64 * warpgroup;
+  const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int n = threadIdx.x % 4 * 2;
   unsigned char* sQ_warpgroup = sQ + 64 * warpgroup * kRowBytes;
+
+  // Q takes the scale's sign; the scale is then positive, and row_max is of the largest score.
   const float score_scale = fmaxf(fabsf(softmax_scale) * 1.4426950408889634f, 1e-37f);
-  constexpr int kLast = kConsumers<kHeadDim> - 1;
-  if (warpgroup == kLast) pass_turn(0);
-  float rS[kScores];
-  unsigned rP[kSteps][4];
-  float rO[kHeadDim / 2];
-
-  int count = 0;  // of tiles before the work
-  for (int i = 0; Work work = work_of<kHeadDim>(i, heads, seqlen, is_causal); ++i) {
-    const int tiles = work.tiles;
-    const int m_first = work.m_start + 64 * warpgroup;
-    const int m = m_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int n_seen = is_causal ? m_first + 1 : seqlen;  // every query sees the keys before it
-
-    // Q takes the scale's sign; the scale is then positive, and row_max is of the largest score.
-    if (softmax_scale < 0.0f) {
-      ptx::barrier_wait(&k_full[count % kStages], count / kStages % 2);
-      negate<kHeadDim>(sQ_warpgroup);
-      ptx::named_barrier_sync(1 + warpgroup, 128);
-    }
-    Statistics rows;
-    const auto start_qk = [&](int tile) {
-      const int stage = (count + tile) % kStages;
-      ptx::barrier_wait(&k_full[stage], (count + tile) / kStages % 2);
-      wait_for_turn(warpgroup);
-      multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
-    };
-    const auto start_pv = [&](int tile) {
-      const int stage = (count + tile) % kStages;
-      ptx::barrier_wait(&v_full[stage], (count + tile) / kStages % 2);
-      multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
-    };
-    const auto end_turn = [&](int tile) {
-      const bool is_last = tile + 1 == tiles && !work_of<kHeadDim>(i + 1, heads, seqlen, is_causal);
-      if (!is_last || warpgroup != kLast) pass_turn((warpgroup + 1) % kConsumers<kHeadDim>);
-    };
-    const auto use_s = [&](int tile) {
-      const int n_start = tile * kBlockN;
-      arrive(&k_empty[(count + tile) % kStages]);
-      if (tile + 1 == tiles) arrive(&q_empty);
-      if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);
-      return softmax(rS, rows, score_scale);
-    };
-
-    start_qk(0);
-    end_turn(0);
-    ptx::multiply_wait<0>(rS);
-    use_s(0);
-    round_p(rP, rS);
-#pragma unroll
-    for (float& x : rO) x = 0.0f;
-    for (int tile = 1; tile < tiles; ++tile) {
-      start_qk(tile);
-      start_pv(tile - 1);
-      end_turn(tile);
-      ptx::multiply_wait<1>(rS);
-      const float2 row_scale = use_s(tile);
-      ptx::multiply_wait<0>(rO);
-      arrive(&v_empty[(count + tile - 1) % kStages]);
-      rescale<kHeadDim>(rO, row_scale);
-      round_p(rP, rS);
-    }
-    start_pv(tiles - 1);
-    ptx::multiply_wait<0>(rO);
-    arrive(&v_empty[(count + tiles - 1) % kStages]);
-    Element* gO =
-        o + work.head / num_heads * o_strides.batch + work.head % num_heads * o_strides.head;
-    store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
-    count += tiles;
+  if (softmax_scale < 0.0f) {
+    ptx::barrier_wait(&k_full[0], 0);
+    negate<kHeadDim>(sQ_warpgroup);
+    ptx::named_barrier_sync(1 + warpgroup, 128);
   }
+  float rO[kHeadDim / 2] = {};
+  Statistics rows;
+
+  const int n_seen = is_causal ? m_first + 1 : seqlen;  // every query sees the keys before it
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int n_start = tile * kBlockN;
+    const int stage = tile % kStages;
+    const int parity = tile / kStages % 2;
+
+    ptx::barrier_wait(&k_full[stage], parity);
+    float rS[kScores];
+    multiply_qk<kHeadDim>(rS, sQ_warpgroup, sK + stage * kBytes);
+    ptx::multiply_wait<0>(rS);
+    arrive(&k_empty[stage]);
+    if (n_start + kBlockN > n_seen) mask(rS, n_start + n, m, seqlen, is_causal);
+    rescale<kHeadDim>(rO, softmax(rS, rows, score_scale));
+    unsigned rP[kSteps][4];
+    round_p(rP, rS);
+    ptx::barrier_wait(&v_full[stage], parity);
+    multiply_pv<kHeadDim>(rO, rP, sV + stage * kBytes);
+    ptx::multiply_wait<0>(rO);
+    arrive(&v_empty[stage]);
+  }
+  store<kHeadDim>(gO, o_strides.seqlen, rO, rows, m, seqlen);
 }
 
 int64_t scratch_floats(const Params&) { return 0; }
@@ -370,18 +310,11 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_map(&k, params.k, params.k_strides, kBlockN, params);
   if (error == cudaSuccess) error = make_map(&v, params.v, params.v_strides, kBlockN, params);
   if (error != cudaSuccess) return error;
-  int device = 0, multiprocessors = 0;
-  error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  const int heads = params.batch * params.num_heads;
-  const int64_t works = int64_t{heads} * ceil_div(params.seqlen, kBlockM<kHeadDim>);
-  const int grid = static_cast<int>(works < multiprocessors ? works : multiprocessors);
-  return launch_kernel(attention_kernel<kHeadDim>, dim3(grid), dim3(kThreads<kHeadDim>),
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM<kHeadDim>));
+  return launch_kernel(attention_kernel<kHeadDim>, grid, dim3(kThreads<kHeadDim>),
                        kSmemBytes<kHeadDim>, stream, q, k, v, static_cast<Element*>(params.o),
-                       params.o_strides, heads, params.seqlen, params.num_heads,
-                       params.softmax_scale, params.is_causal);
+                       params.o_strides, params.seqlen, params.num_heads, params.softmax_scale,
+                       params.is_causal);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {

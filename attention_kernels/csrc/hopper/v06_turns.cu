@@ -1,8 +1,8 @@
-// v05 - consumers take turns
+// v06 - consumers take turns
 //
 // Change: a consumer waits for its turn before it issues Q K^T, and then passes the turn on. Named
 //         barriers hold the turns.
-// Why:    while one warpgroup computes exponentials, another one should multiply. In v04 they all
+// Why:    while one warpgroup computes exponentials, another one should multiply. In v05 they all
 //         may do the same at the same time.
 // Cost:   two named barriers per tile.
 // Tile:   kBlockM x kBlockN = 192 x 128, block 512; 128 x 128, block 384 for head_dim 128
@@ -10,7 +10,7 @@
 // Takes:  float16 bfloat16, head_dim 64 128
 // Needs:  sm_90a
 // Flags:  --use_fast_math
-// Expect: 1.1 times as fast as v04 for long sequences.
+// Expect: 1.1 times as fast as v05 for long sequences.
 
 // V must be finite, as for most tensor-core kernels: where a query does not see a key of its tile,
 // P is 0, but the product still adds 0 * V to the sum.

@@ -1,0 +1,28 @@
+// Text for messages. Only the runtime includes this: parsing <string> takes g++ as long as most
+// kernels.
+
+#pragma once
+
+#include <string>
+
+#include "block.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+// "v07.cu:31"
+std::string place(const char* file, int line);
+
+// "byte 256 of 256 bytes of dynamic shared memory"
+std::string describe(const SharedMemory& shared, uintptr_t address);
+
+// Says where the threads of a block wait that cannot run: "; 128 of 256 threads have arrived in ...".
+std::string waiting_threads(const Block& block);
+
+// Returns a complaint if a thread ends before what it has begun, or "".
+std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last);
+
+}  // namespace attention::emulator
+
+#pragma GCC visibility pop
