@@ -419,6 +419,7 @@ inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHea
 
 // Tells that this warp is done with what the barrier guards.
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 
@@ -460,7 +461,6 @@ __global__ void __launch_bounds__(kThreads, 1)
                            v_strides.seqlen, seqlen - n_start, thread - 32);
       }
       ptx::proxy_fence();
-      __syncwarp();
       arrive(&diagonal_full);
     }
     if (thread != 0) return;
