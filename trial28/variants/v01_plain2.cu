@@ -520,6 +520,7 @@ constexpr int kSmemBytes =
     kStages<kConsumers>* kStageBytes + kConsumers * (3 + QLO_SHARED) * kOperandBytes;
 
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 

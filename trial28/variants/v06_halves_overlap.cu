@@ -521,6 +521,7 @@ constexpr int kSmemBytes =
     kStages<kConsumers>* kStageBytes + (3 + 1) * kOperandBytes + 64 * kFloatRow * sizeof(float);
 
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 
