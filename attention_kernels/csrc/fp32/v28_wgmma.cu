@@ -1,28 +1,23 @@
 // v28 - Hopper's wgmma, with a warp that copies
 //
 // From:   v25
-// Change: warpgroups multiply with wgmma, which reads Q, K and V from shared memory by itself. K and
-//         V are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
-//         fetches a tile; a warp that does nothing else copies, up to kStages tiles ahead. Where
-//         the mask crosses a tile, V and P are split into three bfloat16 numbers: these have
-//         float32's exponents, so V needs no scale there, and six products are faster than
-//         mma.sync's three in TF32. Attention's blocks start early. Keys are no longer divided
-//         among blocks.
+// Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself. K and V
+//         are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
+//         fetches a tile; a warp that does nothing else copies, up to kStages tiles ahead.
+//         Attention's blocks start early. Keys are no longer divided among blocks.
 // Why:    mma.sync reaches two thirds of the tensor cores' rate, and its warps spend instructions
-//         on copies and on loading operands. While one warpgroup computes exponentials, others
-//         multiply.
+//         on copies and on loading operands.
 // Cost:   runs on compute capability 9.0 only. A block has a whole multiprocessor, and nothing to
 //         do while it begins and ends.
-// Tile:   kBlockM x kBlockN = 192 x 64, block 512
+// Tile:   kBlockM x kBlockN = 128 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 64
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: 1.5 times as fast as v25 for long sequences. Slower than v25 where there are fewer blocks
-//         than multiprocessors.
+// Expect: 1.3 times as fast as v25 for long sequences. Slower where there are fewer blocks than
+//         multiprocessors.
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "ptx.cuh"
@@ -32,14 +27,14 @@ namespace attention::ATTENTION_VERSION {
 
 // A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. The
 // registers are at most the multiprocessor's 65,536.
-constexpr int kConsumers = 3;
+constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = 160;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 constexpr int kBlockM = 64 * kConsumers;
 constexpr int kBlockN = 64;
 constexpr int kHeadDim = 64;
-constexpr int kStages = 3;            // tiles in shared memory
+constexpr int kStages = 5;            // tiles in shared memory
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
 constexpr int kSteps = 64 / kStep;
@@ -57,11 +52,10 @@ constexpr int kOperandBytes = kBlockN * kRowBytes;
 constexpr int kTileBytes = 4 * kOperandBytes + sizeof(float) * (kBlockN + kHeadDim);
 constexpr int kStageBytes = (kTileBytes + 1023) / 1024 * 1024;
 
-// Shared memory: kStages tiles, then for each consumer V on its diagonal, in three operands, and Q,
-// hi and lo.
-constexpr int kDiagonalBytes = 3 * kOperandBytes;
-constexpr int kQueriesBytes = 2 * kOperandBytes;
-constexpr int kSmemBytes = kStages * kStageBytes + kConsumers * (kDiagonalBytes + kQueriesBytes);
+// Shared memory: kStages tiles, then V in float32 on the block's diagonal, in padded rows.
+constexpr int kFloatRow = kHeadDim + 4;
+constexpr int kDiagonalBytes = kBlockM * kFloatRow * sizeof(float);
+constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
 
 inline __device__ float4 load4(const float* row, unsigned d) {
   return reinterpret_cast<const float4*>(row)[d / 4];
@@ -95,17 +89,10 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// Splits x and y into sums of three bfloat16 numbers, which have float32's exponents. The first is
-// not rounded, because that could overflow.
-inline __device__ void split(float x, float y, unsigned (&pieces)[3]) {
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    pieces[i] = i == 0 ? __float_as_uint(x) >> 16 | (__float_as_uint(y) & 0xffff0000)
-                       : *reinterpret_cast<const unsigned*>(&pair);
-    x -= __uint_as_float(pieces[i] << 16);
-    y -= __uint_as_float(pieces[i] & 0xffff0000);
-  }
+// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
+inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
+  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
+  lo = __float_as_uint(x - __uint_as_float(hi));
 }
 
 // Returns the place of column d of row r in an operand.
@@ -225,11 +212,15 @@ inline __device__ float reduce_max(float x) {
 // In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
 // (r = 1), at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
 
-// Loads rows m and m + 8 of Q, which are rows r and r + 8 of the warpgroup's, scales and splits them
-// and stores hi and lo as two operands. Rows past the end are zero. Returns what scales the rows'
-// scores to units of log(2).
-inline __device__ float2 load_q(unsigned char* s_q, int r, const float* gQ, int64_t g_stride, int m,
-                                int seqlen, float softmax_scale) {
+// Q or P, hi and lo, as wgmma's operand A
+struct Split {
+  unsigned hi[kSteps][4], lo[kSteps][4];
+};
+
+// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero. Returns what scales the
+// rows' scores to units of log(2).
+inline __device__ float2 load_q(Split& rQ, const float* gQ, int64_t g_stride, int m, int seqlen,
+                                float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
   float undo[2];
   for (int i = 0; i < 2; ++i) {
@@ -244,113 +235,49 @@ inline __device__ float2 load_q(unsigned char* s_q, int r, const float* gQ, int6
     const float scale = power_of_two(kTop - exponent);
     undo[i] = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
     for (int j = 0; j < kHeadDim / 8; ++j) {
-      unsigned hi, lo;
-      split(x[j].x * scale, x[j].y * scale, hi, lo);
-      unsigned char* to = s_q + place_of(r + 8 * i, 8 * j + n);
-      *reinterpret_cast<unsigned*>(to) = hi;
-      *reinterpret_cast<unsigned*>(to + kOperandBytes) = lo;
+      const int at = j % 2 * 2 + i;
+      split(x[j].x * scale, x[j].y * scale, rQ.hi[j / 2][at], rQ.lo[j / 2][at]);
     }
   }
   return make_float2(undo[0], undo[1]);
 }
 
-// S = Q K^T, small products first. The hi of Q and K is at `s_q` and `s_k`, their lo in the next
-// operand.
-inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* s_q,
-                                   const unsigned char* s_k) {
-  constexpr int kProducts[3][2] = {{1, 0}, {0, 1}, {0, 0}};
-  const uint64_t a = ptx::matrix_descriptor(s_q);
-  const uint64_t b = ptx::matrix_descriptor(s_k);
-  ptx::multiply_fence(rS);
+// sums = A B, small products first. The hi of B is at `b`, its lo in the next operand; a step is
+// kStepBytes further on.
+template <bool kTransposed, int kStepBytes>
+inline __device__ void multiply(float (&sums)[32], Split& a, const unsigned char* b) {
+  const uint64_t hi = ptx::matrix_descriptor(b);
+  const uint64_t lo = ptx::matrix_descriptor(b + kOperandBytes);
+  ptx::multiply_fence(sums, a.hi, a.lo);
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = step * kStepBytes;
+    ptx::multiply<false, kTransposed>(sums, a.lo[step], ptx::advance(hi, at), step > 0);
+    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(lo, at));
+  }
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int at = step * kStep * sizeof(half);
-      ptx::multiply<false>(rS, ptx::advance(a, kProducts[i][0] * kOperandBytes + at),
-                           ptx::advance(b, kProducts[i][1] * kOperandBytes + at), i + step > 0);
-    }
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(hi, step * kStepBytes));
   }
   ptx::multiply_commit();
 }
 
-// P, hi and lo. An accumulator's elements are in the order of operand A.
-struct Weights {
-  unsigned hi[kSteps][4], lo[kSteps][4];
-};
+// S = Q K^T
+inline __device__ void multiply_qk(float (&rS)[kScores], Split& rQ, const unsigned char* sK) {
+  multiply<false, kStep * sizeof(half)>(rS, rQ, sK);
+}
 
-inline __device__ void split_p(Weights& rP, const float (&rS)[kScores]) {
+// PV = P V. V's rows are rows of B, where K's are columns.
+inline __device__ void multiply_pv(float (&rPV)[kHeadDim / 2], Split& rP, const unsigned char* sV) {
+  multiply<true, kStep * kRowBytes>(rPV, rP, sV);
+}
+
+// An accumulator's elements are in the order of operand A.
+inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) {
     split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
   }
-}
-
-// PV = P V, small products first. The hi of V is at `s_v`, its lo in the next operand. V's rows are
-// rows of B, where K's are columns.
-inline __device__ void multiply_pv(float (&rPV)[kHeadDim / 2], Weights& rP,
-                                   const unsigned char* s_v) {
-  const uint64_t hi = ptx::matrix_descriptor(s_v);
-  const uint64_t lo = ptx::matrix_descriptor(s_v + kOperandBytes);
-  ptx::multiply_fence(rPV, rP.hi, rP.lo);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int at = step * kStep * kRowBytes;
-    ptx::multiply<false, true>(rPV, rP.lo[step], ptx::advance(hi, at), step > 0);
-    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(lo, at));
-  }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(hi, step * kStep * kRowBytes));
-  }
-  ptx::multiply_commit();
-}
-
-// Splits and stores 64 rows of V, by kThreads threads of which this is the thread-th. Rows past the
-// end are zero.
-template <int kThreads>
-inline __device__ void store_diagonal(unsigned char* s_v, const float* g_rows, int64_t g_stride,
-                                      int valid_rows, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < 64 * kHeadDim / 4; i += kThreads) {
-    const int r = i / (kHeadDim / 4), d = i % (kHeadDim / 4) * 4;
-    const float4 x =
-        r < valid_rows ? load4(g_rows + r * g_stride, d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    unsigned left[3], right[3];
-    split(x.x, x.y, left);
-    split(x.z, x.w, right);
-    for (int piece = 0; piece < 3; ++piece) {
-      *reinterpret_cast<uint2*>(s_v + piece * kOperandBytes + place_of(r, d)) =
-          make_uint2(left[piece], right[piece]);
-    }
-  }
-}
-
-// PV = P V, from three bfloat16 numbers for each of both, small products first. P = 0 times any
-// finite V is 0, however large it is.
-inline __device__ void multiply_diagonal(float (&rPV)[kHeadDim / 2], const float (&rS)[kScores],
-                                         const unsigned char* s_v) {
-  constexpr int kProducts[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
-  unsigned rP[3][kSteps][4];
-#pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) {
-    unsigned pieces[3];
-    split(rS[2 * i], rS[2 * i + 1], pieces);
-    for (int piece = 0; piece < 3; ++piece) rP[piece][i / 4][i % 4] = pieces[piece];
-  }
-  const uint64_t b = ptx::matrix_descriptor(s_v);
-  ptx::multiply_fence(rPV, rP);
-#pragma unroll
-  for (int i = 0; i < 6; ++i) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::multiply<true, true>(
-          rPV, rP[kProducts[i][0]][step],
-          ptx::advance(b, kProducts[i][1] * kOperandBytes + step * kStep * kRowBytes),
-          i + step > 0);
-    }
-  }
-  ptx::multiply_commit();
 }
 
 struct Statistics {
@@ -417,6 +344,42 @@ inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHea
   }
 }
 
+// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
+// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
+inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
+                                        float2 row_scale, const float* s_v, int keys) {
+  const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
+#pragma unroll
+  for (int first = 0; first < kHeadDim; first += 16) {
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
+          split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + first + 8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 2 + 4 * d + i];
+        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
+
 // Tells that this warp is done with what the barrier guards.
 inline __device__ void arrive(ptx::Barrier* barrier) {
   __syncwarp();
@@ -429,15 +392,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                      Strides q_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
-  unsigned char* s_diagonals = s_tiles + kStages * kStageBytes;
-  unsigned char* s_queries = s_diagonals + kConsumers * kDiagonalBytes;
+  float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
   __shared__ ptx::Barrier full[kStages], empty[kStages], diagonal_full;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::barrier_init(&full[stage], 1);
       ptx::barrier_init(&empty[stage], 4 * kConsumers);  // every warp arrives
     }
-    ptx::barrier_init(&diagonal_full, 3);  // three warps
+    ptx::barrier_init(&diagonal_full, 1);
     ptx::barrier_init_fence();
   }
   __syncthreads();
@@ -449,19 +411,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
 
-  // The last warpgroup: one thread copies tiles, and three warps split V on the diagonal.
+  // The last warpgroup: one warp copies.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
     const int thread = threadIdx.x - 128 * kConsumers;
-    if (thread >= 32 && is_causal) {
+    if (thread >= 32) return;
+    if (is_causal) {  // rows past the end become copies of the last one
       const float* gV = v + batch * v_strides.batch + head * v_strides.head;
-      for (int i = 0; i < kConsumers; ++i) {
-        const int n_start = m_start + 64 * i;
-        store_diagonal<96>(s_diagonals + i * kDiagonalBytes, gV + n_start * v_strides.seqlen,
-                           v_strides.seqlen, seqlen - n_start, thread - 32);
+      constexpr int kBytes = kHeadDim * sizeof(float);
+      if (thread == 0) ptx::barrier_expect(&diagonal_full, kBlockM * kBytes);
+      __syncwarp();
+      for (int r = thread; r < kBlockM; r += 32) {
+        ptx::copy_bulk(s_diagonal + r * kFloatRow,
+                       gV + min(m_start + r, seqlen - 1) * v_strides.seqlen, kBytes,
+                       &diagonal_full);
       }
-      ptx::proxy_fence();
-      arrive(&diagonal_full);
     }
     if (thread != 0) return;
     ptx::wait_for_previous();
@@ -488,47 +452,55 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int diagonal = is_causal ? m_first / kBlockN : block_tiles;
   const int end = min(diagonal + 1, block_tiles);
 
-  unsigned char* sQ = s_queries + warpgroup * kQueriesBytes;
-  const float2 q_scale = load_q(sQ, r, q + batch * q_strides.batch + head * q_strides.head,
-                                q_strides.seqlen, m_first + r, seqlen, softmax_scale);
-  ptx::proxy_fence();
-  ptx::named_barrier_sync(1 + warpgroup, 128);
-  // A warpgroup's diagonal tile and those after it are not given back: no other takes their place.
+  // A warpgroup's diagonal tile and those after it are not given back: no others take their place.
   static_assert(kStages >= kConsumers, "a block's last kConsumers tiles stay in shared memory");
+  const bool has_diagonal = diagonal < block_tiles;
+
+  Split rQ, rP;
+  const float2 q_scale = load_q(rQ, q + batch * q_strides.batch + head * q_strides.head,
+                                q_strides.seqlen, m_first + r, seqlen, softmax_scale);
   Statistics rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
-  Weights rP;
-  for (int tile = 0; tile < end; ++tile) {
-    const int stage = tile % kStages;
-    const unsigned char* sK = s_tiles + stage * kStageBytes;
-    const unsigned char* sV = sK + 2 * kOperandBytes;
-    const float* k_scales = reinterpret_cast<const float*>(sK + 4 * kOperandBytes);
-    ptx::barrier_wait(&full[stage], tile / kStages % 2);
-    multiply_qk(rS, sQ, sK);
-    ptx::multiply_wait<0>(rS);
-    scale_scores(rS, q_scale, k_scales);
+  const auto start_qk = [&](int tile) {
+    ptx::barrier_wait(&full[tile % kStages], tile / kStages % 2);
+    multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
+  };
+  const auto start_pv = [&](int tile) {
+    multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + 2 * kOperandBytes);
+  };
+  const auto scales_of = [&](int tile) {
+    return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
+                                          4 * kOperandBytes);
+  };
+  const auto use_s = [&](int tile) {
+    scale_scores(rS, q_scale, scales_of(tile));
     const int n_start = tile * kBlockN;
     if (tile == diagonal || n_start + kBlockN > seqlen) {
       mask(rS, n_start + n, m_first + r, seqlen, is_causal);
     }
-    row_scale = softmax(rS, rows);
+    return softmax(rS, rows);
+  };
+  const auto use_pv = [&](int tile) {
+    add_pv(rO, rPV, row_scale, scales_of(tile) + kBlockN);
+    arrive(&empty[tile % kStages]);
+  };
+
+  for (int tile = 0; tile < end; ++tile) {
+    start_qk(tile);
+    ptx::multiply_wait<0>(rS);
+    row_scale = use_s(tile);
     if (tile == diagonal) break;
     split_p(rP, rS);
-    multiply_pv(rPV, rP, sV);
+    start_pv(tile);
     ptx::multiply_wait<0>(rPV);
-    add_pv(rO, rPV, row_scale, k_scales + kBlockN);
-    arrive(&empty[stage]);
+    use_pv(tile);
   }
-  if (diagonal < block_tiles) {
+  if (has_diagonal) {
     // A column's scale would make rows depend on keys that they do not see.
     ptx::barrier_wait(&diagonal_full, 0);
-    multiply_diagonal(rPV, rS, s_diagonals + warpgroup * kDiagonalBytes);
-    ptx::multiply_wait<0>(rPV);
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) {
-      rO[i] = fmaf(rO[i], i % 4 < 2 ? row_scale.x : row_scale.y, rPV[i]);
-    }
+    add_product_tf32(rO, rS, row_scale, s_diagonal + 64 * warpgroup * kFloatRow,
+                     threadIdx.x % 128 / 32 * 16 + 16);
   }
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
