@@ -216,8 +216,8 @@ struct Split {
   unsigned hi[kSteps][4], lo[kSteps][4];
 };
 
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero. Returns what scales the
-// rows' scores to units of log(2).
+// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero. Returns what scales
+// the rows' scores to units of log(2).
 inline __device__ float2 load_q(Split& rQ, const float* gQ, int64_t g_stride, int m, int seqlen,
                                 float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
