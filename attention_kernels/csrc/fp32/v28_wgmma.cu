@@ -15,7 +15,7 @@
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: 1.3 times as fast as v25 for long sequences. Slower where there are fewer blocks than
+// Expect: 1.25 times as fast as v25 for long sequences. Slower where there are fewer blocks than
 //         multiprocessors.
 
 #include <cuda_fp16.h>

@@ -3,8 +3,8 @@
 // Change: where the mask crosses a tile, V and P are split into three bfloat16 numbers, and wgmma
 //         sums six of their products. Three warps of the warpgroup that copies split V.
 // Why:    these tiles need V without a scale. v30 multiplies them by mma.sync in TF32, with ten
-//         instructions for each pair of numbers of V, in every warp; without them 4,096 rows take a
-//         tenth less time. bfloat16 has float32's exponents as well, and wgmma multiplies it.
+//         instructions for each pair of numbers of V, in every warp. bfloat16 has float32's
+//         exponents as well, and wgmma multiplies it.
 // Cost:   V's numbers take 6 bytes instead of 4 in shared memory. The warps that copy need more
 //         registers.
 // Tile:   kBlockM x kBlockN = 128 x 64 or 64 x 64, block 384
