@@ -120,7 +120,11 @@ THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}
 @pytest.mark.parametrize(
     ("family", "precisions", "head_dims"),
     [
-        ("fp32", [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")], [HEAD_DIMS]),
+        (
+            "fp32",
+            [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")],
+            [HEAD_DIMS, (64,)],
+        ),
         ("wmma_fa2", [{"float16": "fp16"}], [(64,), HEAD_DIMS]),
         ("hopper", [{"float16": "fp16", "bfloat16": "bf16"}], [HEAD_DIMS[1:]]),
         ("ablation", [{"float32": "ieee-fp32"}], [HEAD_DIMS[:2]]),

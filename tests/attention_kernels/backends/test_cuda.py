@@ -81,11 +81,13 @@ def test_tiles_that_no_row_sees_are_not_visited(name, device):
 
 
 @pytest.mark.parametrize("multiprocessors", ["1", "40"])
-def test_any_division_of_the_work_is_right(multiprocessors, monkeypatch):
-    """One multiprocessor is full of large blocks; on forty, blocks share the keys of a row."""
+@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_26", FP32[-1]])
+def test_any_division_of_the_work_is_right(name, multiprocessors, monkeypatch):
+    """One multiprocessor is full of large blocks; on forty, blocks or warps share a row's keys."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", multiprocessors)
-    spec = usable(FP32[-1], "cpu")
-    for case in (Case(300, 64), Case(257, 32, is_causal=False), Case(140, 128)):
+    spec = usable(name, "cpu")
+    smallest, largest = spec.head_dims[0], spec.head_dims[-1]
+    for case in (Case(300, 64), Case(257, smallest, is_causal=False), Case(140, largest)):
         assert run_case(spec, case, "cpu").passed
     assert not future_leaks(spec, Case(300, 64), "cpu", 141)
 
@@ -223,7 +225,7 @@ def test_a_size_beyond_the_grid_is_refused(shape, reason):
 
 
 def test_misaligned_inputs_are_refused():
-    spec = usable(FP32[-1], "cpu")
+    spec = usable("CUSTOM_CUDA_VERSION_26", "cpu")
     k = torch.zeros(257)[1:].view(1, 4, 2, 32)
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(BAD, k, BAD)
