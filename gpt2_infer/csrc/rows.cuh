@@ -6,27 +6,16 @@
 
 #include <cstdint>
 
+#include "block_sum.cuh"
 #include "ptx.cuh"
 
 namespace attention {
 namespace {
 
-constexpr unsigned kWarp = 0xffffffff;
-
 __device__ inline float4 load4(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
 __device__ inline float4 operator+(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-__device__ inline float block_sum(float value, float* warps) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-  return sum;
 }
 
 // Returns a thread's four columns of the LayerNorm of a block's row. v is 0 in threads that have no

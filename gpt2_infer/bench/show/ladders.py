@@ -105,7 +105,11 @@ def sections(family: str, measured: Sequence[File]) -> str:
             f"*Cost:* {_prose(version.cost)}",
             f"*Expected:* {_prose(version.expect)}",
         ]
-        facts = [fact for one in measured for fact in _FACTS[one.study["kind"]](one, name, before)]
+        found: dict[str, list[str]] = {}  # by kind, from the first file that has the version
+        for one in measured:
+            kind = one.study["kind"]
+            found[kind] = found.get(kind) or _FACTS[kind](one, name, before)
+        facts = [fact for of_kind in found.values() for fact in of_kind]
         texts += [f"**Measured:** {'; '.join(facts)}."] if facts else []
     return "\n\n".join(texts) + "\n"
 

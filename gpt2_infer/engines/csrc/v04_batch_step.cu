@@ -22,6 +22,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../../csrc/block_sum.cuh"
 #include "element.cuh"
 #include "ptx.cuh"
 
@@ -66,7 +67,6 @@ using KernelParams = StructParams;
 
 namespace {
 
-constexpr unsigned kWarp = 0xffffffff;
 constexpr int kChunk = 8;            // elements in 16 bytes
 constexpr int kMaxThreads = 1024;    // a row of 8,192 columns
 constexpr int kChooseThreads = 512;  // of choose()
@@ -83,16 +83,6 @@ __device__ inline void store(Element* to, const float (&v)[kChunk]) {
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) chunk[i] = from_float<Element>(v[i]);
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(chunk);
-}
-
-__device__ inline float block_sum(float value, float* warps) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) value += __shfl_xor_sync(kWarp, value, width);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
-  return sum;
 }
 
 // LayerNorm of a row; each thread has a chunk of it.
@@ -191,7 +181,8 @@ __global__ void __launch_bounds__(kMaxThreads) append(KernelParams p) {
 }
 
 // Attention of each row's newest token, as in DECODE_SPLIT_KV_VERSION_3: a warp per row and head.
-// The new key and value come from qkv and are stored in the cache.
+// The new key and value come from qkv and are stored in the cache. The loop is repeated here rather
+// than shared, because each kernel is tuned by itself: this one reads the cache before it waits.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kAttendThreads, kAttendResident) attend(KernelParams p) {
   ptx::allow_next();

@@ -92,6 +92,31 @@ def test_any_division_of_the_work_is_right(name, multiprocessors, monkeypatch):
     assert not future_leaks(spec, Case(300, 64), "cpu", 141)
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "seqlen", "is_early"), [(132, 64, True), (132, 256, False), (8, 256, True)]
+)
+def test_attention_starts_early_where_its_blocks_spread_out(
+    multiprocessors, seqlen, is_early, hasty, monkeypatch
+):
+    """Each block has a multiprocessor of its own, or they fill the GPU."""
+    monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", str(multiprocessors))
+    before, spec = (usable(f"CUSTOM_CUDA_VERSION_{number}", "cpu") for number in (25, 27))
+    inputs = Case(seqlen, 64, num_heads=12).inputs("cpu")
+    right = before.attention(*inputs)
+    assert torch.equal(spec.attention(*inputs), right)
+    assert torch.equal(hasty.attention(*inputs), right) != is_early
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory):
+    """Return version 27 with blocks that copy keys before they wait for them."""
+    source = usable("CUSTOM_CUDA_VERSION_27", "cpu").version.path
+    wait = "  ptx::wait_for_previous();\n"
+    copy = "  copy_keys(n_begin);\n  __pipeline_commit();\n"
+    late = f"{copy}  __pipeline_wait_prior(0);\n{wait}"
+    return changed(source, tmp_path_factory.mktemp("hasty"), (wait + copy, late))
+
+
 def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
     """Return q, k, v of one head with equal scores and an output of 0: V is 1, then -1."""
     q = torch.full((1, seqlen, 1, 64), score / 64, dtype=dtype, device=device)

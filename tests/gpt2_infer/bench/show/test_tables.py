@@ -238,6 +238,12 @@ def test_a_version_is_compared_with_the_one_before_it():
     assert {*told} == {"1", "2", "3"}
 
 
+def test_a_version_that_was_timed_twice_has_the_first_file_s_time():
+    later = kernels([kernel("CUSTOM_CUDA_VERSION_1", samples=[7.0])])
+    text = ladders.sections("fp32", [kernels(), later])
+    assert text == ladders.sections("fp32", [kernels()])
+
+
 def test_a_version_that_was_not_timed_says_why():
     refused = {"status": "refused", "reason": "not here", "samples": []}
     results = kernels([kernel("CUSTOM_CUDA_VERSION_1", **refused)])
