@@ -5,7 +5,8 @@
 //         sum of its part in shared memory, and the other joins the parts.
 // Why:    one batch entry with 12 heads and 512 rows is only 48 blocks of 128 rows, and the other
 //         multiprocessors are idle.
-// Cost:   each tile is fetched for 64 rows instead of 128.
+// Cost:   each tile is fetched for 64 rows instead of 128. There are four stages instead of five: a
+//         warpgroup that waits for every second phase of a barrier cannot tell it from the next.
 // Tile:   kBlockM x kBlockN = 128 x 64 or 64 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 64
@@ -32,7 +33,7 @@ template <bool kDividesKeys>
 constexpr int kBlockM = kDividesKeys ? 64 : 64 * kConsumers;
 constexpr int kBlockN = 64;
 constexpr int kHeadDim = 64;
-constexpr int kStages = 5;            // tiles in shared memory
+constexpr int kStages = 4;            // tiles in shared memory
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
 constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
 constexpr int kSteps = 64 / kStep;
@@ -464,6 +465,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // A warpgroup's diagonal tile and those after it are not given back: no others take their place.
   static_assert(kStages >= kConsumers, "a block's last kConsumers tiles stay in shared memory");
+  static_assert(kStages % kConsumers == 0, "a warpgroup waits for every tile of its stages");
   const bool has_diagonal = diagonal < block_tiles && diagonal % kApart == first;
   // Both warpgroups have these tiles; for others there are no turns.
   const int shared = kDividesKeys ? 0 : is_causal ? m_start / kBlockN + 1 : block_tiles;
