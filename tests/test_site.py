@@ -105,9 +105,9 @@ def open_page(browser, address):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
+    ("width", "scheme", "options"),
+    [(1280, "light", {}), (400, "dark", {"runOnly": ["color-contrast"]})],
 )
-@pytest.mark.parametrize("width", [400, 1280])
 def test_pages_are_accessible_and_no_wider_than_the_window(
     open_page, violations, width, scheme, options
 ):

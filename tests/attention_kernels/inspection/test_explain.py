@@ -145,8 +145,8 @@ def test_multiprocessors_that_idle_at_the_end_are_named():
 def test_a_version_is_explained_line_by_line():
     """The prediction is that of the code without a line table."""
     version = ladder.versions()["CUSTOM_CUDA_VERSION_2"]
-    found = explain.explain(version, H200, CASE._replace(seqlen=128, num_heads=1))
-    (plain,) = predict.predict(version, H200, [128], num_heads=1)
+    found = explain.explain(version, H200, CASE._replace(seqlen=48, num_heads=1))
+    (plain,) = predict.predict(version, H200, [48], num_heads=1)
     assert found.prediction == plain
     assert sum(found.reasons.values()) == pytest.approx(1)
     assert sum(line.share for line in found.lines) == pytest.approx(1)
