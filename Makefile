@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
 
+# One worker more than there are cores, because many tests wait for a process.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
 
 # For a machine without git, SOURCE_COMMIT is the commit.
 gpu-test: $(if $(VENV),$(VENV)/installed)
