@@ -59,7 +59,7 @@ class Advice:
     share: float
     """Share of the call's stall cycles that the line causes."""
     reason: str
-    """The main reason of those stalls; empty if there are none."""
+    """The main reason of those stalls; empty if nothing stalls there."""
     change: str
     """What would be different: "without the barrier"."""
     price: str

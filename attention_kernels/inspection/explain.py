@@ -104,11 +104,11 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
         ]
         frames[symbol] = line_table.mended(frames[symbol], waits, version.source)
     prediction = predict.sum_of(each, case)
-    places = _places(each, models, watches, frames)
+    lines = [[(chain or (0,))[0] for chain in frames[one.launch.symbol]] for _, one in models]
+    places = _places(each, watches, lines)
     stalled = [place for place in places if place.reason != SELECTED]
     total = sum(place.share for place in stalled) or 1.0
     shares = [place._replace(share=place.share / total) for place in stalled]
-    lines = [[(chain or (0,))[0] for chain in frames[one.launch.symbol]] for _, one in models]
     text = ["", *version.source.split("\n")]
     return Explanation(
         prediction,
@@ -139,20 +139,16 @@ def _frames(program: Program, folder: Path) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _places(
-    each: Sequence[tuple[int, Prediction]],
-    models: Sequence[tuple[int, LaunchModel]],
-    watches: Sequence[Watch],
-    frames: dict[str, list[tuple[int, ...]]],
+    each: Sequence[tuple[int, Prediction]], watches: Sequence[Watch], lines: Sequence[list[int]]
 ) -> list[Place]:
     """Return all stalls with lines. A launch weighs as much as its part of the time."""
     found = []
-    for number, ((_, model), watch) in enumerate(zip(models, watches, strict=True)):
+    for number, (watch, of) in enumerate(zip(watches, lines, strict=True)):
         cycles = {stall: n for stall, n in watch.cycles.items() if stall.reason != EXITED}
         count, one = each[number]
         scale = count * (one.time_us - one.launch_us) / (sum(cycles.values()) or 1.0)
-        lines = [(chain or (0,))[0] for chain in frames[model.launch.symbol]]
         found += [
-            Place(number, *stall, lines[stall.place], lines[stall.cause], n * scale)
+            Place(number, *stall, of[stall.place], of[stall.cause], n * scale)
             for stall, n in cycles.items()
         ]
     return found

@@ -87,23 +87,28 @@ def parse(lines: Iterable[str]) -> list[Sampled]:
     """Return the kernels of a source page that ncu exported as CSV."""
     found: list[Sampled] = []
     header: list[str] = []
+    reasons: dict[str, str] = {}  # by column
     for row in csv.reader(lines):
         if "Source" in row and "Address" in row:
             header = row
+            reasons = {column: reason for column in row if (reason := _reason(column))}
             found.append(Sampled([], []))
         elif found and len(row) == len(header):
             cells = dict(zip(header, row, strict=True))
             words = [word for word in cells["Source"].split() if word[0] not in "@{"]
-            samples = {}
-            for column, text in cells.items():
-                prefix = next((x for x in _PREFIXES if column.startswith(x)), None)
-                count = _number(text)
-                if prefix and count:
-                    name = column.removeprefix(prefix)
-                    samples[_NAMES.get(name, name.replace("_", " "))] = count
+            counts = {why: n for column, why in reasons.items() if (n := _number(cells[column]))}
             found[-1].names.append(words[0].split(".")[0].rstrip(";") if words else "")
-            found[-1].samples.append(samples)
+            found[-1].samples.append(counts)
     return found
+
+
+def _reason(column: str) -> str | None:
+    """Return the reason that a column counts samples of, if any."""
+    for prefix in _PREFIXES:
+        if column.startswith(prefix):
+            name = column.removeprefix(prefix)
+            return _NAMES.get(name, name.replace("_", " "))
+    return None
 
 
 def _number(text: str) -> float:

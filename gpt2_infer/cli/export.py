@@ -102,7 +102,7 @@ def _verdict(findings: Findings, kernel: str) -> Iterator[str]:
 
 
 def _predict(name: str) -> Prediction | str:
-    """Return the predicted time of 1,024 tokens, or the reason why there is none."""
+    """Return the predicted time of 1,024 tokens, or why it cannot be predicted."""
     from attention_kernels import UnsupportedError
     from attention_kernels.ladder.compilers import BuildError
     from gpt2_infer.cli import Parser, predict

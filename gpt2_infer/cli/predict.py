@@ -17,9 +17,9 @@ from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.explain import Explanation
     from attention_kernels.inspection.nsight import Sampled
-    from attention_kernels.inspection.predict import Prediction
+    from attention_kernels.inspection.predict import Case, Prediction
+    from attention_kernels.ladder.header import VersionHeader
     from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
@@ -45,18 +45,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels.inspection import nsight
+    from attention_kernels.inspection import explain, nsight
     from gpt2_infer.bench.prediction import find_gpu, likely
 
     gpu = find_gpu(arguments.gpu)
     _, version = version_of(arguments.name)
     files = _read_results(arguments.results)
     kernels = _read_profile(arguments)
-    explained = _explain(arguments) if arguments.lines or arguments.profile else []
+    cases = _cases(arguments, version) if arguments.lines or arguments.profile else []
+    explained = [explain.explain(version, gpu, case) for case in cases]
     found = [one.prediction for one in explained] or find(arguments)
     compared = nsight.compare(explained[0], kernels) if arguments.profile else None
-    on_tensor_cores = found[0].needs_us.get("tensor cores", 0.0) > 0
-    near = likely(files, on_tensor_cores=on_tensor_cores)
+    near = likely(files, on_tensor_cores=_on_tensor_cores(found[0]))
     heading = f"{version.path.name} on {gpu.name}: {describe(shape_of(arguments, version))}"
     if arguments.json:
         more = [lines.to_json(one) for one in explained] or [{} for _ in found]
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
-    """Read the kernels of --profile; raises RequestError if there are none."""
+    """Read the kernels of --profile; raises RequestError if it has none."""
     from attention_kernels.inspection import nsight
 
     path: Path | None = arguments.profile
@@ -129,11 +129,15 @@ def _show_table(
     align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     if near:
-        kind = "on" if found[0].needs_us.get("tensor cores") else "without"
+        kind = "on" if _on_tensor_cores(found[0]) else "without"
         show(
             f"\nlikely: of {near.cells} kernels {kind} tensor cores that were measured, 8 in 10 "
             f"took {near.low:.2f} to {near.high:.2f} times as long as predicted."
         )
+
+
+def _on_tensor_cores(one: Prediction) -> bool:
+    return one.needs_us.get("tensor cores", 0.0) > 0
 
 
 def _likely_us(one: Prediction, near: Likely | None) -> list[float] | None:
@@ -153,16 +157,12 @@ def find(arguments: argparse.Namespace) -> list[Prediction]:
     return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
 
 
-def _explain(arguments: argparse.Namespace) -> list[Explanation]:
-    """Return an explained prediction per length; raises the errors of predict()."""
-    from attention_kernels.inspection import explain
+def _cases(arguments: argparse.Namespace, version: VersionHeader) -> list[Case]:
+    """Return the shape of the call for each length."""
     from attention_kernels.inspection.predict import Case
-    from gpt2_infer.bench.prediction import find_gpu
 
-    gpu = find_gpu(arguments.gpu)
-    _, version = version_of(arguments.name)
     shape = shape_of(arguments, version)
-    return [explain.explain(version, gpu, Case(seqlen=n, **shape)) for n in arguments.seqlen]
+    return [Case(seqlen=seqlen, **shape) for seqlen in arguments.seqlen]
 
 
 def to_json(one: Prediction) -> dict[str, Any]:

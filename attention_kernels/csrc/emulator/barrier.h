@@ -45,8 +45,8 @@ inline void barrier_init(Barrier* barrier, unsigned arrivals, ATTENTION_EMULATOR
 }
 inline void barrier_init_fence() { show_barriers(); }
 
-// A thread that waits for the phase goes on before an arrival that completes it returns: it writes
-// to a slot that is given back too early before products read it.
+// An arrival that completes a phase lets a waiting thread continue before it returns. So a slot that
+// is given back too early is overwritten before products read it.
 inline void arrive_and_yield(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   const int waiter = arrive(barrier, bytes, site);
   emulator::Fiber& self = emulator::this_fiber();
