@@ -436,7 +436,9 @@ def _link(plan: _Plan, binding: str) -> list[str]:
     libraries = _torch_folder() / "lib"
     flags = compile_flags(plan.version, plan.target, plan.arch)
     command = [str(find_gxx()), "-shared", *(flag for flag in flags if flag == "-fopenmp")]
-    command += [*extra_flags(), f"{plan.stem}.o", binding, "-o", f"{plan.stem}.so"]
+    # Of an inline function in both files the first is used. It has to be the binding's: a version
+    # that looks for races would have the emulator report its own accesses as the kernel's.
+    command += [*extra_flags(), binding, f"{plan.stem}.o", "-o", f"{plan.stem}.so"]
     # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
     # those directly takes a third of a second.
     command += [f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch"]
