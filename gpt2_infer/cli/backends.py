@@ -27,6 +27,8 @@ class Backend:
     devices: list[str]
     emulated_on: list[str]
     """The devices on which an emulator runs it."""
+    choices: list[str]
+    """For an alias: what it picks and when."""
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
@@ -59,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
         dims = ", ".join(map(str, row.head_dims)) or "any"
         show(f"{indent}takes {takes}; head_dim {dims}")
+        for choice in row.choices:
+            show(f"{indent}{choice}")
         if not here:
             reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
             show(f"{indent}{'; '.join(reasons)}")
@@ -81,5 +85,6 @@ def _describe(spec: BackendSpec) -> Backend:
         head_dims=[*spec.head_dims],
         devices=[*spec.device_types],
         emulated_on=[*spec.emulated_on],
+        choices=[*spec.choices],
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )
