@@ -10,7 +10,7 @@ from attention_kernels import ladder, list_backends
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import prediction_row
 from gpt2_infer.bench.record import KernelCell, Shape
-from gpt2_infer.bench.show.page import Picture, _prediction
+from gpt2_infer.bench.show.page import Picture, _chart, _predicted
 from gpt2_infer.bench.show.page.source import Kernel
 from tests.gpt2_infer.bench.common import file_of, kernels
 
@@ -38,10 +38,11 @@ def test_a_prediction_is_drawn_with_the_time_of_the_same_file():
     for one in timing.of("time"):
         one.extra["version_digest"] = digest
     kernel, files = Kernel(NAME, version, 64, None), [predictions, timing]
-    picture = _prediction(kernel, "h200", Shape(seqlen=128), files, makes=False)
+    found = _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False)
+    assert found is row
+    picture = _chart(row, "h200", files)
     assert isinstance(picture, Picture)
     own = ["30.0", "20.0", "10.0", "19.0", "1.0", "60.0"]
     assert re.findall(r">(\d\d?\.\d)<", picture.svg.decode()) == [*own, "50.0"]
     row.extra["version_digest"] = "of other code"
-    found = _prediction(kernel, "h200", Shape(seqlen=128), files, makes=False)
-    assert found == "no prediction committed"
+    assert _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False) is None
