@@ -79,6 +79,9 @@ def make_page(
         if before
     ]
     short = [kernel.version.name for kernel in kernels]
+    labels = {
+        k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
+    }
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     environment = Environment(
         loader=PackageLoader(__name__, ""),
@@ -101,11 +104,9 @@ def make_page(
         shape=shape,
         kernels=kernels,
         predictions=predictions,
-        labels={
-            k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
-        },
+        labels=labels,
         steps=steps,
-        figures=_script_data({kernel.slug: kernel.figures for kernel in kernels}),
+        figures=_script_data({k.slug: {"name": labels[k.name]} | k.figures for k in kernels}),
         files=measured,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,

@@ -12,8 +12,11 @@
 
   const code = (source, number) => {
     const row = source.children[number - source.start];
-    return row && (row.querySelector("summary code") ?? row).cloneNode(true).childNodes;
+    return (row.querySelector("summary code") ?? row).cloneNode(true).childNodes;
   };
+
+  const textOf = (source, number) =>
+    [...code(source, number)].map((part) => part.textContent).join("").trimEnd();
 
   // ---- Two versions side by side ----
 
@@ -81,9 +84,9 @@
   // What changes from some lines of the old version to some of the new one. A change of the stalls
   // counts from one hundredth of the old version's time.
   const changes = (versions, numbers) => {
-    const sums = versions.map((version, side) =>
+    const sums = versions.map(({ lines }, side) =>
       range(0, COUNTERS.length + 1).map((column) =>
-        numbers[side].reduce((sum, n) => sum + (version.lines[n]?.[column] ?? 0), 0),
+        numbers[side].reduce((sum, n) => sum + (lines[n]?.[column] ?? 0), 0),
       ),
     );
     const [before, after] = sums;
@@ -97,28 +100,29 @@
     return found;
   };
 
-  // The lines of both versions that differ, in the source or in a figure, with some around them.
-  const sideBySide = (slugs) => {
-    const versions = slugs.map((slug) => figures[slug]);
-    const sources = slugs.map((slug) => document.querySelector(`#${slug} .source`));
+  // The lines of two versions in order, as groups: each pair of equal lines, and the lines between
+  // such pairs. A group has its lines' numbers in each version, and what changes.
+  const align = (versions, sources) => {
     const texts = sources.map((source) =>
-      range(source.start, source.start + source.children.length).map((n) =>
-        [...code(source, n)].map((part) => part.textContent).join("").trimEnd(),
-      ),
+      range(source.start, source.start + source.children.length).map((n) => textOf(source, n)),
     );
-    const groups = []; // of lines: their numbers in each version, and what changes
-    const put = (numbers, isEqual) => {
+    const groups = [];
+    const put = (from, to, isEqual) => {
+      const numbers = sources.map(({ start }, side) => range(start + from[side], start + to[side]));
       const found = changes(versions, numbers);
       groups.push({ numbers, found, isSame: isEqual && !found.length });
     };
     let done = [0, 0];
-    const starts = sources.map((source) => source.start);
-    const numbers = (ends) => ends.map((end, side) => range(done[side], end).map((n) => n + starts[side]));
     for (const [i, j, length] of [...equalRuns(...texts), [...texts.map((all) => all.length), 0]]) {
-      if (done[0] < i || done[1] < j) put(numbers([i, j]), false);
-      for (const k of range(0, length)) put([[i + k + starts[0]], [j + k + starts[1]]], true);
+      if (done[0] < i || done[1] < j) put(done, [i, j], false);
+      for (const k of range(0, length)) put([i + k, j + k], [i + k + 1, j + k + 1], true);
       done = [i + length, j + length];
     }
+    return groups;
+  };
+
+  // The lines of both versions that differ, in the source or in a figure, with some around them.
+  const sideBySide = (versions, sources) => {
     const body = element("tbody");
     const span = (look, width, ...content) => {
       const cell = element("td", ...content);
@@ -129,7 +133,7 @@
     };
     const add = (numbers) => {
       const sides = numbers.map((n, side) => (n ? [...code(sources[side], n)] : []));
-      const [one, other] = numbers.map((n, side) => texts[side][n - starts[side]]);
+      const [one, other] = numbers.map((n, side) => n && textOf(sources[side], n));
       const row = body.insertRow();
       if (one !== other) row.className = "differs";
       sides.forEach((content, side) => {
@@ -138,6 +142,7 @@
         row.append(element("td", numbers[side] ?? ""), element("td", ...marked));
       });
     };
+    const groups = align(versions, sources);
     let isGap = false;
     groups.forEach(({ numbers, found, isSame }, at) => {
       const around = groups.slice(Math.max(0, at - CONTEXT), at + CONTEXT + 1);
@@ -172,26 +177,27 @@
   const putSideBySide = (slugs) => {
     [form.old.value, form.new.value] = slugs;
     const versions = slugs.map((slug) => figures[slug]);
-    const names = versions.map((version) => version.name);
+    const names = versions.map(({ name }) => name);
+    const sources = slugs.map((slug) => document.querySelector(`#${slug} .source`));
     const about = document.querySelector(`#${slugs[1]} dd`).textContent;
-    const [old, now] = versions;
-    const hasStalls = old.times[TIME] && now.times[TIME];
+    const times = versions.map((version) => version.times);
+    const counts = versions.map((version) => version.counts);
+    const hasStalls = times.every((parts) => parts[TIME]);
     const note = element(
       "p",
       hasStalls
-        ? "Stalls are in microseconds: a line's share of the warps' cycles, of the predicted time."
-        : "Stalls are not compared: they are not known of both.",
+        ? "A line's stalls are a part of the predicted time: its share of the warps' cycles. " +
+            `Changes below a hundredth of the time of ${names[0]} are left out.`
+        : "Stalls are not compared, because they are not known for both versions.",
     );
     note.className = "note";
     compare.lastElementChild.replaceChildren(
       element("p", about),
-      hasStalls
-        ? comparison("Predicted time and its parts, us", names, versions.map((v) => v.times), us)
-        : "",
-      comparison("Memory traffic of the whole launch", names, versions.map((v) => v.counts), count),
+      hasStalls ? comparison("Predicted time and its parts, us", names, times, us) : "",
+      comparison("Memory traffic of the whole launch", names, counts, count),
       element("h3", "Lines that differ, in the source or in a figure"),
       note,
-      scrolling(names.join(" next to "), sideBySide(slugs)),
+      scrolling(names.join(" next to "), sideBySide(versions, sources)),
     );
   };
   form?.addEventListener("change", () => {

@@ -100,7 +100,6 @@ class Kernel:
         """What the page's script compares: sums by kind of access, times, figures by line."""
         found = self.stalls
         return {
-            "name": self.version.name,
             "counts": {" ".join(key): total for key, total in self._totals if total},
             "times": {name: round(us, 3) for name, us in found.times_us.items()} if found else {},
             "lines": {
