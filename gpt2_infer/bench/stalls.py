@@ -111,7 +111,7 @@ def stalls_of(one: Explanation) -> Stalls:
         _rounded(one.issuing),
         {reason: _rounded(share) for reason, share in one.reasons.items()},
         kernels,
-        [_line(line, kernels) for line in one.lines],
+        [_line(line, kernels) for line in one.lines if line.share > 0],
         [
             WhatIf(
                 advice.line,

@@ -57,8 +57,8 @@ def make_page(
     """Return the HTML page on versions, given by name, and on results files.
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
-    for, a name in gpus(); None for no predictions. predict: the versions to predict if the
-    results have no prediction of them. If a version's accesses cannot be counted, the reason is
+    and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
+    the results have no stalls of them. If a version's accesses cannot be counted, the reason is
     shown. Raises ResultsError, RequestError, or BuildError if a version does not compile.
     """
     if gpu:
