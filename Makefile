@@ -33,7 +33,8 @@ docs: $(VENV)/installed
 newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
 report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \
-		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32)
+		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32) \
+		$(call newest,stalls-fp32)
 
 # Needs Python 3.11. SITE_URL is where the site will be.
 site: report

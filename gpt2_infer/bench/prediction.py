@@ -124,21 +124,23 @@ def predict_version(
         why = str(error)
         return [prediction_row(name, one, digest, reason=why) for one in cells]
     return [
-        prediction_row(
-            name,
-            cell,
-            digest,
-            samples=[round(one.time_us, 3)],
-            bound=one.bound,
-            needs_us={key: round(value, 3) for key, value in one.needs_us.items() if value},
-            waiting_us=round(one.waiting_us, 3),
-            uneven_us=round(one.uneven_us, 3),
-            launch_us=round(one.launch_us, 3),
-            load_wavefronts=one.load_wavefronts,
-            store_wavefronts=one.store_wavefronts,
-        )
+        prediction_row(name, cell, digest, **figures_of(one))
         for cell, one in zip(cells, found, strict=True)
     ]
+
+
+def figures_of(one: predict.Prediction) -> dict[str, Any]:
+    """Return the figures of a prediction for prediction_row()."""
+    return {
+        "samples": [round(one.time_us, 3)],
+        "bound": one.bound,
+        "needs_us": {key: round(value, 3) for key, value in one.needs_us.items() if value},
+        "waiting_us": round(one.waiting_us, 3),
+        "uneven_us": round(one.uneven_us, 3),
+        "launch_us": round(one.launch_us, 3),
+        "load_wavefronts": one.load_wavefronts,
+        "store_wavefronts": one.store_wavefronts,
+    }
 
 
 def prediction_row(

@@ -133,6 +133,14 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 
+class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
+    """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
+
+    subject = "stalls.StallsByLine"
+    gpu: str = "h200"
+    seqlen: AtLeastOne = 1024
+
+
 class BuildStudy(Study, kw_only=True, tag="build"):
     """Cold builds of the float32 ladder; needs no GPU."""
 
@@ -215,6 +223,7 @@ AnyStudy: TypeAlias = (
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
+    | StallStudy
     | BuildStudy
     | DecodeStudy
     | BatchStudy
