@@ -39,7 +39,7 @@ report: $(VENV)/installed
 site: report
 	$(BIN)/python scripts/make_site.py --report report.html
 
-# Needs nvcc 13 and an hour or more of a core; a second call compiles what has changed.
+# Needs nvcc 13. It compiles everything for every GPU; a second call only what has changed.
 wheel: $(VENV)/installed
 	$(BIN)/python scripts/make_wheel.py
 

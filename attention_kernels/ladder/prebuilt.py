@@ -1,7 +1,7 @@
 """Find the library of a version's CUDA kernel among those in the wheel for Linux on x86-64.
 
-They contain machine code for ARCHITECTURES, and use torch through its stable ABI only, so that they
-depend neither on a compiler nor on the release of torch. scripts/make_wheel.py builds them.
+They contain machine code for ARCHITECTURES and use torch through its stable ABI only, so that they
+load into any later release of torch. scripts/make_wheel.py builds them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CUDA_RUNTIME = "libcudart.so.13"
 def find(version: VersionHeader, device_type: str = "cuda") -> Path | None:
     """Return a version's prebuilt library, or None if the version has to be compiled.
 
-    It has to be if it, or a file that it includes, has changed since; if the environment adds
-    compiler flags; and if torch uses a CUDA runtime other than CUDA_RUNTIME.
+    That is the case if its sources have changed, if the environment adds compiler flags, or if
+    torch uses another CUDA runtime than CUDA_RUNTIME.
     """
     if device_type != "cuda" or not FOLDER.is_dir() or any(map(os.environ.get, FLAGS)):
         return None
