@@ -105,12 +105,12 @@ def build(versions: Iterable[VersionHeader], folder: Path, jobs: int | None = No
     return libraries
 
 
-def pack(libraries: Iterable[Path], out: Path) -> Path:
-    """Build the wheel with these libraries into a folder; return its path."""
+def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
+    """Build the wheel with these libraries, for a platform tag, into a folder; return its path."""
     with tempfile.TemporaryDirectory() as temporary:
         source, wheels = Path(temporary) / "source", Path(temporary) / "wheels"
+        ignored = shutil.ignore_patterns("__pycache__")
         for name in ("attention_kernels", "gpt2_infer"):
-            ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
@@ -118,9 +118,10 @@ def pack(libraries: Iterable[Path], out: Path) -> Path:
         folder.mkdir()
         for library in libraries:
             shutil.copy(library, folder)
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-        tag = f"--config-settings=--build-option=--plat-name={TAG}"
-        subprocess.run([*pip, tag, "--wheel-dir", wheels, source], check=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+        options = ["--no-deps", "--no-index", "--no-build-isolation", f"--wheel-dir={wheels}"]
+        options.append(f"--config-settings=--build-option=--plat-name={tag}")
+        subprocess.run([*pip, *options, str(source)], check=True)
         (wheel,) = wheels.iterdir()
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(wheel, out))
