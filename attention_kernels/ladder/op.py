@@ -190,8 +190,6 @@ class _Op:
         self.failed: dict[str, str] = {}
 
     def probe(self, device_type: str) -> str | None:
-        if device_type in self.loaded:
-            return None
         reason = compilers.missing_compiler(TARGETS[device_type])
         if reason and prebuilt.find(self.version, device_type):
             reason = None
