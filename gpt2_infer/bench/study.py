@@ -323,7 +323,10 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     module, _, name = study.subject.partition(".")
     subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
     settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
-    file = File(task=task, study=settings, provenance=provenance(), rows=[])
+    about = provenance()
+    if subject.device == "cuda":
+        about.prebuilt = [spec.name for spec in subject.specs if ladder.is_prebuilt(spec)]
+    file = File(task=task, study=settings, provenance=about, rows=[])
     with contextlib.closing(subject):
         progress = Progress(out, file, subject)
         ladder.build_all(subject.device, subject.specs)
@@ -497,6 +500,7 @@ class Progress:
             "packages": about.packages,
             "precision": about.precision,
             "build flags": about.build_flags,
+            "prebuilt": about.prebuilt,
         }
         self._header = msgspec.json.encode((about.date, plan))
         if self.path and self.path.exists():

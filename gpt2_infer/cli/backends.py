@@ -29,6 +29,8 @@ class Backend:
     """The devices on which an emulator runs it."""
     choices: list[str]
     """For an alias: what it picks and when."""
+    prebuilt: bool
+    """Whether its CUDA kernels are in the wheel, so that it needs no nvcc."""
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
@@ -60,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         show(f"  {row.name:<{width}}  {state:<26} {row.summary}")
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
         dims = ", ".join(map(str, row.head_dims)) or "any"
-        show(f"{indent}takes {takes}; head_dim {dims}")
+        origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
+        show(f"{indent}takes {takes}; head_dim {dims}{origin}")
         for choice in row.choices:
             show(f"{indent}{choice}")
         if not here:
@@ -77,6 +80,8 @@ def find() -> list[Backend]:
 
 
 def _describe(spec: BackendSpec) -> Backend:
+    from attention_kernels import ladder
+
     return Backend(
         spec.name,
         spec.family,
@@ -86,5 +91,6 @@ def _describe(spec: BackendSpec) -> Backend:
         devices=[*spec.device_types],
         emulated_on=[*spec.emulated_on],
         choices=[*spec.choices],
+        prebuilt=ladder.is_prebuilt(spec),
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )
