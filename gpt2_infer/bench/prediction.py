@@ -84,10 +84,9 @@ class Predictions(Subject[KernelCell]):
             for name, version in selection.versions_of(study.family).items()
             if not version.is_host
         }
-        self.cells = [
-            KernelCell(n, study.batch, study.heads, study.head_dim, is_causal=not study.full)
-            for n in study.seqlens
-        ]
+        shape = study.batch, study.heads, study.head_dim
+        dtype = next(iter(self.versions.values())).dtypes[0]
+        self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:

@@ -118,7 +118,7 @@ def _show_table(
     timings = timed_on(find_gpu(arguments.gpu), files)
     table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(one.seqlen, **shape_of(arguments, version))
+        cell = KernelCell(one.seqlen, dtype=version.dtypes[0], **shape_of(arguments, version))
         wanted = prediction_row(name, cell, digest)
         measured = _measured(wanted, timings)
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
