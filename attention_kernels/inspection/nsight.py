@@ -38,6 +38,8 @@ _NAMES = {
     "short_scoreboard": stalls.SHORT,
 }
 _PREFIXES = ("stall_", "smsp__pcsamp_warps_issue_stalled_")
+# Of the samples in the column before it, those in whose cycle the scheduler issued nothing.
+_SUBSETS = (" (Not Issued)", "_not_issued")
 WORST = 10  # lines whose reasons are compared
 
 
@@ -105,7 +107,7 @@ def parse(lines: Iterable[str]) -> list[Sampled]:
 def _reason(column: str) -> str | None:
     """Return the reason that a column counts samples of, if any."""
     for prefix in _PREFIXES:
-        if column.startswith(prefix):
+        if column.startswith(prefix) and not column.endswith(_SUBSETS):
             name = column.removeprefix(prefix)
             return _NAMES.get(name, name.replace("_", " "))
     return None
