@@ -73,6 +73,8 @@ class Comparison:
 
     lines: list[ComparedLine]
     """Lines with stalls, by measured share, the worst first."""
+    samples: int
+    """Number of samples of stalls in the report."""
     rank_correlation: float | None
     """Spearman's, over all lines; null if they do not differ."""
     worst: int
@@ -158,6 +160,7 @@ def compare(one: Explanation, kernels: Sequence[Sampled]) -> Comparison:
     five = {line.line for line in one.lines[:5]}
     return Comparison(
         found,
+        round(total),
         _rank_correlation(found),
         min(5, len(worst)),
         sum(compared.line in five for compared in worst[:5]),

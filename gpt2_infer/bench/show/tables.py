@@ -383,6 +383,25 @@ LAYOUTS["inspection"] = Layout(
 )
 
 
+def _out_of(line: Entry, part: str, whole: str) -> Value:
+    found, of = line.value(part), line.value(whole)
+    return None if found is None else f"{found:.0f} of {of:.0f}"
+
+
+LAYOUTS["explanation"] = Layout(
+    title=lambda name, file, block: f"{shape_of(block[0])}, {file.study['gpu']} ({name})",
+    rows=_all_rows,
+    columns=[
+        columns.BACKEND,
+        Column("predicted, us", columns.metric("predicted time"), "{:.1f}"),
+        Column("samples", columns.metric("samples"), "{:,.0f}"),
+        Column("rank correlation", columns.metric("rank correlation"), "{:.2f}"),
+        Column("worst lines found", lambda line: _out_of(line, "worst found", "worst")),
+        Column("reasons equal", lambda line: _out_of(line, "reasons equal", "reasons")),
+    ],
+)
+
+
 def _standard_errors(line: Entry) -> Value:
     apart, error = line.value("difference"), line.value("standard error")
     return apart / error if apart is not None and error else None
