@@ -45,6 +45,7 @@ from attention_kernels.ladder.header import VersionHeader
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
+_MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
 _MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
@@ -307,7 +308,6 @@ def _alone(
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss: float,
-    watch: Watch | None,
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -315,11 +315,11 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED, None if longer else watch)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
     longest = _longest(longer, _MAX_TIMED)
-    cycles, issued = cycles_of(gpu, code, [longest], miss, watch=watch)
+    cycles, issued = cycles_of(gpu, code, [longest], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
@@ -329,7 +329,6 @@ def _together(
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss: float,
-    watch: Watch | None,
     count: int,
 ) -> list[float]:
     """Return cycles per instruction of `count` blocks on one multiprocessor, the oldest first."""
@@ -339,8 +338,28 @@ def _together(
         most = work.instructions * count // 2
     else:
         work, most = short, min(_MAX_TIMED, short.instructions * count)
-    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most, watch)
+    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
+
+
+def _observe(model: LaunchModel, miss: float, count: int, watch: Watch) -> None:
+    """Record the stalls of `count` blocks of average length on one multiprocessor.
+
+    They start at different points, and each is followed by another block until all of a block has
+    been executed: beginnings and ends count as often as they occur.
+    """
+    mean = model.total["issue"] / model.busy
+    works = [work for work in model.line.works if work.instructions * count <= _MAX_OBSERVED]
+    shortest = min(model.line.works, key=lambda work: work.instructions)
+    work = min(works or [shortest], key=lambda work: abs(work.instructions - mean))
+    starts = (work.parts[len(work.parts) * number // count] for number in range(count))
+    blocks = [
+        dataclasses.replace(
+            work, warps=[warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
+        )
+        for start in starts
+    ]
+    cycles_of(model.gpu, model.code, blocks, miss, watch=watch)
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
@@ -417,8 +436,10 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     end = equal = 0.0
     if line.works:
         timed = gpu, code, line.works, miss
-        alone, extra = _alone(*timed, None if fits > 1 else watch)
-        paces = _together(*timed, watch, fits) if fits > 1 else [alone]
+        alone, extra = _alone(*timed)
+        paces = _together(*timed, fits) if fits > 1 else [alone]
+        if watch:
+            _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz

@@ -146,7 +146,7 @@ class ExplanationStudy(Study, kw_only=True, tag="explanation"):
     full: bool = False
     """Whether to omit the causal mask."""
     report: str = ""
-    """Path of a source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
+    """Source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
 
 
 class BuildStudy(Study, kw_only=True, tag="build"):

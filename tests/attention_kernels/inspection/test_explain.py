@@ -15,6 +15,7 @@ from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import Work
 from attention_kernels.inspection.predict import Case, LaunchModel
 from attention_kernels.inspection.sass import Instruction
+from attention_kernels.inspection.stalls import Watch
 from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
 
 H200 = multiprocessor.gpus()["h200"]
@@ -138,6 +139,19 @@ def test_multiprocessors_that_idle_at_the_end_are_named():
     before, found = advised(model([USE], blocks=133), [(0, "wait", 0, 1, 1, 1.0)])
     launch = H200.launch_us
     assert found["uneven"].time_us - launch == pytest.approx((before - launch) / 2, rel=0.02)
+
+
+def test_the_ends_of_blocks_are_observed_as_often_as_their_loops(monkeypatch):
+    """The time comes from a part of the instructions, the stalls from all of them."""
+    monkeypatch.setattr(predict, "_MAX_TIMED", 1000)
+    one = model([USE, LOAD], blocks=264, fits=2)
+    (work,) = one.line.works
+    halves = dataclasses.replace(work, parts=[[0] * 8, [50] * 8])
+    one = dataclasses.replace(one, line=dataclasses.replace(one.line, works=[halves]))
+    watch = Watch()
+    predict.time_of(one, watch)
+    issued = {stall.place: n for stall, n in watch.cycles.items() if stall.reason == "selected"}
+    assert issued == {0: 2 * 8 * 50, 1: 2 * 8 * 50}
 
 
 @pytest.mark.slow
