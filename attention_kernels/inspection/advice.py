@@ -40,7 +40,7 @@ class Place(NamedTuple):
     """Index of the instruction."""
     reason: str
     cause: int
-    """Index of the instruction whose result is awaited, otherwise `at`."""
+    """Index of the instruction whose result is awaited, or of the barrier, otherwise `at`."""
     line: int
     """The kernel's own source line; 0 if nvcc gives none."""
     cause_line: int
@@ -158,7 +158,7 @@ def _results(call: Call) -> Iterator[_Trial]:
 
 def _barriers(call: Call) -> Iterator[_Trial]:
     """Yield the barriers at which warps wait longest."""
-    found = _shares((one.line, one) for one in call.places if one.reason == stalls.BARRIER)
+    found = _shares((one.cause_line, one) for one in call.places if one.reason == stalls.BARRIER)
     for line in found[: _MOST["barrier"]]:
         yield _trial(call, "barrier", line, "without the barrier")
 

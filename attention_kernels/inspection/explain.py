@@ -17,7 +17,7 @@ from attention_kernels.inspection import line_table, predict
 from attention_kernels.inspection.advice import Advice, Call, Place, advise
 from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
-from attention_kernels.inspection.stalls import EXITED, SELECTED, Watch
+from attention_kernels.inspection.stalls import BARRIER, EXITED, SELECTED, Watch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
 
@@ -53,7 +53,7 @@ class LineStalls:
     reasons: dict[str, float]
     """Shares of the call's stall cycles by reason, the largest first."""
     waits_for: dict[int, float]
-    """Shares of the call's stall cycles by the line whose result is awaited."""
+    """Shares of the call's stall cycles by the line whose result, or barrier, is awaited."""
     instructions: list[InstructionStalls]
 
 
@@ -100,7 +100,9 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
         each.append((count, predict.time_of(model, watch)))
         symbol = model.launch.symbol
         waits = [
-            (one.place, one.cause) for one in sorted(watch.cycles, key=watch.cycles.__getitem__)
+            (one.place, one.cause)
+            for one in sorted(watch.cycles, key=watch.cycles.__getitem__)
+            if one.reason != BARRIER
         ]
         frames[symbol] = line_table.mended(frames[symbol], waits, version.source)
     prediction = predict.sum_of(each, case)

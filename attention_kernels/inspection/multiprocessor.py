@@ -322,7 +322,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
             groups[warp].clear()
             if watch:
-                watch.arrive(warp, next_at, index)
+                behind = min(at[warp] + 1, len(streams[warp]) - 1)
+                watch.arrive(warp, next_at, streams[warp][behind][0])
         at[warp] += 1
         number = owner[warp]
         end = max(end, next_at, done)
@@ -340,16 +341,19 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             for other in arrived[number]:
                 if watch:
                     opened = opens[number] + _BARRIER
-                    watch.add(other, opened, streams[other][at[other] - 1][0], stalls.BARRIER)
+                    (waiting, *_), (next_up, *_) = streams[other][at[other] - 1 : at[other] + 1]
+                    watch.add(other, opened, next_up, stalls.BARRIER, waiting)
                 wake(other, opens[number] + _BARRIER)
             arrived[number].clear()
     if watch:
         until = end if left > 0 else now + 1
         for warp, stream in enumerate(streams):
             if at[warp] < len(stream):
-                waits = warp in arrived[owner[warp]]
-                reason = stalls.BARRIER if waits else stalls.NOT_SELECTED
-                watch.close(warp, until, stream[at[warp] - waits][0], reason)
+                if warp in arrived[owner[warp]]:
+                    watch.add(
+                        warp, until, stream[at[warp]][0], stalls.BARRIER, stream[at[warp] - 1][0]
+                    )
+                watch.close(warp, until, stream[at[warp]][0], stalls.NOT_SELECTED)
             elif stream:
                 watch.close(warp, until, stream[-1][0], stalls.EXITED)
     return end, issued
