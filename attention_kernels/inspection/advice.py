@@ -132,7 +132,11 @@ def _time(trial: _Trial) -> float:
 
 
 def _conflicts(call: Call) -> Iterator[_Trial]:
-    """Yield the lines with the most wavefronts that only bank conflicts make necessary."""
+    """Yield the lines with the most wavefronts that only bank conflicts make necessary.
+
+    If several lines have them, they are taken away from all lines at once, too: one change, such as
+    padding, may do that.
+    """
     fewest: Counter[int] = Counter()  # by line
     extra: Counter[int] = Counter()
     for (count, model), lines in zip(call.models, call.lines, strict=True):
@@ -147,6 +151,9 @@ def _conflicts(call: Call) -> Iterator[_Trial]:
         if more > limit:
             ways = (fewest[line] + more) / fewest[line]
             yield _trial(call, "conflicts", line, f"without bank conflicts (now {ways:.3g}-way)")
+    if len(extra) > 1 and extra.total() - max(extra.values()) > limit:
+        advice = Advice("conflicts", 0, 0.0, "", "without any bank conflict", "", 0.0)
+        yield _Trial(advice, [frozenset(model.line.fewest) for _, model in call.models])
 
 
 def _results(call: Call) -> Iterator[_Trial]:

@@ -86,8 +86,13 @@ class Explanation:
     """The lines of the version file, after an empty line 0."""
 
 
-def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
-    """Predict one call of a version and explain it; raises the errors of predict()."""
+def explain(
+    version: VersionHeader, gpu: GpuModel, case: Case, *, what_if: bool = True
+) -> Explanation:
+    """Predict one call of a version and explain it; raises the errors of predict().
+
+    what_if: whether to simulate the call without each of the largest causes, for the advice.
+    """
     version = predict.checked(version, gpu, [case])
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
@@ -117,7 +122,7 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
         _lines(text, models, shares, frames),
-        advise(Call(case, models, lines, shares), prediction),
+        advise(Call(case, models, lines, shares), prediction) if what_if else [],
         [
             KernelCode(model.launch.kernel, [one.base for one in model.code], of)
             for (_, model), of in zip(models, lines, strict=True)

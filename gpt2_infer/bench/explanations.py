@@ -50,17 +50,16 @@ class Explanations(Subject[Shape]):
             row = Row(contender=name, metric="predicted time", unit="us")
             beside = []
             try:
-                found = explain.explain(version, self.gpu, case)
+                found = explain.explain(version, self.gpu, case, what_if=not self.kernels)
                 if self.kernels:
                     beside = _rows(name, nsight.compare(found, self.kernels))
             except AttentionError as error:
                 row.status, row.reason = "refused", str(error)
             else:
                 row.samples = [round(found.prediction.time_us, 3)]
-                row.extra = {
-                    "version_digest": environment.version_digest(version.source),
-                    "advice": [_rounded(dataclasses.asdict(one)) for one in found.advice],
-                }
+                row.extra = {"version_digest": environment.version_digest(version.source)}
+                if found.advice:
+                    row.extra["advice"] = [_rounded(dataclasses.asdict(x)) for x in found.advice]
             yield Contender(row, beside=beside)
 
 

@@ -95,6 +95,19 @@ def test_without_bank_conflicts_a_load_needs_fewer_wavefronts():
     assert one.time_us - launch == pytest.approx((before - launch) / 8, rel=0.1)
 
 
+def test_bank_conflicts_of_several_lines_are_taken_away_together():
+    one = model([LOAD, dataclasses.replace(LOAD, name="LDS.64")], [(8, 0, 0), (4, 0, 0)])
+    call = Call(CASE, [(1, one)], [[1, 2]], [Place(0, 0, "MIO throttle", 0, 1, 1, 1.0)])
+    found = advice.advise(call, before := predict.time_of(one))
+    conflicts = {
+        one.line: one.time_us - H200.launch_us for one in found if one.cause == "conflicts"
+    }
+    whole = before.time_us - H200.launch_us
+    assert conflicts == {
+        line: pytest.approx(whole * share / 12, rel=0.1) for line, share in ((0, 2), (1, 5), (2, 9))
+    }
+
+
 def test_with_early_results_nothing_waits_for_them():
     places = [(1, "short scoreboard", 0, 2, 1, 1.0)]
     before, found = advised(model([LOAD, USE], [(1, 0, 0), (0, 0, 0)]), places)
