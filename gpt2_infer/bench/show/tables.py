@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
 from gpt2_infer.bench.show import columns
+from gpt2_infer.bench.show.explained import COMPARED
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
@@ -383,11 +384,6 @@ LAYOUTS["inspection"] = Layout(
 )
 
 
-def _out_of(line: Entry, part: str, whole: str) -> Value:
-    found, of = line.value(part), line.value(whole)
-    return None if found is None else f"{found:.0f} of {of:.0f}"
-
-
 LAYOUTS["explanation"] = Layout(
     title=lambda name, file, block: f"{shape_of(block[0])}, {file.study['gpu']} ({name})",
     rows=_all_rows,
@@ -395,9 +391,7 @@ LAYOUTS["explanation"] = Layout(
         columns.BACKEND,
         Column("predicted, us", columns.metric("predicted time"), "{:.1f}"),
         Column("samples", columns.metric("samples"), "{:,.0f}"),
-        Column("rank correlation", columns.metric("rank correlation"), "{:.2f}"),
-        Column("worst lines found", lambda line: _out_of(line, "worst found", "worst")),
-        Column("reasons equal", lambda line: _out_of(line, "reasons equal", "reasons")),
+        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
     ],
 )
 
