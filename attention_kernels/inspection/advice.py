@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """Index of the instruction."""
     reason: str
     cause: int
-    """Index of the instruction whose result is awaited, otherwise `at`."""
+    """Index of the instruction whose result is awaited, or of the barrier, otherwise `at`."""
     line: int
     """The kernel's own source line; 0 if nvcc gives none."""
     cause_line: int
@@ -133,7 +133,11 @@ def _time(trial: _Trial) -> float:
 
 
 def _conflicts(call: Call) -> Iterator[_Trial]:
-    """Yield the lines with the most wavefronts that only bank conflicts make necessary."""
+    """Yield the lines with the most wavefronts that only bank conflicts make necessary.
+
+    If several lines have them, they are taken away from all lines at once, too: one change, such as
+    padding, may do that.
+    """
     fewest: Counter[int] = Counter()  # by line
     extra: Counter[int] = Counter()
     for (count, model), lines in zip(call.models, call.lines, strict=True):
@@ -148,6 +152,9 @@ def _conflicts(call: Call) -> Iterator[_Trial]:
         if more > limit:
             ways = (fewest[line] + more) / fewest[line]
             yield _trial(call, "conflicts", line, f"without bank conflicts (now {ways:.3g}-way)")
+    if len(extra) > 1 and extra.total() - max(extra.values()) > limit:
+        advice = Advice("conflicts", 0, 0.0, "", "without any bank conflict", "", 0.0)
+        yield _Trial(advice, [frozenset(model.line.fewest) for _, model in call.models])
 
 
 def _results(call: Call) -> Iterator[_Trial]:
@@ -159,7 +166,7 @@ def _results(call: Call) -> Iterator[_Trial]:
 
 def _barriers(call: Call) -> Iterator[_Trial]:
     """Yield the barriers at which warps wait longest."""
-    found = _shares((one.line, one) for one in call.places if one.reason == stalls.BARRIER)
+    found = _shares((one.cause_line, one) for one in call.places if one.reason == stalls.BARRIER)
     for line in found[: _MOST["barrier"]]:
         yield _trial(call, "barrier", line, "without the barrier")
 

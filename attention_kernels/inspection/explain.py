@@ -17,7 +17,7 @@ from attention_kernels.inspection import line_table, predict
 from attention_kernels.inspection.advice import Advice, Call, Place, advise
 from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
-from attention_kernels.inspection.stalls import EXITED, SELECTED, Watch
+from attention_kernels.inspection.stalls import BARRIER, EXITED, SELECTED, Watch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
 
@@ -53,7 +53,7 @@ class LineStalls:
     reasons: dict[str, float]
     """Shares of the call's stall cycles by reason, the largest first."""
     waits_for: dict[int, float]
-    """Shares of the call's stall cycles by the line whose result is awaited."""
+    """Shares of the call's stall cycles by the line whose result, or barrier, is awaited."""
     instructions: list[InstructionStalls]
 
 
@@ -86,8 +86,13 @@ class Explanation:
     """The lines of the version file, after an empty line 0."""
 
 
-def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
-    """Predict one call of a version and explain it; raises the errors of predict()."""
+def explain(
+    version: VersionHeader, gpu: GpuModel, case: Case, *, what_if: bool = True
+) -> Explanation:
+    """Predict one call of a version and explain it; raises the errors of predict().
+
+    what_if: whether to simulate the call without each of the largest causes, for the advice.
+    """
     version = predict.checked(version, gpu, [case])
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
@@ -100,7 +105,9 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
         each.append((count, predict.time_of(model, watch)))
         symbol = model.launch.symbol
         waits = [
-            (one.place, one.cause) for one in sorted(watch.cycles, key=watch.cycles.__getitem__)
+            (one.place, one.cause)
+            for one in sorted(watch.cycles, key=watch.cycles.__getitem__)
+            if one.reason != BARRIER
         ]
         frames[symbol] = line_table.mended(frames[symbol], waits, version.source)
     prediction = predict.sum_of(each, case)
@@ -115,7 +122,7 @@ def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
         _lines(text, models, shares, frames),
-        advise(Call(case, models, lines, shares), prediction),
+        advise(Call(case, models, lines, shares), prediction) if what_if else [],
         [
             KernelCode(model.launch.kernel, [one.base for one in model.code], of)
             for (_, model), of in zip(models, lines, strict=True)

@@ -281,7 +281,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             one = code[index]
             when = max(next_at, state.when[event] + (_BARRIER if one.base == "BAR" else 0))
             if watch:
-                watch.add(warp, when, index, stalls.awaiting(one.base), state.cause[event])
+                next_up = streams[warp][at[warp]][0]
+                watch.add(warp, when, next_up, stalls.awaiting(one.base), state.cause[event])
             if one.base == "SYNCS" and one.writes < 6:  # whether the phase is complete is a result
                 result = state.when[event] + gpu.shared_latency
                 boards[warp][one.writes] = max(boards[warp][one.writes], result)
@@ -390,7 +391,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
             groups[warp].clear()
             if watch:
-                watch.arrive(warp, next_at, index)
+                behind = min(at[warp] + 1, len(streams[warp]) - 1)
+                watch.arrive(warp, next_at, streams[warp][behind][0])
         number = owner[warp]
         awaited = None
         if is_eventful[index]:
@@ -425,7 +427,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             for other in arrived[number]:
                 if watch:
                     opened = opens[number] + _BARRIER
-                    watch.add(other, opened, streams[other][at[other] - 1][0], stalls.BARRIER)
+                    (waiting, *_), (next_up, *_) = streams[other][at[other] - 1 : at[other] + 1]
+                    watch.add(other, opened, next_up, stalls.BARRIER, waiting)
                 wake(other, opens[number] + _BARRIER)
             arrived[number].clear()
     if watch:
@@ -434,10 +437,11 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             if at[warp] < len(stream):
                 state = events[owner[warp]]
                 awaited_now = itertools.chain.from_iterable(state.waiting.values())
-                waits = warp in arrived[owner[warp]] or warp in (one for one, _ in awaited_now)
-                index = stream[at[warp] - waits][0]
-                reason = stalls.awaiting(code[index].base) if waits else stalls.NOT_SELECTED
-                watch.close(warp, until, index, reason)
+                if warp in arrived[owner[warp]] or warp in (one for one, _ in awaited_now):
+                    waiting, next_up = stream[at[warp] - 1][0], stream[at[warp]][0]
+                    reason = stalls.awaiting(code[waiting].base)
+                    watch.add(warp, until, next_up, reason, waiting)
+                watch.close(warp, until, stream[at[warp]][0], stalls.NOT_SELECTED)
             elif stream:
                 watch.close(warp, until, stream[-1][0], stalls.EXITED)
     return end, issued

@@ -38,6 +38,8 @@ _NAMES = {
     "short_scoreboard": stalls.SHORT,
 }
 _PREFIXES = ("stall_", "smsp__pcsamp_warps_issue_stalled_")
+# Of the samples in the column before it, those in whose cycle the scheduler issued nothing.
+_SUBSETS = (" (Not Issued)", "_not_issued")
 WORST = 10  # lines whose reasons are compared
 
 
@@ -71,6 +73,8 @@ class Comparison:
 
     lines: list[ComparedLine]
     """Lines with stalls, by measured share, the worst first."""
+    samples: int
+    """Number of samples of stalls in the report."""
     rank_correlation: float | None
     """Spearman's, over all lines; null if they do not differ."""
     worst: int
@@ -105,7 +109,7 @@ def parse(lines: Iterable[str]) -> list[Sampled]:
 def _reason(column: str) -> str | None:
     """Return the reason that a column counts samples of, if any."""
     for prefix in _PREFIXES:
-        if column.startswith(prefix):
+        if column.startswith(prefix) and not column.endswith(_SUBSETS):
             name = column.removeprefix(prefix)
             return _NAMES.get(name, name.replace("_", " "))
     return None
@@ -156,6 +160,7 @@ def compare(one: Explanation, kernels: Sequence[Sampled]) -> Comparison:
     five = {line.line for line in one.lines[:5]}
     return Comparison(
         found,
+        round(total),
         _rank_correlation(found),
         min(5, len(worst)),
         sum(compared.line in five for compared in worst[:5]),

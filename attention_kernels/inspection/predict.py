@@ -46,6 +46,7 @@ from attention_kernels.ladder.header import VersionHeader
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
+_MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
 _MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
@@ -227,13 +228,14 @@ def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
         blocks, ran = run(range(length))
         samples = ran
     elif y > 1 and z == 1 and are_alike:
-        blocks, ran = run([length - 2, length - 1])
-        last = [counts["issue"] for counts in ran.values()]
-        if abs(last[0] - last[1]) < 0.001 * last[1]:  # all alike, but the last may be partial
-            del ran[length - 1]
+        # A tile of keys may span the queries of the last blocks, so one further away is run, too.
+        blocks, ran = run([length - _SAMPLED, length - 2, length - 1])
+        far, *last = [counts["issue"] for counts in ran.values()]
+        if max(abs(far - last[0]), abs(last[0] - last[1])) < 0.001 * last[1]:
+            del ran[length - 1]  # all alike, but the last may be partial
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
-            is_shortest = last[0] > last[1]
+            is_shortest = far > last[1]
             ends = _ends(length, program.uses_warpgroups(launch))
             blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
@@ -326,7 +328,6 @@ def _alone(
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss: float,
-    watch: Watch | None,
 ) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
@@ -334,11 +335,11 @@ def _alone(
     only the longer one executes.
     """
     short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED, None if longer else watch)
+    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
     longest = _longest(longer, _MAX_TIMED)
-    cycles, issued = cycles_of(gpu, code, [longest], miss, watch=watch)
+    cycles, issued = cycles_of(gpu, code, [longest], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
@@ -348,7 +349,6 @@ def _together(
     code: Sequence[Instruction],
     works: Sequence[Work],
     miss: float,
-    watch: Watch | None,
     count: int,
 ) -> list[float]:
     """Return cycles per instruction of `count` blocks on one multiprocessor, the oldest first."""
@@ -358,8 +358,28 @@ def _together(
         most = work.instructions * count // 2
     else:
         work, most = short, min(_MAX_TIMED, short.instructions * count)
-    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most, watch)
+    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
     return [cycles / one for one in issued]
+
+
+def _observe(model: LaunchModel, miss: float, count: int, watch: Watch) -> None:
+    """Record the stalls of `count` blocks of average length on one multiprocessor.
+
+    They start at different points, and each is followed by another block until all of a block has
+    been executed: beginnings and ends count as often as they occur.
+    """
+    mean = model.total["issue"] / model.busy
+    works = [work for work in model.line.works if work.instructions * count <= _MAX_OBSERVED]
+    shortest = min(model.line.works, key=lambda work: work.instructions)
+    work = min(works or [shortest], key=lambda work: abs(work.instructions - mean))
+    starts = (work.parts[len(work.parts) * number // count] for number in range(count))
+    blocks = [
+        dataclasses.replace(
+            work, warps=[warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
+        )
+        for start in starts
+    ]
+    cycles_of(model.gpu, model.code, blocks, miss, watch=watch)
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
@@ -436,8 +456,10 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     end = equal = 0.0
     if line.works:
         timed = gpu, code, line.works, miss
-        alone, extra = _alone(*timed, None if fits > 1 else watch)
-        paces = _together(*timed, watch, fits) if fits > 1 else [alone]
+        alone, extra = _alone(*timed)
+        paces = _together(*timed, fits) if fits > 1 else [alone]
+        if watch:
+            _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
     hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz

@@ -1,8 +1,8 @@
 """Why each warp of a simulated multiprocessor does not issue: by instruction, reason and cause.
 
 Reasons are Nsight Compute's (`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall
-belongs to the instruction that the warp issues next; waiting at a barrier, or for asynchronous
-copies, belongs to the instruction that waits.
+belongs to the instruction that the warp issues next. After a barrier, or an instruction that waits
+for asynchronous copies, that is the one behind it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Stall(NamedTuple):
     """What a warp waits for, and where."""
 
     place: int
-    """Index of the instruction that is issued next, or that waits."""
+    """Index of the instruction that is issued next."""
     reason: str
     cause: int
-    """Index of the instruction whose result is awaited, otherwise `place`."""
+    """Index of the instruction whose result is awaited, or of the barrier, otherwise `place`."""
 
 
 class Watch:
@@ -77,7 +77,7 @@ class Watch:
         self._copies[warp] = index
 
     def arrive(self, warp: int, when: float, index: int) -> None:
-        """Record that an instruction waits for asynchronous copies."""
+        """Record that asynchronous copies are awaited before an instruction."""
         self.add(warp, when, index, LONG, self._copies[warp])
 
     def close(self, warp: int, end: float, index: int, reason: str) -> None:

@@ -141,6 +141,22 @@ class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     seqlen: AtLeastOne = 1024
 
 
+class ExplanationStudy(Study, kw_only=True, tag="explanation"):
+    """Stalls and what-ifs of versions on a GPU, which need not be present."""
+
+    subject = "explanations.Explanations"
+    backends: list[str]
+    gpu: str = "h200"
+    batch: AtLeastOne = 1
+    heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    seqlen: AtLeastOne = 1024
+    full: bool = False
+    """Whether to omit the causal mask."""
+    report: str = ""
+    """Source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
+
+
 class BuildStudy(Study, kw_only=True, tag="build"):
     """Cold builds of the float32 ladder; needs no GPU."""
 
@@ -224,6 +240,7 @@ AnyStudy: TypeAlias = (
     | InspectionStudy
     | PredictionStudy
     | StallStudy
+    | ExplanationStudy
     | BuildStudy
     | DecodeStudy
     | BatchStudy

@@ -83,22 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
     """Read the kernels of --profile; raises RequestError if it has none."""
-    from attention_kernels.inspection import nsight
+    from gpt2_infer.bench.explanations import read_report
 
     path: Path | None = arguments.profile
     if path is None:
         return []
     if len(arguments.seqlen) > 1:
         raise RequestError("--profile compares one length: give one --seqlen")
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            found = nsight.parse(file)
-    except OSError as error:
-        raise RequestError(f"--profile: {path}: {error.strerror}") from error
-    if not found:
-        wanted = "the CSV that `ncu --import REPORT --page source --csv` prints"
-        raise RequestError(f"--profile: {path} is not {wanted}")
-    return found
+    return read_report(path)
 
 
 def _show_table(

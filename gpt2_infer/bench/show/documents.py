@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
-from gpt2_infer.bench.show import cards, ladders, predicted, tables
+from gpt2_infer.bench.show import cards, explained, ladders, predicted, tables
 from gpt2_infer.bench.show.columns import BACKEND
 from gpt2_infer.bench.show.figures import (
     Value,
@@ -26,7 +27,7 @@ from gpt2_infer.bench.show.figures import (
     spread_percent,
     where,
 )
-from gpt2_infer.bench.show.pivot import Column, Entry, Layout, pivot
+from gpt2_infer.bench.show.pivot import Column, Entry, Layout, markdown, pivot
 
 
 def show(task: str) -> None:
@@ -146,6 +147,27 @@ def wavefronts(task: str, profile: str) -> None:
         ],
     )
     _show(task, layout)
+
+
+def stalls(task: str, earlier: str) -> None:
+    """Print how well stalls were predicted, first with an earlier model."""
+    _show(task, explained.compared(_newest(earlier)[1]))
+
+
+def worst_lines(task: str, contender: str) -> None:
+    """Print a version's worst lines, measured and predicted."""
+    path, file = _newest(task)
+    _print(str(explained.worst_lines(_link(path), file, contender)))
+
+
+def steps(*found: tuple[str, str, Sequence[explained.Step]]) -> None:
+    """Print what-ifs next to the next versions' times, given the two tasks and the steps."""
+    rows = [
+        explained.step(one, _newest(task)[1], main_rows(_newest(timing)[1]))
+        for task, timing, steps in found
+        for one in steps
+    ]
+    _print(markdown(explained.STEPS_HEAD, rows))
 
 
 def _show(task: str, layout: Layout) -> None:

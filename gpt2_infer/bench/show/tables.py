@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
 from gpt2_infer.bench.show import columns
+from gpt2_infer.bench.show.explained import COMPARED
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
@@ -379,6 +380,18 @@ LAYOUTS["inspection"] = Layout(
         Column("shared stores", lambda line: _shared(line, "store"), "{:,.0f}"),
         Column("sectors loaded", lambda line: _sectors(line, "load"), "{:,.0f}"),
         Column("sectors stored", lambda line: _sectors(line, "store"), "{:,.0f}"),
+    ],
+)
+
+
+LAYOUTS["explanation"] = Layout(
+    title=lambda name, file, block: f"{shape_of(block[0])}, {file.study['gpu']} ({name})",
+    rows=_all_rows,
+    columns=[
+        columns.BACKEND,
+        Column("predicted, us", columns.metric("predicted time"), "{:.1f}"),
+        Column("samples", columns.metric("samples"), "{:,.0f}"),
+        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
     ],
 )
 

@@ -15,6 +15,7 @@ from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import Work
 from attention_kernels.inspection.predict import Case, LaunchModel
 from attention_kernels.inspection.sass import Instruction
+from attention_kernels.inspection.stalls import Watch
 from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
 
 H200 = multiprocessor.gpus()["h200"]
@@ -94,6 +95,19 @@ def test_without_bank_conflicts_a_load_needs_fewer_wavefronts():
     assert one.time_us - launch == pytest.approx((before - launch) / 8, rel=0.1)
 
 
+def test_bank_conflicts_of_several_lines_are_taken_away_together():
+    one = model([LOAD, dataclasses.replace(LOAD, name="LDS.64")], [(8, 0, 0), (4, 0, 0)])
+    call = Call(CASE, [(1, one)], [[1, 2]], [Place(0, 0, "MIO throttle", 0, 1, 1, 1.0)])
+    found = advice.advise(call, before := predict.time_of(one))
+    conflicts = {
+        one.line: one.time_us - H200.launch_us for one in found if one.cause == "conflicts"
+    }
+    whole = before.time_us - H200.launch_us
+    assert conflicts == {
+        line: pytest.approx(whole * share / 12, rel=0.1) for line, share in ((0, 2), (1, 5), (2, 9))
+    }
+
+
 def test_with_early_results_nothing_waits_for_them():
     places = [(1, "short scoreboard", 0, 2, 1, 1.0)]
     before, found = advised(model([LOAD, USE], [(1, 0, 0), (0, 0, 0)]), places)
@@ -104,7 +118,8 @@ def test_with_early_results_nothing_waits_for_them():
 
 def test_without_a_barrier_fast_warps_run_ahead():
     code = [Instruction("BAR.SYNC", ("0x0",)), Instruction("FADD", ("R1", "R2"), stall=4)]
-    before, found = advised(model(code), [(0, "barrier", 0, 1, 1, 1.0)])
+    before, found = advised(model(code), [(1, "barrier", 0, 2, 1, 1.0)])
+    assert found["barrier"].line == 1
     assert found["barrier"].time_us < 0.7 * before
 
 
@@ -140,6 +155,19 @@ def test_multiprocessors_that_idle_at_the_end_are_named():
     assert found["uneven"].time_us - launch == pytest.approx((before - launch) / 2, rel=0.02)
 
 
+def test_the_ends_of_blocks_are_observed_as_often_as_their_loops(monkeypatch):
+    """The time comes from a part of the instructions, the stalls from all of them."""
+    monkeypatch.setattr(predict, "_MAX_TIMED", 1000)
+    one = model([USE, LOAD], blocks=264, fits=2)
+    (work,) = one.line.works
+    halves = dataclasses.replace(work, parts=[[0] * 8] * 4 + [[50] * 8] * 4)
+    one = dataclasses.replace(one, line=dataclasses.replace(one.line, works=[halves]))
+    watch = Watch()
+    predict.time_of(one, watch)
+    issued = {stall.place: n for stall, n in watch.cycles.items() if stall.reason == "selected"}
+    assert issued == {0: 2 * 8 * 50, 1: 2 * 8 * 50}
+
+
 @pytest.mark.slow
 @needs_cuda_programs
 def test_a_version_is_explained_line_by_line():
@@ -156,5 +184,6 @@ def test_a_version_is_explained_line_by_line():
     text = version.source.split("\n")
     barriers = [line for line in found.lines if "barrier" in line.reasons]
     assert barriers
-    assert all("__syncthreads" in text[line.line - 1] for line in barriers)
+    waited = {place for line in barriers for place in line.waits_for}
+    assert any("__syncthreads" in text[place - 1] for place in waited)
     assert [*found.advice] == sorted(found.advice, key=lambda one: one.time_us)

@@ -171,6 +171,18 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     assert line.inputs == inputs
 
 
+def test_the_last_two_blocks_may_be_alike_though_the_others_are_not():
+    """As where a tile of keys spans the queries of two blocks: pairs of blocks run as long."""
+    code = CODE.replace("SR_TID.X", "SR_CTAID.Y")
+    code = code.replace("ISETP.GT.U32.AND P0, PT, R0, 0x1f, PT", "SHF.R.U32.HI R0, RZ, 0x1, R0")
+    code = code.replace("@P0 EXIT", "IADD3 R5, R0, 0x1, RZ").replace("c[0x0][0x18]", "R5")
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
+    program = predict.Program(version, H200, ROOT, sass.parse(code), {})
+    line = predict._line(program, launch_of((1, 32, 1)))
+    loops = sum(1 + block // 2 for block in range(32))
+    assert line.total("issue") == 2 * (6 * 32 + 4 * loops)
+
+
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}

@@ -39,10 +39,10 @@ REPORT = """==WARNING== a message
 "Address","Source","Warp Stall Sampling (All Samples)","stall_wait","stall_selected"
 "0x7f0000","      EXIT","3","3",""
 "Kernel Name","kernel(float)"
-"Address","Source","# Samples","stall_short_sb","stall_wait","stall_selected"
-"0x7f0100","      LDS.128 R4, [R1+0x10]","1,210","1,000","200","10"
-"0x7f0110","@!P0  FADD R1, R2, R3","400","","300","100"
-"0x7f0120","@!UP0 BRA `(.L_x_1)","500","","500",""
+"Address","Source","All","stall_short_sb","stall_wait","stall_selected","stall_wait (Not Issued)"
+"0x7f0100","      LDS.128 R4, [R1+0x10]","1,210","1,000","200","10","900"
+"0x7f0110","@!P0  FADD R1, R2, R3","400","","300","100","300"
+"0x7f0120","@!UP0 BRA `(.L_x_1)","500","","500","","500"
 """
 
 
