@@ -27,6 +27,8 @@ class Backend:
     devices: list[str]
     emulated_on: list[str]
     """The devices on which an emulator runs it."""
+    predecessor: str | None
+    """The backend that it changes, if it is a step of a ladder."""
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(row.name) for row in rows)
     indent = " " * (width + 31)
     family = None
-    for row in rows:
+    for before, row in zip([None, *rows], rows, strict=False):
         if row.family != family:
             show(row.family if family is None else f"\n{row.family}")
             family = row.family
@@ -58,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         show(f"  {row.name:<{width}}  {state:<26} {row.summary}")
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
         dims = ", ".join(map(str, row.head_dims)) or "any"
-        show(f"{indent}takes {takes}; head_dim {dims}")
+        is_next = row.predecessor in (None, before and before.name)
+        start = "" if is_next else f"; changes {row.predecessor}"
+        show(f"{indent}takes {takes}; head_dim {dims}{start}")
         if not here:
             reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
             show(f"{indent}{'; '.join(reasons)}")
@@ -67,12 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find() -> list[Backend]:
     """Return every backend, by family."""
-    from attention_kernels import list_backends
+    from attention_kernels import ladder, list_backends
 
-    return [_describe(spec) for spec in list_backends()]
+    before = {
+        name: start
+        for family in ladder.families()
+        for name, start in ladder.predecessors(ladder.versions(family)).items()
+    }
+    return [_describe(spec, before.get(spec.name)) for spec in list_backends()]
 
 
-def _describe(spec: BackendSpec) -> Backend:
+def _describe(spec: BackendSpec, predecessor: str | None) -> Backend:
     return Backend(
         spec.name,
         spec.family,
@@ -81,5 +90,6 @@ def _describe(spec: BackendSpec) -> Backend:
         head_dims=[*spec.head_dims],
         devices=[*spec.device_types],
         emulated_on=[*spec.emulated_on],
+        predecessor=predecessor,
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )

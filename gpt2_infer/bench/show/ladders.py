@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from attention_kernels import ladder
-from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show.figures import (
     attention_share,
@@ -76,18 +75,6 @@ def overview(family: str, kernel: File, generation: File) -> str:
     return markdown(["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"], rows)
 
 
-def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return each version's predecessor, with which it is compared; None for the first.
-
-    This is the version before it, or the one that its header names: `From: v12`.
-    """
-    names = {version.name: name for name, version in versions.items()}
-    return {
-        name: names.get(version.start) if version.start else last
-        for last, (name, version) in zip([None, *versions], versions.items(), strict=False)
-    }
-
-
 def sections(family: str, measured: Sequence[File]) -> str:
     """Return a section for each version of a ladder: its header, then the measurements.
 
@@ -95,7 +82,7 @@ def sections(family: str, measured: Sequence[File]) -> str:
     """
     texts = []
     versions = ladder.versions(family)
-    for name, before in predecessors(versions).items():
+    for name, before in ladder.predecessors(versions).items():
         version = versions[name]
         change = _prose(version.change)
         texts += [
