@@ -6,7 +6,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from attention_kernels import ladder
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show.figures import (
     attention_share,
@@ -16,6 +19,7 @@ from gpt2_infer.bench.show.figures import (
     length,
     main_rows,
     ratio,
+    roof_share,
     with_spread,
 )
 from gpt2_infer.bench.show.pivot import markdown
@@ -45,6 +49,36 @@ INSPECTED = {
 }
 
 
+def _is_tensor(version: VersionHeader) -> bool:
+    """Return whether tensor cores multiply; they have a precision class of their own."""
+    return version.precisions.get("float32") != "ieee-fp32"
+
+
+# The chapters of the float32 ladder. A reader meets each on a page of its own.
+CHAPTERS: dict[str, Callable[[VersionHeader], bool]] = {
+    "study": lambda version: version.number <= STUDY,
+    "cuda-cores": lambda version: version.number > STUDY and not _is_tensor(version),
+    "tensor-cores": _is_tensor,
+}
+STUDY = 12  # the case study's versions
+
+
+def chapter(family: str, name: str) -> dict[str, VersionHeader]:
+    """Return the versions of a ladder, or of one of its CHAPTERS; "" is all."""
+    return {
+        version: header
+        for version, header in ladder.versions(family).items()
+        if not name or CHAPTERS[name](header)
+    }
+
+
+def of_chapter(file: File, name: str) -> File:
+    """Return a file without the float32 ladder's versions of other chapters."""
+    others = ladder.versions("fp32").keys() - chapter("fp32", name)
+    rows = [row for row in file.rows if row.contender not in others]
+    return msgspec.structs.replace(file, rows=rows)
+
+
 def versions_table(family: str) -> str:
     """Return a table of a ladder's versions: the change, the tile and the supported inputs.
 
@@ -62,43 +96,73 @@ def versions_table(family: str) -> str:
     return f"{markdown(head[:-1], [row[:-1] for row in rows])}\nEach takes {rows[0][-1]}.\n"
 
 
-def overview(family: str, kernel: File, generation: File) -> str:
-    """Return a table of a ladder's timed versions: change, kernel time and end-to-end time."""
+def overview(family: str, kernels: Sequence[File], generation: File) -> str:
+    """Return a table of a ladder's timed versions: change, kernel times and end-to-end time.
+
+    A version is in the first of the kernel files that has it. Its share of its roof is the one at
+    the longest length of the first file.
+    """
+    seqlen, tokens = (detail_length(main_rows(file)) for file in (kernels[0], generation))
+    longest = max(map(length, main_rows(kernels[0])))
     rows = []
     for name, version in ladder.versions(family).items():
-        alone, whole = (next(iter(_chosen(file, name)), None) for file in (kernel, generation))
-        if alone and alone.samples:
-            # A version newer than the end-to-end runs has only a kernel time.
-            seconds = f"{whole.median:.3f}" if whole and whole.samples else ""
-            rows.append([f"`{name}`", _prose(version.title), f"{alone.median:.1f}", seconds])
-    seqlen, tokens = (detail_length(main_rows(file)) for file in (kernel, generation))
-    return markdown(["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"], rows)
+        for file in kernels:
+            times = {length(row): row for row in _line(file, name) if row.samples}
+            if seqlen in times:
+                break
+        else:
+            continue
+        last = times.get(longest)
+        whole = next(iter(_chosen(generation, name)), None)
+        rows.append(
+            [
+                f"`{name}`",
+                _prose(version.title),
+                f"{times[seqlen].median:.1f}",
+                f"{last.median:.1f}" if last else "",
+                f"{share:.0%}"
+                if last and (share := roof_share(last, file.provenance.limits))
+                else "",
+                f"{whole.median:.3f}" if whole and whole.samples else "",
+            ]
+        )
+    alone = (f"alone, N={seqlen}, us", f"N={longest}, us")
+    return markdown(["backend", "change", *alone, "of its roof", f"{tokens} tokens, s"], rows)
 
 
-def sections(family: str, measured: Sequence[File]) -> str:
+def sections(family: str, measured: Sequence[File], part: str = "") -> str:
     """Return a section for each version of a ladder: its header, then the measurements.
 
-    A version is compared with its predecessor.
+    A version is compared with its predecessor. part: the chapter, by default all.
     """
     texts = []
     versions = ladder.versions(family)
-    for name, before in ladder.predecessors(versions).items():
-        version = versions[name]
+    predecessors = ladder.predecessors(versions)
+    for name, version in chapter(family, part).items():
+        before = predecessors[name]
         change = _prose(version.change)
         texts += [
             f"#### `{name}`: {_capital(_prose(version.title))}",
             f"From `{before}`: {change}" if version.start else _capital(change),
-            f"*Why:* {_prose(version.why)}",
-            f"*Cost:* {_prose(version.cost)}",
-            f"*Expected:* {_prose(version.expect)}",
         ]
-        found: dict[str, list[str]] = {}  # by kind, from the first file that has the version
-        for one in measured:
-            kind = one.study["kind"]
-            found[kind] = found.get(kind) or _FACTS[kind](one, name, before)
-        facts = [fact for of_kind in found.values() for fact in of_kind]
-        texts += [f"**Measured:** {'; '.join(facts)}."] if facts else []
+        facts: list[str] = []
+        for kind, files in group_by(measured, lambda file: file.study["kind"]).items():
+            # The first file with the version, but better one with its predecessor as well.
+            files.sort(key=lambda file: not _has(file, name, before))
+            found = (_FACTS[kind](file, name, before) for file in files)
+            facts += next(filter(None, found), [])
+        points = [
+            f"- *Why:* {_prose(version.why)}",
+            f"- *Cost:* {_prose(version.cost)}",
+            f"- *Expected:* {_prose(version.expect)}",
+        ]
+        points += [f"- **Measured:** {'; '.join(facts)}."] if facts else []
+        texts.append("\n".join(points))
     return "\n\n".join(texts) + "\n"
+
+
+def _has(file: File, *names: str | None) -> bool:
+    return {*filter(None, names)} <= {row.contender for row in file.rows}
 
 
 def _prose(text: str) -> str:
@@ -109,6 +173,12 @@ def _prose(text: str) -> str:
 
 def _capital(text: str) -> str:
     return text if "_" in text.split(maxsplit=1)[0] else text[0].upper() + text[1:]
+
+
+def _line(file: File, name: str) -> list[Row]:
+    """Return a backend's rows of the first shape that it was measured in, one per length."""
+    mine = [row for row in main_rows(file) if row.contender == name]
+    return [row for row in mine if cell_name(row) == cell_name(mine[0])]
 
 
 def _chosen(file: File, name: str) -> list[Row]:
