@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -97,37 +97,36 @@ def versions_table(family: str) -> str:
 
 
 def overview(family: str, kernels: Sequence[File], generation: File) -> str:
-    """Return a table of a ladder's timed versions: change, kernel times and end-to-end time.
+    """Return a table of a ladder's versions: change, kernel times and end-to-end time.
 
-    A version is in the first of the kernel files that has it. Its share of its roof is the one at
-    the longest length of the first file.
+    The kernel's times are those in the shape of the first of the kernel files, each from the first
+    file that has it. The share of its roof is the one at the longest length.
     """
-    seqlen, tokens = (detail_length(main_rows(file)) for file in (kernels[0], generation))
-    longest = max(map(length, main_rows(kernels[0])))
-    rows = []
-    for name, version in ladder.versions(family).items():
-        for file in kernels:
-            times = {length(row): row for row in _line(file, name) if row.samples}
-            if seqlen in times:
-                break
-        else:
-            continue
-        last = times.get(longest)
+    rows = main_rows(kernels[0])
+    lengths = (detail_length(rows), max(map(length, rows)))
+    timed: dict[tuple[str, int], tuple[Row, File]] = {}
+    for file in kernels:
+        for row in main_rows(file):
+            if row.samples and row.kernel.shape == rows[0].kernel.shape:
+                timed.setdefault((row.contender, length(row)), (row, file))
+
+    def figures(name: str) -> Iterator[str]:
+        share = None
+        for at in lengths:
+            row, file = timed.get((name, at), (None, kernels[0]))
+            yield f"{row.median:.1f}" if row else ""
+            share = roof_share(row, file.provenance.limits) if row else None
+        yield f"{share:.0%}" if share else ""
         whole = next(iter(_chosen(generation, name)), None)
-        rows.append(
-            [
-                f"`{name}`",
-                _prose(version.title),
-                f"{times[seqlen].median:.1f}",
-                f"{last.median:.1f}" if last else "",
-                f"{share:.0%}"
-                if last and (share := roof_share(last, file.provenance.limits))
-                else "",
-                f"{whole.median:.3f}" if whole and whole.samples else "",
-            ]
-        )
-    alone = (f"alone, N={seqlen}, us", f"N={longest}, us")
-    return markdown(["backend", "change", *alone, "of its roof", f"{tokens} tokens, s"], rows)
+        yield f"{whole.median:.3f}" if whole and whole.samples else ""
+
+    table = [
+        [f"`{name}`", _prose(version.title), *figures(name)]
+        for name, version in ladder.versions(family).items()
+    ]
+    alone = (f"alone, N={lengths[0]}, us", f"N={lengths[1]}, us")
+    seconds = f"{detail_length(main_rows(generation))} tokens, s"
+    return markdown(["backend", "change", *alone, "of its roof", seconds], table)
 
 
 def sections(family: str, measured: Sequence[File], part: str = "") -> str:
@@ -173,12 +172,6 @@ def _prose(text: str) -> str:
 
 def _capital(text: str) -> str:
     return text if "_" in text.split(maxsplit=1)[0] else text[0].upper() + text[1:]
-
-
-def _line(file: File, name: str) -> list[Row]:
-    """Return a backend's rows of the first shape that it was measured in, one per length."""
-    mine = [row for row in main_rows(file) if row.contender == name]
-    return [row for row in mine if cell_name(row) == cell_name(mine[0])]
 
 
 def _chosen(file: File, name: str) -> list[Row]:

@@ -282,6 +282,26 @@ def test_a_kernel_has_the_share_of_its_own_roof_at_the_longest_length():
     assert shares == ["48%", "12%", ""]
 
 
+def test_the_overview_has_each_time_from_the_first_file_that_has_it():
+    limits = {"ffma_tflops": 50.0}
+    first = kernels(provenance=provenance(limits=limits))
+    flops = kernel("", [1.0], 1024).kernel.flops
+    later = kernels(
+        [
+            kernel("CUSTOM_CUDA_VERSION_1", [7.0]),
+            kernel("CUSTOM_CUDA_VERSION_4", [flops / 25e6]),
+            kernel("CUSTOM_CUDA_VERSION_5", [9.0], cell=KernelCell(1024, batch=4)),
+        ],
+        provenance=provenance(limits=limits),
+    )
+    text = ladders.overview("fp32", [first, later], generation())
+    assert [*rows(text)] == [*ladder.versions("fp32")]
+    found = [[*row.values()][2:] for row in rows(text).values()]
+    assert [row[0] for row in found[:5]] == ["400.0", "50.0", "50.5", f"{flops / 25e6:.1f}", ""]
+    assert found[3][2:] == ["50%", ""]
+    assert found[1][3] == "1.500"
+
+
 def test_a_version_that_was_not_timed_says_why():
     refused = {"status": "refused", "reason": "not here", "samples": []}
     results = kernels([kernel("CUSTOM_CUDA_VERSION_1", **refused)])
