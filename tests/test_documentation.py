@@ -88,7 +88,7 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (
-        tmp_path / "docs" / "ladder.md"
+        tmp_path / "docs" / "ladder-cuda-cores.md"
     ).read_text("utf-8")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ TAKES = re.compile(
 NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
-# The version that it changes, if that is not the previous one.
+# The version that it changes, if that is not the one before it in the ladder.
 START = re.compile(r"(?:v\d+)?")
 
 
@@ -68,7 +68,7 @@ class VersionHeader:
     """Compiler flags for this version only."""
     expect: str
     start: str | None = None
-    """The name of the version that this one changes, if it is not the previous one."""
+    """The name of the version that this one changes, if not the one before it in the ladder."""
     role: str = "attention"
     """The computation: "attention", "decode", or "struct" for a kernel with its own parameters."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -127,13 +127,44 @@ def version_number(path: Path) -> int:
 
 
 def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
-    """Return the headers of a folder's version files, sorted by number; raises HeaderError."""
+    """Return the headers of a folder's version files, see in_order(); raises HeaderError."""
     found = [parse_header(path, op_prefix) for path in version_files(folder)]
-    for at, version in enumerate(found):
-        start = version.start
-        if start is not None and start not in {earlier.name for earlier in found[:at]}:
-            raise HeaderError(f"{version.path.name}: From names no earlier version: {start}")
-    return found
+    for version in found:
+        check_start(version, found)
+    return in_order(found)
+
+
+def in_order(found: Iterable[VersionHeader]) -> list[VersionHeader]:
+    """Return the versions of a ladder by number, except that each follows the one it starts from.
+
+    So a step that is inserted later has a later number, and its successor starts from it.
+    """
+    by_name = {version.name: version for version in found}
+    ordered: dict[str, VersionHeader] = {}
+    for version in by_name.values():
+        for one in reversed(_chain(version, by_name)):
+            ordered.setdefault(one.name, one)
+    return [*ordered.values()]
+
+
+def check_start(version: VersionHeader, found: Iterable[VersionHeader]) -> None:
+    """Raise HeaderError if the header names a version that does not exist or starts from this."""
+    by_name = {one.name: one for one in found}
+    *_, last = _chain(version, by_name)
+    if last.start in by_name:
+        raise HeaderError(f"{version.path.name}: From leads back to {last.start}")
+    if version.start and version.start not in by_name:
+        raise HeaderError(
+            f"{version.path.name}: From names no version of this ladder: {version.start}"
+        )
+
+
+def _chain(version: VersionHeader, by_name: Mapping[str, VersionHeader]) -> list[VersionHeader]:
+    """Return a version, the one that its header names, and so on; it ends before a repetition."""
+    chain = [version]
+    while (start := by_name.get(chain[-1].start or "")) and start not in chain:
+        chain.append(start)
+    return chain
 
 
 def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:

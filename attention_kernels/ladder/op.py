@@ -51,21 +51,30 @@ def register_ladder(
     """Register each version file of a folder as the backend name(file).
 
     family: the folder's name by default. op_prefix: the prefix of its ops' names, by default the
-    folder's name and "_". A file whose header is invalid or whose number is not unique becomes a
-    backend that is unavailable for that reason.
+    folder's name and "_". The backends are in the order of header.in_order(). A file whose header
+    is invalid or whose number is not unique becomes a backend that is unavailable for that reason.
     """
     family = family or folder.name
     prefix = re.sub(r"\W", "_", f"{folder.name}_") if op_prefix is None else op_prefix
+    found: list[VersionHeader] = []
+    broken: dict[Path, str] = {}
     for number, group in itertools.groupby(header.version_files(folder), header.version_number):
         first, *others = group
         try:
             if others:
                 names = ", ".join(path.name for path in (first, *others))
                 raise HeaderError(f"several files have the number {number}: {names}")
-            add(backend(name(first), family, header.parse_header(first, prefix)))
+            found.append(header.parse_header(first, prefix))
         except HeaderError as error:
-            summary = f"{first.stem}."
-            add(unavailable(name(first), family, summary, ("cuda", "cpu"), str(error)))
+            broken[first] = str(error)
+    for version in header.in_order(found):
+        try:
+            header.check_start(version, found)
+            add(backend(name(version.path), family, version))
+        except HeaderError as error:
+            broken[version.path] = str(error)
+    for path, reason in broken.items():
+        add(unavailable(name(path), family, f"{path.stem}.", ("cuda", "cpu"), reason))
 
 
 def resolve(what: str) -> BackendSpec:
@@ -99,6 +108,18 @@ def versions(family: str | None = None) -> dict[str, VersionHeader]:
         spec.name: spec.version
         for spec in list_backends()
         if spec.version is not None and family in (None, spec.family)
+    }
+
+
+def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
+    """Return each version's predecessor, with which it is compared; None for the first.
+
+    This is the version before it, or the one that its header names: `From: v12`.
+    """
+    names = {version.name: name for name, version in versions.items()}
+    return {
+        name: names.get(version.start) if version.start else last
+        for last, (name, version) in zip([None, *versions], versions.items(), strict=False)
     }
 
 

@@ -31,6 +31,8 @@ class Backend:
     """For an alias: what it picks and when."""
     prebuilt: bool
     """Whether its CUDA kernels are in the wheel, so that it needs no nvcc."""
+    predecessor: str | None
+    """The backend that it changes, if it is a step of a ladder."""
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(row.name) for row in rows)
     indent = " " * (width + 31)
     family = None
-    for row in rows:
+    for before, row in zip([None, *rows], rows, strict=False):
         if row.family != family:
             show(row.family if family is None else f"\n{row.family}")
             family = row.family
@@ -62,8 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         show(f"  {row.name:<{width}}  {state:<26} {row.summary}")
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
         dims = ", ".join(map(str, row.head_dims)) or "any"
+        is_next = row.predecessor in (None, before and before.name)
+        start = "" if is_next else f"; changes {row.predecessor}"
         origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
-        show(f"{indent}takes {takes}; head_dim {dims}{origin}")
+        show(f"{indent}takes {takes}; head_dim {dims}{start}{origin}")
         for choice in row.choices:
             show(f"{indent}{choice}")
         if not here:
@@ -74,12 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find() -> list[Backend]:
     """Return every backend, by family."""
-    from attention_kernels import list_backends
+    from attention_kernels import ladder, list_backends
 
-    return [_describe(spec) for spec in list_backends()]
+    before = {
+        name: start
+        for family in ladder.families()
+        for name, start in ladder.predecessors(ladder.versions(family)).items()
+    }
+    return [_describe(spec, before.get(spec.name)) for spec in list_backends()]
 
 
-def _describe(spec: BackendSpec) -> Backend:
+def _describe(spec: BackendSpec, predecessor: str | None) -> Backend:
     from attention_kernels import ladder
 
     return Backend(
@@ -92,5 +101,6 @@ def _describe(spec: BackendSpec) -> Backend:
         emulated_on=[*spec.emulated_on],
         choices=[*spec.choices],
         prebuilt=ladder.is_prebuilt(spec),
+        predecessor=predecessor,
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )

@@ -110,8 +110,8 @@ def call(spec: BackendSpec, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 )
 def test_a_ladder_is_the_files(family, name):
     files = header.version_files(header.CSRC / family)
-    names = [name.format(header.version_number(file)) for file in files]
-    assert [spec.name for spec in SPECS if spec.family == family] == names
+    names = {name.format(header.version_number(file)) for file in files}
+    assert {spec.name for spec in SPECS if spec.family == family} == names
 
 
 THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -1,13 +1,14 @@
-// v21 - split into float16, once per block
+// v21 - split into float16
 //
-// Change: K and V are split into two float16 numbers when they are stored to shared memory. Each
-//         row of K and each column of a tile of V is first scaled by a power of two that brings its
-//         largest number to 2^14, so that lo is seldom subnormal. The scale of a row of K is undone
-//         in its column of S, that of a column of V in its column of O. Tiles that are partly
-//         masked for some row of the block keep V in float32 and use v20's product: a scale would
-//         depend on keys that the row does not see. ldmatrix loads the fragments, V's transposed.
-// Why:    tensor cores multiply float16 twice as fast as TF32, with the same number of bits. Only
-//         one of four warps splits each number. One ldmatrix replaces eight loads.
+// From:   v32
+// Change: the two parts of a number are float16. Each row of Q and of K and each column of a tile
+//         of V is first scaled by a power of two that brings its largest number to 2^14, so that lo
+//         is seldom subnormal. The scale of a row is undone in S, that of a column of V in O. Tiles
+//         that are partly masked for some row of the block keep V in float32 and use v20's product:
+//         a scale would depend on keys that the row does not see. ldmatrix loads the fragments,
+//         V's transposed.
+// Why:    tensor cores multiply float16 twice as fast as TF32, with the same number of bits. One
+//         ldmatrix replaces eight of v20's loads.
 // Cost:   range: a number 2^16 times smaller than the largest of its row of Q or K, of its column
 //         in a tile of V, or of its row of P starts losing bits; at 2^39 nothing is left. With
 //         weights that small, an outlier of V is lost.

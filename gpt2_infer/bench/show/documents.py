@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
@@ -30,10 +30,13 @@ from gpt2_infer.bench.show.figures import (
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout, markdown, pivot
 
 
-def show(task: str) -> None:
-    """Print the table of a task's newest results, for the document that cog is filling."""
+def show(task: str, chapter: str = "") -> None:
+    """Print the table of a task's newest results, for the document that cog is filling.
+
+    chapter: one of ladders.CHAPTERS, to leave out the versions of the others.
+    """
     path, file = _newest(task)
-    _print(tables.render(_link(path), file))
+    _print(tables.render(_link(path), ladders.of_chapter(file, chapter)))
 
 
 def section(heading: str, task: str, *plots: str) -> None:
@@ -55,14 +58,14 @@ def versions(family: str) -> None:
     _print(ladders.versions_table(family))
 
 
-def overview(family: str, kernel: str, generation: str) -> None:
-    """Print a ladder's versions with the times from a kernel task and a generation task."""
-    _print(ladders.overview(family, _newest(kernel)[1], _newest(generation)[1]))
+def overview(family: str, *kernels: str, generation: str) -> None:
+    """Print a ladder's versions with the times from kernel tasks and a generation task."""
+    _print(ladders.overview(family, _measured(kernels), _newest(generation)[1]))
 
 
-def ladder(family: str, *tasks: str) -> None:
+def ladder(family: str, *tasks: str, chapter: str = "") -> None:
     """Print a section for each version of a ladder: its header and the tasks' results."""
-    _print(ladders.sections(family, [_newest(task)[1] for task in tasks]))
+    _print(ladders.sections(family, _measured(tasks), chapter))
 
 
 def repeated(task: str, again: str) -> None:
@@ -184,6 +187,11 @@ def _newest(task: str) -> tuple[Path, File]:
     if task not in _files():
         raise ResultsError(f"there are no results of a task {task}, only of {', '.join(_files())}")
     return _files()[task]
+
+
+def _measured(tasks: Iterable[str]) -> list[File]:
+    """Return the newest results of those tasks that were measured."""
+    return [_files()[task][1] for task in tasks if task in _files()]
 
 
 def _link(path: Path, text: str = "") -> str:

@@ -17,14 +17,22 @@ from gpt2_infer.bench.record import FREE_ATTENTION, File, Row, Shape
 
 WITHIN_SPREAD = "~"  # shown instead of a figure
 TIE = "no difference beyond the spread of the samples"
-# The instructions that limit each dtype, and how many of their products make one of the dtype's.
+# The instruction that limits each precision class, and how many of its products make one product.
+INSTRUCTIONS = {
+    "ieee-fp32": ("ffma_tflops", 1),
+    "tf32": ("mma_tf32_tflops", 1),
+    "3xtf32": ("mma_tf32_tflops", 3),
+    "3xfp16": ("mma_float16_tflops", 3),
+    "fp16": ("mma_float16_tflops", 1),
+}
+# The limits of each dtype, and their precision classes.
 ROOFS = {
-    "float32": (
-        ("FFMA", "ffma_tflops", 1),
-        ("3 TF32 products", "mma_tf32_tflops", 3),
-        ("3 float16 products", "mma_float16_tflops", 3),
-    ),
-    "float16": (("mma.sync, float16", "mma_float16_tflops", 1),),
+    "float32": {
+        "FFMA": "ieee-fp32",
+        "3 TF32 products": "3xtf32",
+        "3 float16 products": "3xfp16",
+    },
+    "float16": {"mma.sync, float16": "fp16"},
 }
 # Coarseness of float32's precision classes; any other class is the dtype's own precision.
 COARSENESS = {"ieee-fp32": 0, "3xtf32": 1, "3xfp16": 1, "tf32": 2, "none": 3}
@@ -220,9 +228,17 @@ def roofs(row: Row, limits: dict[str, float]) -> dict[str, float]:
     """Return the TFLOP/s limits for a kernel's dtype, as measured in the same run."""
     dtype = str(row.cell["dtype"])
     found: dict[str, Any] = {f"8192\u00b3 matmul, {dtype}": limits.get(f"matmul_{dtype}_tflops")}
-    found |= {
-        words: limits[name] / products
-        for words, name, products in ROOFS.get(dtype, ())
-        if name in limits
-    }
-    return {words: roof for words, roof in found.items() if roof}
+    found |= {words: roof(kind, limits) for words, kind in ROOFS.get(dtype, {}).items()}
+    return {words: value for words, value in found.items() if value}
+
+
+def roof(precision: str, limits: dict[str, float]) -> float | None:
+    """Return the TFLOP/s that a precision class's instruction allows; None if not measured."""
+    name, products = INSTRUCTIONS.get(precision, ("", 1))
+    return limits[name] / products if name in limits else None
+
+
+def roof_share(row: Row, limits: dict[str, float]) -> float | None:
+    """Return the fraction of its precision class's roof that a float32 kernel reaches."""
+    found = roof(row.extra.get("precision", ""), limits) if row.cell["dtype"] == "float32" else None
+    return row.tflops / found if found else None

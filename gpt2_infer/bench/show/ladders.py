@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from attention_kernels import ladder
 from attention_kernels.ladder.header import VersionHeader
@@ -17,6 +19,7 @@ from gpt2_infer.bench.show.figures import (
     length,
     main_rows,
     ratio,
+    roof_share,
     with_spread,
 )
 from gpt2_infer.bench.show.pivot import markdown
@@ -46,6 +49,36 @@ INSPECTED = {
 }
 
 
+def _is_tensor(version: VersionHeader) -> bool:
+    """Return whether tensor cores multiply; they have a precision class of their own."""
+    return version.precisions.get("float32") != "ieee-fp32"
+
+
+# The chapters of the float32 ladder. A reader meets each on a page of its own.
+CHAPTERS: dict[str, Callable[[VersionHeader], bool]] = {
+    "study": lambda version: version.number <= STUDY,
+    "cuda-cores": lambda version: version.number > STUDY and not _is_tensor(version),
+    "tensor-cores": _is_tensor,
+}
+STUDY = 12  # the case study's versions
+
+
+def chapter(family: str, name: str) -> dict[str, VersionHeader]:
+    """Return the versions of a ladder, or of one of its CHAPTERS; "" is all."""
+    return {
+        version: header
+        for version, header in ladder.versions(family).items()
+        if not name or CHAPTERS[name](header)
+    }
+
+
+def of_chapter(file: File, name: str) -> File:
+    """Return a file without the float32 ladder's versions of other chapters."""
+    others = ladder.versions("fp32").keys() - chapter("fp32", name)
+    rows = [row for row in file.rows if row.contender not in others]
+    return msgspec.structs.replace(file, rows=rows)
+
+
 def versions_table(family: str) -> str:
     """Return a table of a ladder's versions: the change, the tile and the supported inputs.
 
@@ -63,55 +96,72 @@ def versions_table(family: str) -> str:
     return f"{markdown(head[:-1], [row[:-1] for row in rows])}\nEach takes {rows[0][-1]}.\n"
 
 
-def overview(family: str, kernel: File, generation: File) -> str:
-    """Return a table of a ladder's timed versions: change, kernel time and end-to-end time."""
-    rows = []
-    for name, version in ladder.versions(family).items():
-        alone, whole = (next(iter(_chosen(file, name)), None) for file in (kernel, generation))
-        if alone and alone.samples:
-            # A version newer than the end-to-end runs has only a kernel time.
-            seconds = f"{whole.median:.3f}" if whole and whole.samples else ""
-            rows.append([f"`{name}`", _prose(version.title), f"{alone.median:.1f}", seconds])
-    seqlen, tokens = (detail_length(main_rows(file)) for file in (kernel, generation))
-    return markdown(["backend", "change", f"alone, N={seqlen}, us", f"{tokens} tokens, s"], rows)
+def overview(family: str, kernels: Sequence[File], generation: File) -> str:
+    """Return a table of a ladder's versions: change, kernel times and end-to-end time.
 
-
-def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]:
-    """Return each version's predecessor, with which it is compared; None for the first.
-
-    This is the version before it, or the one that its header names: `From: v12`.
+    The kernel's times are those in the shape of the first of the kernel files, each from the first
+    file that has it. The share of its roof is the one at the longest length.
     """
-    names = {version.name: name for name, version in versions.items()}
-    return {
-        name: names.get(version.start) if version.start else last
-        for last, (name, version) in zip([None, *versions], versions.items(), strict=False)
-    }
+    rows = main_rows(kernels[0])
+    lengths = (detail_length(rows), max(map(length, rows)))
+    timed: dict[tuple[str, int], tuple[Row, File]] = {}
+    for file in kernels:
+        for row in main_rows(file):
+            if row.samples and row.kernel.shape == rows[0].kernel.shape:
+                timed.setdefault((row.contender, length(row)), (row, file))
+
+    def figures(name: str) -> Iterator[str]:
+        share = None
+        for at in lengths:
+            row, file = timed.get((name, at), (None, kernels[0]))
+            yield f"{row.median:.1f}" if row else ""
+            share = roof_share(row, file.provenance.limits) if row else None
+        yield f"{share:.0%}" if share else ""
+        whole = next(iter(_chosen(generation, name)), None)
+        yield f"{whole.median:.3f}" if whole and whole.samples else ""
+
+    table = [
+        [f"`{name}`", _prose(version.title), *figures(name)]
+        for name, version in ladder.versions(family).items()
+    ]
+    alone = (f"alone, N={lengths[0]}, us", f"N={lengths[1]}, us")
+    seconds = f"{detail_length(main_rows(generation))} tokens, s"
+    return markdown(["backend", "change", *alone, "of its roof", seconds], table)
 
 
-def sections(family: str, measured: Sequence[File]) -> str:
+def sections(family: str, measured: Sequence[File], part: str = "") -> str:
     """Return a section for each version of a ladder: its header, then the measurements.
 
-    A version is compared with its predecessor.
+    A version is compared with its predecessor. part: the chapter, by default all.
     """
     texts = []
     versions = ladder.versions(family)
-    for name, before in predecessors(versions).items():
-        version = versions[name]
+    predecessors = ladder.predecessors(versions)
+    for name, version in chapter(family, part).items():
+        before = predecessors[name]
         change = _prose(version.change)
         texts += [
             f"#### `{name}`: {_capital(_prose(version.title))}",
             f"From `{before}`: {change}" if version.start else _capital(change),
-            f"*Why:* {_prose(version.why)}",
-            f"*Cost:* {_prose(version.cost)}",
-            f"*Expected:* {_prose(version.expect)}",
         ]
-        found: dict[str, list[str]] = {}  # by kind, from the first file that has the version
-        for one in measured:
-            kind = one.study["kind"]
-            found[kind] = found.get(kind) or _FACTS[kind](one, name, before)
-        facts = [fact for of_kind in found.values() for fact in of_kind]
-        texts += [f"**Measured:** {'; '.join(facts)}."] if facts else []
+        facts: list[str] = []
+        for kind, files in group_by(measured, lambda file: file.study["kind"]).items():
+            # The first file with the version, but better one with its predecessor as well.
+            files.sort(key=lambda file: not _has(file, name, before))
+            found = (_FACTS[kind](file, name, before) for file in files)
+            facts += next(filter(None, found), [])
+        points = [
+            f"- *Why:* {_prose(version.why)}",
+            f"- *Cost:* {_prose(version.cost)}",
+            f"- *Expected:* {_prose(version.expect)}",
+        ]
+        points += [f"- **Measured:** {'; '.join(facts)}."] if facts else []
+        texts.append("\n".join(points))
     return "\n\n".join(texts) + "\n"
+
+
+def _has(file: File, *names: str | None) -> bool:
+    return {*filter(None, names)} <= {row.contender for row in file.rows}
 
 
 def _prose(text: str) -> str:

@@ -18,6 +18,7 @@ from gpt2_infer.bench.show.figures import (
     length,
     ratio,
     reading_us,
+    roof_share,
     shape_of,
     step_us,
     steps_of,
@@ -65,6 +66,12 @@ def _relative_error(line: Entry) -> Value:
     return _error("relative_error")(line) if len({*map(length, line.block)}) == 1 else None
 
 
+def _roof_share(line: Entry) -> Value:
+    """Return the share of its roof that a line's longest timed row reaches."""
+    timed = [row for row in line.rows if row.samples]
+    return roof_share(max(timed, key=length), line.file.provenance.limits) if timed else None
+
+
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     cell, timed = block[0].kernel, [row for row in block if row.samples]
     chosen = detail_length(block)
@@ -99,6 +106,7 @@ LAYOUTS["kernel"] = Layout(
         Column("spread", lambda line: widest_spread(line.rows)),
         Column("x {baseline}, N={at}", columns.versus),
         Column("TFLOP/s", columns.timed(lambda row: row.tflops), "{:.3g}"),
+        Column("of its roof, longest N", _roof_share, "{:.0%}"),
         Column(
             "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"
         ),

@@ -7,11 +7,12 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.header import HeaderError
+from tests.attention_kernels.ladder.conftest import HEADER
 
 
 def test_every_version_file_has_a_valid_header():
     found = header.versions()
-    assert [version.number for version in found] == [*range(1, len(found) + 1)]
+    assert sorted(version.number for version in found) == [*range(1, len(found) + 1)]
     for version in found:
         assert version.path.name.startswith(f"{version.name}_")
         assert version.op == version.name
@@ -101,15 +102,41 @@ def test_a_broken_optional_field_is_named(read, added, words):
     assert words in str(caught.value)
 
 
-def test_a_version_says_which_one_it_changes(csrc):
-    starts = {version.name: version.start for version in header.versions() if version.start}
-    assert starts == {"v18": "v12", "v27": "v25", "v28": "v25"}
-    file = csrc / "fp32" / "v02_second.cu"
-    file.write_text(file.read_text().replace("// Change", "// From:   v01\n// Change"))
-    assert [version.start for version in header.versions(csrc / "fp32")] == [None, "v01"]
-    file.write_text(file.read_text().replace("v01", "v03"))
-    with pytest.raises(HeaderError, match=r"v02_second.cu: From names no earlier version: v03"):
-        header.versions(csrc / "fp32")
+@pytest.fixture
+def starting(csrc):
+    """starting(v01="v03", ...): the names of versions that start there, in the ladder's order."""
+
+    def starting(**starts: str | None) -> list[str]:
+        for name, start in starts.items():
+            text = HEADER.format(name=name, title="a change")
+            line = f"// From:   {start}\n// Change" if start else "// Change"
+            stem = {"v01": "v01_first", "v02": "v02_second"}.get(name, f"{name}_inserted")
+            (csrc / "fp32" / f"{stem}.cu").write_text(text.replace("// Change", line))
+        return [version.name for version in header.versions(csrc / "fp32")]
+
+    return starting
+
+
+def test_a_version_follows_the_one_that_it_changes(starting):
+    assert starting(v02=None, v03="v01") == ["v01", "v02", "v03"]
+    assert starting(v02="v03") == ["v01", "v03", "v02"]
+    assert starting(v02="v04", v04="v03") == ["v01", "v03", "v04", "v02"]
+    names = [version.name for version in header.versions()]
+    assert names[14:18] == ["v15", "v31", "v33", "v16"]
+
+
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ({"v02": "v03"}, "v02_second.cu: From names no version of this ladder: v03"),
+        ({"v02": "v02"}, "v02_second.cu: From leads back to v02"),
+        ({"v02": "v03", "v03": "v02"}, "v02_second.cu: From leads back to v02"),
+    ],
+)
+def test_a_version_that_starts_nowhere_is_named(starting, starts, words):
+    with pytest.raises(HeaderError) as caught:
+        starting(**starts)
+    assert str(caught.value) == words
 
 
 def test_a_version_of_several_dtypes_is_built_for_each(read):

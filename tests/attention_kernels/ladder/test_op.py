@@ -39,12 +39,16 @@ def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_pa
     (tmp_path / "v91_no_code.cu").write_text(HEADER.format(name="v91", title="a typo") + "a typo\n")
     (tmp_path / "v92_one.cu").write_text("")
     (tmp_path / "v92_two.cu").write_text("")
+    text = HEADER.format(name="v93", title="no start").replace(
+        "// Change", "// From: v94\n// Change"
+    )
+    (tmp_path / "v93_no_start.cu").write_text(text)
 
     def name(file: Path) -> str:
         return f"MINE_{header.version_number(file)}"
 
     ladder.register_ladder(tmp_path, family="mine", op_prefix="mine_", name=name)
-    names = [f"MINE_{number}" for number in (1, 2, 90, 91, 92)]
+    names = [f"MINE_{number}" for number in (1, 2, 91, 90, 92, 93)]
     assert [spec.name for spec in list_backends() if spec.family == "mine"] == names
     assert run_case(get_backend("MINE_2"), Case(33, 64), "cpu").passed
     q = torch.zeros(1, 1, 1, 32)
@@ -60,6 +64,7 @@ def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_pa
         "MINE_90": "v90_no_header.cu: the first line must be `// v90 - <what changed>`",
         "MINE_91": complaints["MINE_91"],
         "MINE_92": "several files have the number 92: v92_one.cu, v92_two.cu",
+        "MINE_93": "v93_no_start.cu: From names no version of this ladder: v94",
     }
     assert "v91_no_code.cu:13:1: error: " in complaints["MINE_91"]
     assert f"(log: {build.cache_dir() / 'mine_v91-emulator-'}" in complaints["MINE_91"]

@@ -20,5 +20,9 @@ def test_backends_lists_every_backend(capsys):
     assert rows["NAIVE_PYTORCH"]["unavailable"]["cpu"] is None
     assert rows["PYTORCH_SDPA_EFFICIENT_ATTENTION"]["precisions"]["float32"] == "3xtf32"
     assert rows["CUSTOM_CUDA_VERSION_1"]["emulated_on"] == ["cpu"]
+    starts = [rows[f"CUSTOM_CUDA_VERSION_{number}"]["predecessor"] for number in (1, 2, 18)]
+    assert starts == [None, "CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_12"]
+    assert "; changes CUSTOM_CUDA_VERSION_12\n" in out
+    assert "; changes CUSTOM_CUDA_VERSION_1\n" not in out
     assert "cpu (emulated)" in out or rows["CUSTOM_CUDA_VERSION_1"]["unavailable"]["cpu"]
     assert "needs a CUDA device" in out or rows["NAIVE_PYTORCH"]["unavailable"]["cuda"] is None

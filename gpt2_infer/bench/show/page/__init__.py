@@ -26,7 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from tqdm import tqdm
 
-from attention_kernels import UnsupportedError
+from attention_kernels import UnsupportedError, ladder
 from attention_kernels.inspection.accesses import Access, Recording, record
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
@@ -34,7 +34,6 @@ from gpt2_infer.bench.prediction import find_gpu, timed_on
 from gpt2_infer.bench.record import File, KernelCell, Row, Shape, read
 from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
-from gpt2_infer.bench.show.ladders import predecessors
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
@@ -75,7 +74,7 @@ def make_page(
     by_name = {kernel.name: kernel for kernel in kernels}
     steps = [
         (by_name[before], by_name[name])
-        for name, before in predecessors(versions).items()
+        for name, before in ladder.predecessors(versions).items()
         if before
     ]
     short = [kernel.version.name for kernel in kernels]

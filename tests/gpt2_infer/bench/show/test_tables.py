@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
 import msgspec
 import pytest
 
+from attention_kernels import ladder
 from gpt2_infer.bench.record import DecodeCell, File, KernelCell, ResultsError, Row
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
@@ -242,6 +244,62 @@ def test_a_version_that_was_timed_twice_has_the_first_file_s_time():
     later = kernels([kernel("CUSTOM_CUDA_VERSION_1", samples=[7.0])])
     text = ladders.sections("fp32", [kernels(), later])
     assert text == ladders.sections("fp32", [kernels()])
+
+
+def test_a_file_that_has_the_predecessor_comes_first():
+    later = kernels([kernel(f"CUSTOM_CUDA_VERSION_{n}", [float(n)]) for n in (12, 18)])
+    first = kernels([kernel("CUSTOM_CUDA_VERSION_18", [7.0])])
+    text = ladders.sections("fp32", [first, later])
+    section = text.partition("#### `CUSTOM_CUDA_VERSION_18`")[2]
+    assert "takes 18.0 us" in section
+    assert "0.67 times as fast as `CUSTOM_CUDA_VERSION_12`" in section
+
+
+def test_every_version_is_in_one_chapter():
+    parts = [[*ladders.chapter("fp32", name)] for name in ladders.CHAPTERS]
+    assert [*itertools.chain(*parts)] == [*ladder.versions("fp32")]
+    assert len(parts[0]) == 12
+    assert (parts[1][-1], parts[2][0]) == ("CUSTOM_CUDA_VERSION_17", "CUSTOM_CUDA_VERSION_18")
+    file = ladders.of_chapter(kernels(), "cuda-cores")
+    assert {row.contender for row in file.rows} == {
+        "NAIVE_PYTORCH",
+        "PYTORCH_SDPA_EFFICIENT_ATTENTION",
+        "PYTORCH_SDPA_FLASH_ATTENTION",
+    }
+
+
+def test_a_kernel_has_the_share_of_its_own_roof_at_the_longest_length():
+    flops = kernel("", [1.0], 1024).kernel.flops
+    limits = {"ffma_tflops": 50.0, "mma_float16_tflops": 600.0}
+    timed = [
+        kernel(name, [us], seqlen, precision=precision)
+        for name, precision in (("NAIVE_PYTORCH", "ieee-fp32"), ("A", "3xfp16"), ("B", "tf32"))
+        for seqlen, us in ((512, 1.0), (1024, flops / 24e6))
+    ]
+    file = kernels(timed, provenance=provenance(limits=limits))
+    found = rows(tables.render("FILE", file))
+    shares = [row["of its roof, longest N"] for row in found.values()]
+    assert shares == ["48%", "12%", ""]
+
+
+def test_the_overview_has_each_time_from_the_first_file_that_has_it():
+    limits = {"ffma_tflops": 50.0}
+    first = kernels(provenance=provenance(limits=limits))
+    flops = kernel("", [1.0], 1024).kernel.flops
+    later = kernels(
+        [
+            kernel("CUSTOM_CUDA_VERSION_1", [7.0]),
+            kernel("CUSTOM_CUDA_VERSION_4", [flops / 25e6]),
+            kernel("CUSTOM_CUDA_VERSION_5", [9.0], cell=KernelCell(1024, batch=4)),
+        ],
+        provenance=provenance(limits=limits),
+    )
+    text = ladders.overview("fp32", [first, later], generation())
+    assert [*rows(text)] == [*ladder.versions("fp32")]
+    found = [[*row.values()][2:] for row in rows(text).values()]
+    assert [row[0] for row in found[:5]] == ["400.0", "50.0", "50.5", f"{flops / 25e6:.1f}", ""]
+    assert found[3][2:] == ["50%", ""]
+    assert found[1][3] == "1.500"
 
 
 def test_a_version_that_was_not_timed_says_why():

@@ -1,23 +1,21 @@
-// v16 - register tile 8 x 8, lanes 4 x 8
+// v31 - register tile 8 x 8
 //
-// Change: a thread computes 8 x 8 elements of S, then 8 rows of O, in serpentine order: down the
-//         rows of one column, up the rows of the next. A warp's lanes are arranged 4 x 8, so a warp
-//         has 32 rows of its own, and a block is two warps. P never leaves its warp: it passes
-//         through shared memory 32 keys at a time.
-// Why:    a value read from shared memory is used eight times instead of four. A 16-byte load per
-//         lane takes two wavefronts instead of four when a warp reads few different addresses and
-//         neighbouring lanes read the same one.
+// From:   v15
+// Change: a thread computes 8 x 8 elements of S, then 8 rows of O. A warp has 32 rows of its own,
+//         and a block is two warps. P never leaves its warp: it passes through shared memory 32
+//         keys at a time.
+// Why:    a value read from shared memory is used eight times instead of four.
 // Cost:   all 255 registers: 8 warps fit on a multiprocessor, two per scheduler. A block of 2 warps
 //         cannot keep a multiprocessor busy. v15 is faster where the longest block sets the time,
 //         as with 12 heads up to seqlen 2,048, and at head_dim 128, which has tiles of 32 keys and
-//         room for only 6 warps. It takes 72 KB of shared memory, more than sm_75 has.
+//         room for only 6 warps. It takes 72 KB of shared memory, more than sm_75 has. Half a warp
+//         reads two rows of Q or of P from the same bank.
 // Tile:   kBlockM x kBlockN = 64 x 64, block (32, 2)
 // Layout: strided
 // Flags:  --use_fast_math
-// Expect: half of v15's loads and little more than a third of their wavefronts: shared memory no
-//         longer limits. In the inner loops 9 of 10 instructions are multiply-adds, and the
-//         register file's read ports are the bottleneck: they cannot deliver three operands per
-//         cycle. Thanks to the order, four of five reuse an operand of the one before.
+// Expect: half of v15's loads and two thirds of their wavefronts. With 12 heads it takes 1.8 times
+//         as long as v15 at 1,024 rows and as long at 4,096; with a batch of 4 and 4,096 rows, 0.83
+//         times.
 
 #include <cuda_pipeline.h>
 
@@ -54,18 +52,9 @@ inline __device__ void store_columns(float* row, unsigned d, const float* x) {
   store4(row, d, make_float4(x[0], x[1], x[2], x[3]));
 }
 
-// Column d of row n of Q and K is stored at d ^ swizzle(n). The 4 adjacent rows of a thread share
+// Column d of row n of K is stored at d ^ swizzle(n). The 4 adjacent rows of a thread share
 // a swizzle; 8 neighbouring threads' differ, so their float4s cover all 32 banks.
 inline __device__ unsigned swizzle(unsigned n) { return n / 4 % 8 * 4; }
-
-// The same for P, whose rows span all 32 banks.
-inline __device__ unsigned swizzle_p(unsigned m) { return m / kThreadM % 2 * 16; }
-
-// Visits a thread's rows downwards in even columns and upwards in odd ones. Each multiply-add then
-// shares a factor with the one before it, which need not be read again.
-inline __device__ constexpr int there_and_back(int step, int column) {
-  return column % 2 == 0 ? step : kThreadM - 1 - step;
-}
 
 // Starts copying kRows rows to shared memory. Rows from valid_rows on are past the end and become
 // zero.
@@ -96,14 +85,14 @@ inline __device__ int visible_keys(int row, int n_start, int seqlen, bool is_cau
 
 // Reduces x over the kLanesN lanes that share a row; every lane gets the result.
 inline __device__ float reduce_max(float x) {
-  for (int offset : {1, 4, 8}) {
+  for (int offset = kLanesN / 2; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
   }
   return x;
 }
 
 inline __device__ float reduce_sum(float x) {
-  for (int offset : {1, 4, 8}) {
+  for (int offset = kLanesN / 2; offset > 0; offset /= 2) {
     x += __shfl_xor_sync(0xffffffff, x, offset);
   }
   return x;
@@ -119,8 +108,7 @@ inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], co
   for (int n = 0; n < kSlice; n += 4) {
     float rP[kThreadM][4];
     for (int i = 0; i < kThreadM; ++i) {
-      const int m = kThreadM * thread_m + i;
-      load_columns(rP[i], s_p + m * kSlice, n ^ swizzle_p(kThreadM * thread_m));
+      load_columns(rP[i], s_p + (kThreadM * thread_m + i) * kSlice, n);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -131,8 +119,7 @@ inline __device__ void add_product(float (&rO)[kThreadM][kHeadDim / kLanesN], co
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
-        for (int step = 0; step < kThreadM; ++step) {
-          const int i = there_and_back(step, c);
+        for (int i = 0; i < kThreadM; ++i) {
           const bool visible = !kIsDiagonal || n + j <= kThreadM * thread_m + i;
           if (visible) rO[i][c] += rP[i][j] * rV[c];
         }
@@ -165,11 +152,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
   static_assert(kBlockN % kSlice == 0 && kSlice == kThreadM * kLanesM, "P has 32 x 32 elements");
   constexpr int kThreadN = kBlockN / kLanesN;   // columns of S per thread, in groups of four
   constexpr int kColumns = kHeadDim / kLanesN;  // columns of O, likewise
-  // Lanes that differ only in bits 0, 2 and 3 share rows; those that differ only in bits 1 and 4
-  // share columns. So a quarter of a warp covers 2 x 4 of the 4 x 8 lanes, half a warp 2 x 8.
-  const int lane_id = threadIdx.x;
-  const int thread_m = (lane_id >> 1 & 1) | (lane_id >> 4) << 1;
-  const int thread_n = (lane_id & 1) | (lane_id >> 2 & 3) << 1;
+  const int thread_m = threadIdx.x / kLanesN;
+  const int thread_n = threadIdx.x % kLanesN;
   const int warp_m = threadIdx.y * kThreadM * kLanesM;  // this warp's first row
   const int m = warp_m + kThreadM * thread_m;           // this thread's first row
   float row_max[kThreadM];
@@ -188,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
 
   // No query of this block sees any key from n_end on.
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
-  copy_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, true);
+  copy_tile<kBlockM, kHeadDim>(sQ, gQ, q_strides.seqlen, valid_rows, false);
   copy_tile<kBlockN, kHeadDim>(sK, gK, k_strides.seqlen, n_end, true);
   for (int n_start = 0; n_start < n_end; n_start += kBlockN) {
     __pipeline_commit();
@@ -203,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
     for (int d = 0; d < kHeadDim; d += 4) {
       float rQ[kThreadM][4];
       for (int i = 0; i < kThreadM; ++i) {
-        load_columns(rQ[i], sQ + (m + i) * kHeadDim, d ^ swizzle(m + i / 4 * 4));
+        load_columns(rQ[i], sQ + (m + i) * kHeadDim, d);
       }
       float rK[kThreadN][4];
       for (int j = 0; j < kThreadN; ++j) {
@@ -212,8 +196,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
       }
       for (int e = 0; e < 4; ++e) {
         for (int j = 0; j < kThreadN; ++j) {
-          for (int step = 0; step < kThreadM; ++step) {
-            const int i = there_and_back(step, j);
+          for (int i = 0; i < kThreadM; ++i) {
             rS[i][j] += rQ[i][e] * rK[j][e];
           }
         }
@@ -266,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 128 ? 3 : 4)
       if (past_diagonal > 0) break;
       __syncwarp();
       for (int i = 0; i < kThreadM; ++i) {
-        store_columns(sP + (m + i) * kSlice, 4 * thread_n ^ swizzle_p(m), rS[i] + slice / kLanesN);
+        store_columns(sP + (m + i) * kSlice, 4 * thread_n, rS[i] + slice / kLanesN);
       }
       __syncwarp();
       const float* s_v = sV + slice * kHeadDim;
