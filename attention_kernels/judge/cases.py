@@ -5,6 +5,7 @@ every number of heads up to 32, 48 and 64; every batch up to 33, and larger ones
 values where rounding shows, values of any size, GPT-2's own shapes (hard_cases, extreme_cases)
 each range of lengths with small and large batches and numbers of heads (every_shape)
 all pairs of values of any two dimensions, and triples of short lengths (random_cases)
+fewer key heads than query heads, for backends that declare it
 
 Everything else is drawn from a seed that every case prints. table() lists the values.
 """
@@ -56,6 +57,8 @@ LENGTH_RANGES = [range(edge, edge + 1) for edge in TILE_EDGES] + [
 ]
 BATCH_RANGES = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 9, 2), range(9, 33))
 HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(16, 33))
+# Query heads per key head, for a backend that supports_gqa.
+GROUPS = (1, 2, 7)
 # The batches and numbers of heads that every length is combined with, causal and full.
 SHAPE_BATCHES = BATCH_RANGES[0], BATCH_RANGES[2]
 SHAPE_HEADS = HEAD_RANGES[0], HEAD_RANGES[-1]
@@ -80,12 +83,12 @@ SMALL_WORK = 5e5
 LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
-SIZES = "batch", "num_heads", "seqlen", "head_dim"
+SIZES = "batch", "num_heads", "group", "seqlen", "head_dim"
 # A backend that compiles for each shape gets one shape of each dtype with a length of each range.
 COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
 SHAPES: dict[type, tuple[str, ...]] = {
-    Case: ("seqlen", "head_dim", "batch", "num_heads", "is_causal"),
-    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads"),
+    Case: ("seqlen", "head_dim", "batch", "num_heads", "group", "is_causal"),
+    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads", "group"),
 }
 # What a call, emulated or not, and a block of 64 rows cost besides work: it decides which cases run
 # first. On a GPU work is cheap.
@@ -148,10 +151,13 @@ class Drawn:
         seed: int,
         *,
         is_emulated: bool,
+        has_groups: bool,
     ) -> None:
         self.head_dims, self.seed, self.is_emulated = head_dims, seed, is_emulated
         self.draw = random.Random(f"cases {seed}")
-        self.dimensions = attention_dimensions(head_dims, dtypes, is_emulated=is_emulated)
+        self.dimensions = attention_dimensions(
+            head_dims, dtypes, is_emulated=is_emulated, has_groups=has_groups
+        )
         self.usual, self.largest, self.largest_of_pair = (
             (USUAL_EMULATED_WORK, LARGEST_EMULATED_WORK, LARGEST_WORK_OF_PAIR)
             if is_emulated
@@ -242,7 +248,7 @@ class Drawn:
 
 
 def attention_dimensions(
-    head_dims: Sequence[Any], dtypes: Sequence[Any], *, is_emulated: bool
+    head_dims: Sequence[Any], dtypes: Sequence[Any], *, is_emulated: bool, has_groups: bool
 ) -> dict[str, Sequence[Any]]:
     """Return the values of each dimension that are combined; those of a range are one value."""
     ranges = (*SHORT_RANGES, *(LONG_RANGES_EMULATED if is_emulated else LONG_RANGES))
@@ -251,6 +257,7 @@ def attention_dimensions(
         "seqlen": [*lengths, *(range(low, high + 1) for low, high in ranges)],
         "batch": BATCH_RANGES,
         "num_heads": HEAD_RANGES,
+        "group": GROUPS if has_groups else (1,),
         "head_dim": head_dims,
         "is_causal": (True, False),
         "layout": LAYOUTS,
@@ -275,16 +282,21 @@ def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
 
     return [
         *groups(dimensions, 2),
-        *groups(among(LONGEST_IN_TRIPLES, "batch", "num_heads"), 3),
-        *groups(among(LONGEST_WIDE_IN_TRIPLES), 3),
+        *groups(among(LONGEST_IN_TRIPLES, "batch", "num_heads", "group"), 3),
+        *groups(among(LONGEST_WIDE_IN_TRIPLES, "group"), 3),
     ]
 
 
 def attention_cases(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+    head_dims: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    *,
+    is_emulated: bool,
+    has_groups: bool = False,
 ) -> list[Case]:
-    """Return every case of attention."""
-    drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated)
+    """Return every case of attention; has_groups: also with fewer key heads than query heads."""
+    drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated, has_groups=has_groups)
     found = [*drawn.every_length()]  # in this order, which decides what the later ones draw
     found += [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
     for dtype in dtypes:
@@ -315,7 +327,7 @@ def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
 def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
     """Return about what a case costs, in the unit of its work."""
     batch = case.batch if isinstance(case, Case) else len(case.lengths)
-    blocks = batch * case.num_heads * -(-case.seqlen // 64)
+    blocks = batch * case.num_heads * case.group * -(-case.seqlen // 64)
     return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
 
 
@@ -329,6 +341,8 @@ def tries(case: Case | DecodeCase) -> list[Hashable]:
         "numbers": (case.kind, case.scale),
         "dtype": case.dtype,
     }
+    if case.group > 1:
+        own["group"] = case.group
     if isinstance(case, Case):
         batch, longest = case.batch, case.seqlen
         own["is_causal"] = case.is_causal
@@ -380,7 +394,8 @@ def _least(values: Sequence[Any]) -> NDArray[np.float64]:
 
 def _work(sizes: Mapping[str, Any]) -> Any:
     """Return the multiplications of a score by a value, given numbers or arrays by SIZES."""
-    return sizes["batch"] * sizes["num_heads"] * sizes["seqlen"] ** 2 * sizes["head_dim"]
+    heads = sizes["num_heads"] * sizes["group"]
+    return sizes["batch"] * heads * sizes["seqlen"] ** 2 * sizes["head_dim"]
 
 
 def decode_cases(
@@ -389,6 +404,7 @@ def decode_cases(
     seed: int,
     *,
     is_emulated: bool = False,
+    has_groups: bool = False,
 ) -> Iterator[DecodeCase]:
     """Yield fixed cases of each dtype, cases of each width, and random ones that cover all pairs.
 
@@ -405,15 +421,16 @@ def decode_cases(
         if dtype in (torch.float32, torch.float64):  # 16-bit dtypes round scores of 1e8 too much
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
-    dimensions = decode_dimensions(head_dims, dtypes)
+    dimensions = decode_dimensions(head_dims, dtypes, has_groups=has_groups)
 
-    least = {name: _least(dimensions[name]) for name in ("longest", "batch", "num_heads")}
+    sizes = "longest", "batch", "num_heads", "group"
+    least = {name: _least(dimensions[name]) for name in sizes}
 
     def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
-        longest, batch, heads = (values[at[name]] for name, values in least.items())
+        longest, batch, heads, group = (values[at[name]] for name, values in least.items())
         is_equal = at["lengths"] == dimensions["lengths"].index("equal")
         is_possible = is_equal | ((batch > 1) & (longest > 1))
-        costs = longest * batch * heads + 1e3
+        costs = longest * batch * heads * group + 1e3
         return np.where(is_possible & _is_moderate(at), costs, math.inf)
 
     cover = Cover(dimensions, decode_groups(dimensions), draw, cost)
@@ -431,7 +448,9 @@ def decode_cases(
         yield _decode_case(draw, seed, chosen)
 
 
-def decode_dimensions(head_dims: Sequence[Any], dtypes: Sequence[Any]) -> dict[str, Sequence[Any]]:
+def decode_dimensions(
+    head_dims: Sequence[Any], dtypes: Sequence[Any], *, has_groups: bool
+) -> dict[str, Sequence[Any]]:
     """Return the values of each dimension that are combined; those of a range are one value."""
     return {
         "longest": [
@@ -441,6 +460,7 @@ def decode_dimensions(head_dims: Sequence[Any], dtypes: Sequence[Any]) -> dict[s
         "lengths": ("equal", "the first is the longest", "a later one is the longest"),
         "batch": BATCH_RANGES,
         "num_heads": HEAD_RANGES,
+        "group": GROUPS if has_groups else (1,),
         "head_dim": head_dims,
         "layout": LAYOUTS,
         "softmax_scale": SOFTMAX_SCALES,
@@ -487,11 +507,17 @@ def table() -> str:
     """Return the values of each dimension as a Markdown table; those in brackets are one value."""
     head_dims, dtypes = ("each that is declared",), ("each that is declared",)
     columns = [
-        attention_dimensions(head_dims, dtypes, is_emulated=False),
-        attention_dimensions(head_dims, dtypes, is_emulated=True),
-        decode_dimensions(head_dims, dtypes),
+        attention_dimensions(head_dims, dtypes, is_emulated=False, has_groups=True),
+        attention_dimensions(head_dims, dtypes, is_emulated=True, has_groups=True),
+        decode_dimensions(head_dims, dtypes, has_groups=True),
     ]
-    names = {"longest": "seqlen", "lengths": "lengths in a batch", "room": "room in the cache"}
+    names = {
+        "longest": "seqlen",
+        "num_heads": "num_heads of k and v",
+        "group": "query heads per key head, if declared",
+        "lengths": "lengths in a batch",
+        "room": "room in the cache",
+    }
     rows: dict[str, list[str]] = {}
     for at, dimensions in enumerate(columns):
         for name, values in dimensions.items():
