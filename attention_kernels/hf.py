@@ -10,9 +10,10 @@ registry.default_decode_backend(), with one warning. In grouped-query attention,
 copied once per query head, unless the backend takes fewer key heads.
 
 Masks: no kernel takes one, so the mask is read once per forward pass and becomes slices. A padded
-batch is computed by one call per run of rows with the same padding, on its tokens only; attention
-is 0 for the padding. Under a causal mask, padding on the right needs one call. Packed sequences are
-computed one by one, and a query with a cache gets exactly the keys that it sees.
+batch is computed by one call per run of rows with the same padding, on its tokens only. If all
+padding is on the right, one call serves all rows. Attention is 0 for padding, but the last position
+of a row, which generate() reads, sees the row's tokens, as in sdpa. Packed sequences are computed
+one by one, and a query with a cache gets exactly the keys that it sees.
 
 Raises UnsupportedError, with every reason, for what a backend cannot do: other masks (a sliding
 window shorter than the text, blocks of images, 4-d masks), padding without causality, several
@@ -77,13 +78,25 @@ def register(*, decode_backend: str | None = None) -> None:
         AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
 
 
+_LAST = slice(-1, None)
+_SPECIAL = (
+    "a sliding window shorter than the text or another special mask (it takes causal masks with "
+    "padding or packed sequences, and the full one without)"
+)
+
+
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a batch, and the positions in them that see each other, causally."""
+    """A call: some rows of a batch, and which of their queries see which of their keys.
+
+    queries: the same positions as keys, which see each other causally, or _LAST, which sees all.
+    """
 
     rows: slice
-    at: slice | Tensor
+    queries: slice | Tensor
+    keys: slice | Tensor
     length: int
+    """The number of keys."""
 
 
 class _Mask:
@@ -95,10 +108,16 @@ class _Mask:
     its name.
     """
 
+    ndim = 4  # generate() makes the masks for a static cache, and the model asks again
+
     def __init__(
         self, parts: tuple[_Part, ...] | None = None, lengths: tuple[int, int] = (0, 0)
     ) -> None:
         self.parts, self.lengths = parts, lengths
+
+    def contiguous(self) -> _Mask:
+        """Return self; generate() calls it."""
+        return self
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise AttributeError(str(self._error()))
@@ -123,14 +142,17 @@ def _mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | _Mask | None = None,
     **arguments: Any,
 ) -> _Mask:
     """Return the mask's parts; raise UnsupportedError if it is not made of causal ones.
 
-    attention_mask: bool (batch, keys), False for padding. Reading it synchronizes with the device
-    once per forward pass, as in transformers' own sdpa. arguments: the others of sdpa_mask().
+    attention_mask: bool (batch, keys), False for padding, or what an earlier call returned. It is
+    read, which waits for the device, in each forward pass but not in each layer. arguments: the
+    others of sdpa_mask().
     """
+    if isinstance(attention_mask, _Mask):
+        return attention_mask
     q_offset = int(q_offset)
     written = q_offset + q_length - kv_offset  # a static cache has room for more keys
     is_causal = mask_function is causal_mask_function
@@ -155,33 +177,33 @@ def _mask(
             **{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )[:, 0]
 
-    segments: Tensor | None = None
+    reason = ""
     if q_length == 1:
-        segments = visible()[:, 0].int() - 1
+        seen = visible()[:, 0]
+        segments = seen.new_full((batch_size, 1), -1, dtype=torch.int)
     elif is_full:
         reason = "an attention_mask that hides padding from queries that also see later keys"
     elif q_length != written:
         reason = _several_queries(q_length, kv_length)
-    elif is_causal and padding is None:
-        segments = torch.zeros(batch_size, written)
     elif is_causal:
-        segments = padding[:, :written].int() - 1
+        seen = torch.ones(batch_size, 1, dtype=torch.bool).expand(-1, written)
+        seen = seen if padding is None else padding[:, :written]
+        segments = seen.int() - 1
     else:
-        segments = _segments(visible())
-        reason = (
-            "a sliding window shorter than the text or another special mask (it takes causal masks "
-            "with padding or packed sequences, and the full one without)"
-        )
-    if segments is None:
+        mask = visible()
+        seen, segments, fits = mask[:, -1], *_segments(mask)
+        reason = "" if fits else _SPECIAL
+    if reason:
         raise UnsupportedError(mask_type.__name__, [reason])
-    return mask_type((*_parts(segments, q_length),), (q_length, kv_length))
+    is_hidden = segments[:, -1:] < 0
+    return mask_type(_parts(segments, seen & is_hidden), (q_length, kv_length))
 
 
-def _segments(visible: Tensor) -> Tensor | None:
+def _segments(visible: Tensor) -> tuple[Tensor, bool]:
     """Return the sequence of each query, (batch, queries): its first key, or -1 for padding.
 
-    visible: (batch, queries, keys). A query that does not see itself is padding. Returns None if
-    the others do not see exactly the keys of their sequence up to themselves.
+    visible: (batch, queries, keys). A query that does not see itself is padding. Also returns
+    whether the others see exactly the keys of their sequence up to themselves.
     """
     queries, keys = visible.shape[1:]
     is_token = visible[:, :, :queries].diagonal(dim1=1, dim2=2)
@@ -189,25 +211,39 @@ def _segments(visible: Tensor) -> Tensor | None:
     expected = (segments[:, :, None] == segments[:, None]) & is_token[:, None]
     expected = functional.pad(expected.tril(), (0, keys - queries))
     fits = (visible == expected) | ~is_token[:, :, None]
-    return segments if fits.all() else None
+    return segments, bool(fits.all())
 
 
-def _parts(segments: Tensor, q_length: int) -> Iterator[_Part]:
-    """Yield the parts of a batch, given the sequence of each position, (batch, keys)."""
+def _parts(segments: Tensor, seen: Tensor) -> tuple[_Part, ...]:
+    """Return the calls that compute a batch.
+
+    segments: the sequence of each query, (batch, queries), or -1. seen: (batch, keys), the keys
+    that the last query sees, if it is in no sequence: a single token with a cache, or padding,
+    which generate() reads if it is on the right.
+    """
     rows: list[list[int]] = segments.tolist()
-    if q_length > 1 and all(max(x) <= 0 and x == sorted(x, reverse=True) for x in rows):
+    if all(max(x) == 0 and x == sorted(x, reverse=True) for x in rows):
         # Padding on the right changes no token under a causal mask: one call serves all rows.
         rows = [max(rows)] * len(rows)
+    last = (seen.int() - 1).tolist()
+    return (
+        *(_Part(run, at, at, length) for run, at, length in _runs(rows, segments.device)),
+        *(_Part(run, _LAST, at, length) for run, at, length in _runs(last, segments.device)),
+    )
+
+
+def _runs(
+    rows: list[list[int]], device: torch.device
+) -> Iterator[tuple[slice, slice | Tensor, int]]:
+    """Yield runs of equal rows, with the positions of each number but -1, and their count."""
     start = 0
     for row, run in itertools.groupby(rows):
         stop = start + len([*run])
-        for segment in sorted({*row} - {-1}):
-            at = [place for place, of in enumerate(row) if of == segment]
+        for number in sorted({*row} - {-1}):
+            at = [place for place, other in enumerate(row) if other == number]
             is_range = at[-1] - at[0] < len(at)
-            positions = (
-                slice(at[0], at[-1] + 1) if is_range else torch.tensor(at, device=segments.device)
-            )
-            yield _Part(slice(start, stop), positions, len(at))
+            where = slice(at[0], at[-1] + 1) if is_range else torch.tensor(at, device=device)
+            yield slice(start, stop), where, len(at)
         start = stop
 
 
@@ -218,6 +254,7 @@ def _several_queries(seqlen_q: int, seqlen_k: int) -> str:
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     spec: BackendSpec,
     named_decoder: BackendSpec | None,
@@ -265,15 +302,13 @@ def _attention(
     if reasons:
         raise UnsupportedError(spec.name, reasons)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    decodes = seqlen_q == 1 and (parts is not None or seqlen_k > 1)
-    if decodes:
-        decoder = named_decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
-        call = functools.partial(_decode, decoder, scaling)
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        call = functools.partial(_prefill, spec, scaling, causal or parts is not None)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    prefill = functools.partial(_prefill, spec, scaling, causal or parts is not None)
+    decode = functools.partial(_decode, spec, named_decoder, scaling)
     if parts is not None:
-        return _by_parts(spec.name, call, parts, q, k, v), None
+        call = functools.partial(_by_parts, prefill, decode, parts)
+    else:
+        call = prefill if seqlen_q == seqlen_k else decode
     return _ForwardOnly.apply(spec.name, call, q, k, v), None  # type: ignore[no-untyped-call]
 
 
@@ -284,10 +319,18 @@ def _prefill(
     return spec.attention(q, k, v, softmax_scale=scaling, is_causal=is_causal)
 
 
-def _decode(spec: BackendSpec, scaling: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = _heads_for(spec, q, k, v)
+def _decode(
+    spec: BackendSpec,
+    decoder: BackendSpec | None,
+    scaling: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    decoder = decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
+    k, v = _heads_for(decoder, q, k, v)
     seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-    return spec.decode(q, k, v, seqlens=seqlens, softmax_scale=scaling)
+    return decoder.decode(q, k, v, seqlens=seqlens, softmax_scale=scaling)
 
 
 def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,26 +341,21 @@ def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # it would compile every padding
 def _by_parts(
-    name: str,
-    call: Callable[..., Tensor],
+    prefill: Callable[..., Tensor],
+    decode: Callable[..., Tensor],
     parts: Sequence[_Part],
     q: Tensor,
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
     """Call a kernel for each part of a batch; the other positions of o are 0."""
-
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for part in parts:
-            at = part.rows, part.at
-            to = at if q.shape[1] > 1 else (part.rows,)
-            o[to] = call(q[to], k[at], v[at])
-        return o
-
-    return _ForwardOnly.apply(name, compute, q, k, v)  # type: ignore[no-untyped-call, no-any-return]
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for part in parts:
+        queries, keys = (part.rows, part.queries), (part.rows, part.keys)
+        call = decode if part.queries is _LAST else prefill
+        o[queries] = call(q[queries], k[keys], v[keys])
+    return o
 
 
 @functools.cache

@@ -64,8 +64,8 @@ class Case:
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{_heads(self.num_heads, self.group)}, {kind}, scale {self.scale}, {softmax}{unusual}{layout}"
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"{_heads(self.num_heads, self.group)}, {kind}, scale {self.scale}, "
+            f"{softmax}{unusual}{layout}{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -118,8 +118,8 @@ class DecodeCase:
         unusual = "" if self.kind == "normal" else f"{self.kind} values, "
         lengths = ", ".join(map(str, self.lengths))
         return (
-            f"decode, head_dim {self.head_dim}, {_heads(self.num_heads, self.group)}, lengths {lengths} of "
-            f"{self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
+            f"decode, head_dim {self.head_dim}, {_heads(self.num_heads, self.group)}, "
+            f"lengths {lengths} of {self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
             f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
