@@ -5,7 +5,7 @@ every number of heads up to 32, 48 and 64; every batch up to 33, and larger ones
 values where rounding shows, values of any size, GPT-2's own shapes (hard_cases, extreme_cases)
 each range of lengths with small and large batches and numbers of heads (every_shape)
 all pairs of values of any two dimensions, and triples of short lengths (random_cases)
-fewer key heads than query heads, for backends that declare it
+for a backend that supports_gqa, each value with each number of query heads per key head
 
 Everything else is drawn from a seed that every case prints. table() lists the values.
 """
@@ -57,8 +57,8 @@ LENGTH_RANGES = [range(edge, edge + 1) for edge in TILE_EDGES] + [
 ]
 BATCH_RANGES = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 9, 2), range(9, 33))
 HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(16, 33))
-# Query heads per key head, for a backend that supports_gqa.
-GROUPS = (1, 2, 7)
+# Query heads per key head.
+GROUPS = (2, 7)
 # The batches and numbers of heads that every length is combined with, causal and full.
 SHAPE_BATCHES = BATCH_RANGES[0], BATCH_RANGES[2]
 SHAPE_HEADS = HEAD_RANGES[0], HEAD_RANGES[-1]
@@ -83,7 +83,7 @@ SMALL_WORK = 5e5
 LARGEST_WORK_OF_PAIR, LARGEST_WORK_OF_TRIPLE = 2e7, 9e6
 USUAL_WORK, USUAL_EMULATED_WORK = 1e7, 5e5
 LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
-SIZES = "batch", "num_heads", "group", "seqlen", "head_dim"
+SIZES = "batch", "num_heads", "seqlen", "head_dim"
 # A backend that compiles for each shape gets one shape of each dtype with a length of each range.
 COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
 SHAPES: dict[type, tuple[str, ...]] = {
@@ -139,7 +139,7 @@ def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case
 
 
 class Drawn:
-    """Draws the cases of attention from a seed.
+    """Draws the cases of attention from a seed; has_groups: those with fewer key heads.
 
     Its methods share the combinations that are still open, so call them in the order below.
     """
@@ -151,26 +151,29 @@ class Drawn:
         seed: int,
         *,
         is_emulated: bool,
-        has_groups: bool,
+        has_groups: bool = False,
     ) -> None:
         self.head_dims, self.seed, self.is_emulated = head_dims, seed, is_emulated
         self.draw = random.Random(f"cases {seed}")
-        self.dimensions = attention_dimensions(
-            head_dims, dtypes, is_emulated=is_emulated, has_groups=has_groups
-        )
+        self.dimensions = attention_dimensions(head_dims, dtypes, is_emulated=is_emulated)
+        groups = attention_groups(self.dimensions)
+        if has_groups:
+            groups = _with_groups(self.dimensions)
+            self.dimensions["group"] = GROUPS
         self.usual, self.largest, self.largest_of_pair = (
             (USUAL_EMULATED_WORK, LARGEST_EMULATED_WORK, LARGEST_WORK_OF_PAIR)
             if is_emulated
             else (USUAL_WORK, LARGEST_WORK, LARGEST_WORK)
         )
 
-        least = {name: _least(self.dimensions[name]) for name in SIZES}
+        names = *SIZES, *["group"] * has_groups
+        least = {name: _least(self.dimensions[name]) for name in names}
 
         def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
             sizes = {name: values[at[name]] for name, values in least.items()}
             return np.where(_is_moderate(at), CALL_WORK + _work(sizes), math.inf)
 
-        self.cover = Cover(self.dimensions, attention_groups(self.dimensions), self.draw, cost)
+        self.cover = Cover(self.dimensions, groups, self.draw, cost)
 
     def every_length(self) -> Iterator[Case]:
         """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
@@ -227,7 +230,8 @@ class Drawn:
 
     def _sized(self, chosen: dict[str, Any]) -> Case:
         """Draw batch, num_heads and seqlen from their ranges, and the smallest if it is large."""
-        room = self.usual / _work({name: _least([chosen[name]]) for name in SIZES}).item()
+        names = [name for name in (*SIZES, "group") if name in chosen]
+        room = self.usual / _work({name: _least([chosen[name]]) for name in names}).item()
         for name, power in (("batch", 1), ("num_heads", 1), ("seqlen", 2)):
             values = chosen[name]
             least = values[0]
@@ -248,7 +252,7 @@ class Drawn:
 
 
 def attention_dimensions(
-    head_dims: Sequence[Any], dtypes: Sequence[Any], *, is_emulated: bool, has_groups: bool
+    head_dims: Sequence[Any], dtypes: Sequence[Any], *, is_emulated: bool
 ) -> dict[str, Sequence[Any]]:
     """Return the values of each dimension that are combined; those of a range are one value."""
     ranges = (*SHORT_RANGES, *(LONG_RANGES_EMULATED if is_emulated else LONG_RANGES))
@@ -257,7 +261,6 @@ def attention_dimensions(
         "seqlen": [*lengths, *(range(low, high + 1) for low, high in ranges)],
         "batch": BATCH_RANGES,
         "num_heads": HEAD_RANGES,
-        "group": GROUPS if has_groups else (1,),
         "head_dim": head_dims,
         "is_causal": (True, False),
         "layout": LAYOUTS,
@@ -265,6 +268,11 @@ def attention_dimensions(
         "numbers": NUMBERS,
         "dtype": dtypes,
     }
+
+
+def _with_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
+    """Return the pairs of each value of any dimension with each of GROUPS."""
+    return [{name: values, "group": GROUPS} for name, values in dimensions.items()]
 
 
 def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
@@ -282,8 +290,8 @@ def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
 
     return [
         *groups(dimensions, 2),
-        *groups(among(LONGEST_IN_TRIPLES, "batch", "num_heads", "group"), 3),
-        *groups(among(LONGEST_WIDE_IN_TRIPLES, "group"), 3),
+        *groups(among(LONGEST_IN_TRIPLES, "batch", "num_heads"), 3),
+        *groups(among(LONGEST_WIDE_IN_TRIPLES), 3),
     ]
 
 
@@ -295,10 +303,14 @@ def attention_cases(
     is_emulated: bool,
     has_groups: bool = False,
 ) -> list[Case]:
-    """Return every case of attention; has_groups: also with fewer key heads than query heads."""
-    drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated, has_groups=has_groups)
+    """Return every case of attention; has_groups: also those with fewer key heads."""
+    drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated)
     found = [*drawn.every_length()]  # in this order, which decides what the later ones draw
     found += [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
+    if has_groups:
+        found += Drawn(
+            head_dims, dtypes, seed, is_emulated=is_emulated, has_groups=True
+        ).random_cases()
     for dtype in dtypes:
         found += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
         found += extreme_cases(usual_head_dim(head_dims), dtype, seed)
@@ -394,7 +406,7 @@ def _least(values: Sequence[Any]) -> NDArray[np.float64]:
 
 def _work(sizes: Mapping[str, Any]) -> Any:
     """Return the multiplications of a score by a value, given numbers or arrays by SIZES."""
-    heads = sizes["num_heads"] * sizes["group"]
+    heads = sizes["num_heads"] * sizes.get("group", 1)
     return sizes["batch"] * heads * sizes["seqlen"] ** 2 * sizes["head_dim"]
 
 
@@ -409,7 +421,7 @@ def decode_cases(
     """Yield fixed cases of each dtype, cases of each width, and random ones that cover all pairs.
 
     The fixed cases have lengths around the edges of tiles in one batch: one case of each head_dim,
-    and the inputs of hard_cases() with one head_dim.
+    and the inputs of hard_cases() with one head_dim. has_groups: also cases with fewer key heads.
     """
     edges: dict[str, Any] = {"lengths": EDGES, "max_seqlen": max(EDGES)}
     for dtype in dtypes:
@@ -421,16 +433,15 @@ def decode_cases(
         if dtype in (torch.float32, torch.float64):  # 16-bit dtypes round scores of 1e8 too much
             yield DecodeCase(usual, dtype, seed, scale=1e4, **edges)
     draw = random.Random(f"decode {seed}")
-    dimensions = decode_dimensions(head_dims, dtypes, has_groups=has_groups)
+    dimensions = decode_dimensions(head_dims, dtypes)
 
-    sizes = "longest", "batch", "num_heads", "group"
-    least = {name: _least(dimensions[name]) for name in sizes}
+    least = {name: _least(dimensions[name]) for name in ("longest", "batch", "num_heads")}
 
     def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
-        longest, batch, heads, group = (values[at[name]] for name, values in least.items())
+        longest, batch, heads = (values[at[name]] for name, values in least.items())
         is_equal = at["lengths"] == dimensions["lengths"].index("equal")
         is_possible = is_equal | ((batch > 1) & (longest > 1))
-        costs = longest * batch * heads * group + 1e3
+        costs = longest * batch * heads + 1e3
         return np.where(is_possible & _is_moderate(at), costs, math.inf)
 
     cover = Cover(dimensions, decode_groups(dimensions), draw, cost)
@@ -446,11 +457,14 @@ def decode_cases(
         yield _decode_case(draw, seed, {**chosen, "batch": [batch], "num_heads": [heads]})
     while (chosen := cover.next()) is not None:
         yield _decode_case(draw, seed, chosen)
+    if has_groups:
+        grouped = {**dimensions, "group": GROUPS}
+        cover = Cover(grouped, _with_groups(dimensions), draw, cost)
+        while (chosen := cover.next()) is not None:
+            yield _decode_case(draw, seed, chosen)
 
 
-def decode_dimensions(
-    head_dims: Sequence[Any], dtypes: Sequence[Any], *, has_groups: bool
-) -> dict[str, Sequence[Any]]:
+def decode_dimensions(head_dims: Sequence[Any], dtypes: Sequence[Any]) -> dict[str, Sequence[Any]]:
     """Return the values of each dimension that are combined; those of a range are one value."""
     return {
         "longest": [
@@ -460,7 +474,6 @@ def decode_dimensions(
         "lengths": ("equal", "the first is the longest", "a later one is the longest"),
         "batch": BATCH_RANGES,
         "num_heads": HEAD_RANGES,
-        "group": GROUPS if has_groups else (1,),
         "head_dim": head_dims,
         "layout": LAYOUTS,
         "softmax_scale": SOFTMAX_SCALES,
@@ -507,16 +520,17 @@ def table() -> str:
     """Return the values of each dimension as a Markdown table; those in brackets are one value."""
     head_dims, dtypes = ("each that is declared",), ("each that is declared",)
     columns = [
-        attention_dimensions(head_dims, dtypes, is_emulated=False, has_groups=True),
-        attention_dimensions(head_dims, dtypes, is_emulated=True, has_groups=True),
-        decode_dimensions(head_dims, dtypes, has_groups=True),
+        attention_dimensions(head_dims, dtypes, is_emulated=False),
+        attention_dimensions(head_dims, dtypes, is_emulated=True),
+        decode_dimensions(head_dims, dtypes),
     ]
+    for dimensions in columns:
+        dimensions["group"] = GROUPS
     names = {
         "longest": "seqlen",
-        "num_heads": "num_heads of k and v",
-        "group": "query heads per key head, if declared",
         "lengths": "lengths in a batch",
         "room": "room in the cache",
+        "group": "query heads per key head",
     }
     rows: dict[str, list[str]] = {}
     for at, dimensions in enumerate(columns):

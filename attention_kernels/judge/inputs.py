@@ -119,8 +119,8 @@ class DecodeCase:
         lengths = ", ".join(map(str, self.lengths))
         return (
             f"decode, head_dim {self.head_dim}, {_heads(self.num_heads, self.group)}, "
-            f"lengths {lengths} of {self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"lengths {lengths} of {self.max_seqlen}, scale {self.scale}, "
+            f"{softmax}{unusual}{self.layout} layout, {dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
