@@ -199,5 +199,4 @@ _register(
     {"float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
     min_compute_capability=(8, 0),
-    supports_gqa=True,
 )
