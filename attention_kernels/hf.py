@@ -108,7 +108,8 @@ class _Mask:
     its name.
     """
 
-    ndim = 4  # generate() makes the masks for a static cache, and the model asks again
+    # For a static cache, generate() asks for the mask, and the model passes it to _mask() again.
+    ndim = 4
 
     def __init__(
         self, parts: tuple[_Part, ...] | None = None, lengths: tuple[int, int] = (0, 0)
