@@ -7,6 +7,10 @@ attention: q, k, v and o are (batch, seqlen, num_heads, head_dim) with seqlen_q 
 and v may be strided views whose last stride is 1; o is a new, contiguous tensor. With is_causal,
 query i sees the keys 0..i.
 
+Grouped queries: a backend that declares supports_gqa also takes k and v (or k_cache and v_cache)
+with fewer heads than q, of which num_heads is a multiple. Head h of q uses head
+h * num_kv_heads / num_heads of k and v, rounded down.
+
 Inputs are finite. A key or value that a query does not see, however large, changes no bit of that
 query's row of o. NaN and infinity may change it, because 0 * NaN is NaN.
 
@@ -64,7 +68,8 @@ def check_attention(
     check_tensors({"q": q, "k": k, "v": v})
     if not isinstance(is_causal, bool):
         raise ArgumentError(f"is_causal must be True or False, not {is_causal!r}")
-    if q.dim() == 4 and q.shape == k.shape == v.shape and _are_alike(q, k, v):
+    is_one_shape = q.shape == k.shape or (_are_grouped(q, k) and q.shape[1] == k.shape[1])
+    if q.dim() == 4 and k.shape == v.shape and is_one_shape and _are_alike(q, k, v):
         return check_scale(softmax_scale, q.shape[3])
     raise ArgumentError("; ".join(_complaints({"q": q, "k": k, "v": v})))
 
@@ -77,13 +82,13 @@ def check_decode(
     check_tensors({**tensors, "seqlens": seqlens})
     if not q.dim() == k_cache.dim() == v_cache.dim() == 4:
         raise ArgumentError("; ".join(_complaints(tensors, same_shape=False)))
-    batch, one, num_heads, head_dim = q.shape
+    batch, one, _, head_dim = q.shape
     cached, wrong = k_cache.shape, []
     if one != 1:
         wrong.append(f"q has {one} tokens per row; decode takes one")
     if cached != v_cache.shape:
         wrong.append(f"k_cache {tuple(cached)} and v_cache {tuple(v_cache.shape)} differ in shape")
-    if cached[0] != batch or cached[2:] != (num_heads, head_dim):
+    if not _are_grouped(q, k_cache):
         wrong.append(f"k_cache {tuple(cached)} does not fit q {tuple(q.shape)}")
     if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q.device:
         wrong.append(
@@ -121,6 +126,15 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     if not is_number or not math.isfinite(softmax_scale):
         raise ArgumentError(f"softmax_scale must be a finite number, not {softmax_scale!r}")
     return float(softmax_scale)
+
+
+def _are_grouped(q: Tensor, k: Tensor) -> bool:
+    """Check that k fits q, whatever their lengths: it may have fewer heads."""
+    if not q.dim() == k.dim() == 4:
+        return False
+    (batch, _, num_heads, head_dim), (k_batch, _, kv_heads, k_head_dim) = q.shape, k.shape
+    fits = k_batch == batch and k_head_dim == head_dim
+    return fits and kv_heads > 0 and num_heads % kv_heads == 0
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:

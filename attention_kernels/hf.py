@@ -7,25 +7,40 @@ Importing this module registers every backend but loads none. When there are as 
 (prefill, recompute), the backend's attention is called on views of the model's tensors. For one
 query and a cache, its decode kernel is called; a backend without one is replaced by
 registry.default_decode_backend(), with one warning. In grouped-query attention, keys and values are
-copied once per query head.
+copied once per query head, unless the backend takes fewer key heads.
 
-Raises UnsupportedError, with every reason, for what a backend cannot do: padding, any mask other
-than causal or full, static caches, several queries against more keys, dropout, attention weights as
-output, a backward pass, models that compute attention themselves, and any argument not known to be
-harmless. Tested with transformers 5.17 and 5.23.
+Masks: no kernel takes one, so the mask is read once per forward pass and becomes slices. A padded
+batch is computed by one call per run of rows with the same padding, on its tokens only. If all
+padding is on the right, one call serves all rows. Attention is 0 for padding, but the last position
+of a row, which generate() reads, sees the row's tokens, as in sdpa. Packed sequences are computed
+one by one, and a query with a cache gets exactly the keys that it sees.
+
+Raises UnsupportedError, with every reason, for what a backend cannot do: other masks (a sliding
+window shorter than the text, blocks of images, 4-d masks), padding without causality, several
+queries against more keys, dropout, attention weights as output, a backward pass, models that
+compute attention themselves, and any argument not known to be harmless. Tested with transformers
+5.17 and 5.23.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
@@ -58,17 +73,52 @@ def register(*, decode_backend: str | None = None) -> None:
     """
     decoder = get_backend(decode_backend) if decode_backend is not None else None
     for spec in list_backends():
-        no_mask = type(spec.name, (_NoMask,), {})()
-        AttentionMaskInterface.register(spec.name, functools.partial(_mask, no_mask))
+        mask_type = type(spec.name, (_Mask,), {})
+        AttentionMaskInterface.register(spec.name, functools.partial(_mask, mask_type))
         AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
 
 
-class _NoMask:
+_LAST = slice(-1, None)
+_SPECIAL = (
+    "a sliding window shorter than the text or another special mask (it takes causal masks with "
+    "padding or packed sequences, and the full one without)"
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A call: some rows of a batch, and which of their queries see which of their keys.
+
+    queries: the same positions as keys, which see each other causally, or _LAST, which sees all.
+    """
+
+    rows: slice
+    queries: slice | Tensor
+    keys: slice | Tensor
+    length: int
+    """The number of keys."""
+
+
+class _Mask:
     """A stand-in for the mask that models pass on to _attention(); any other use of it fails.
 
-    None would be wrong: a model that computes attention itself (Bloom, CodeGen) would treat it as
-    no mask. Each backend gets a subclass with its name.
+    parts: what is computed, if that is less than everything; lengths: those of queries and keys
+    that the parts are of. None instead of this object would be wrong: a model that computes
+    attention itself (Bloom, CodeGen) would treat it as no mask. Each backend gets a subclass with
+    its name.
     """
+
+    # For a static cache, generate() asks for the mask, and the model passes it to _mask() again.
+    ndim = 4
+
+    def __init__(
+        self, parts: tuple[_Part, ...] | None = None, lengths: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.parts, self.lengths = parts, lengths
+
+    def contiguous(self) -> _Mask:
+        """Return self; generate() calls it."""
+        return self
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise AttributeError(str(self._error()))
@@ -83,46 +133,129 @@ class _NoMask:
         return UnsupportedError(cls.__name__, [reason])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mask(
-    no_mask: _NoMask,
+    mask_type: type[_Mask],
     *,
+    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
-    **_: Any,  # size, device and dtype: only a mask would need them
-) -> _NoMask:
-    """Return no_mask if the mask is plain causal or full; raise UnsupportedError otherwise.
+    attention_mask: Tensor | _Mask | None = None,
+    **arguments: Any,
+) -> _Mask:
+    """Return the mask's parts; raise UnsupportedError if it is not made of causal ones.
 
-    attention_mask: bool (batch, keys), False for padding. Reading it synchronizes with the device
-    once per forward pass, as in transformers' own sdpa.
+    attention_mask: bool (batch, keys), False for padding, or what an earlier call returned. It is
+    read, which waits for the device, in each forward pass but not in each layer. arguments: the
+    others of sdpa_mask().
     """
-    causal = mask_function is causal_mask_function
-    skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
-    if causal and q_offset + q_length != kv_length:
-        reason = (
-            f"{kv_length} keys of which {int(q_offset + q_length)} are filled, as in a static "
-            "cache (it takes the dynamic one, transformers' default)"
-        )
-    elif not skip or not (causal or mask_function is bidirectional_mask_function):
-        reason = (
-            "a sliding window, packed sequences or another special mask "
-            "(it takes the causal and the full one)"
-        )
-    elif attention_mask is not None and not (
-        attention_mask.shape[1] >= kv_length and attention_mask[:, :kv_length].all()
-    ):
-        reason = (
-            "an attention_mask that hides padding (it takes prompts of one length, or one prompt)"
-        )
+    if isinstance(attention_mask, _Mask):
+        return attention_mask
+    q_offset = int(q_offset)
+    written = q_offset + q_length - kv_offset  # a static cache has room for more keys
+    is_causal = mask_function is causal_mask_function
+    is_full = mask_function is bidirectional_mask_function
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        padding = None if padding.all() else padding
+    if padding is None and (is_full or (is_causal and written == kv_length)):
+        return mask_type()
+
+    def visible() -> Tensor:
+        """Return which keys each query sees, (batch, queries, keys)."""
+        return sdpa_mask(  # type: ignore[no-any-return]
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )[:, 0]
+
+    reason = ""
+    if q_length == 1:
+        seen = visible()[:, 0]
+        segments = seen.new_full((batch_size, 1), -1, dtype=torch.int)
+    elif is_full:
+        reason = "an attention_mask that hides padding from queries that also see later keys"
+    elif q_length != written:
+        reason = _several_queries(q_length, kv_length)
+    elif is_causal:
+        seen = torch.ones(batch_size, 1, dtype=torch.bool).expand(-1, written)
+        seen = seen if padding is None else padding[:, :written]
+        segments = seen.int() - 1
     else:
-        return no_mask
-    raise UnsupportedError(type(no_mask).__name__, [reason])
+        mask = visible()
+        seen, segments, fits = mask[:, -1], *_segments(mask)
+        reason = "" if fits else _SPECIAL
+    if reason:
+        raise UnsupportedError(mask_type.__name__, [reason])
+    is_hidden = segments[:, -1:] < 0
+    return mask_type(_parts(segments, seen & is_hidden), (q_length, kv_length))
 
 
+def _segments(visible: Tensor) -> tuple[Tensor, bool]:
+    """Return the sequence of each query, (batch, queries): its first key, or -1 for padding.
+
+    visible: (batch, queries, keys). A query that does not see itself is padding. Also returns
+    whether the others see exactly the keys of their sequence up to themselves.
+    """
+    queries, keys = visible.shape[1:]
+    is_token = visible[:, :, :queries].diagonal(dim1=1, dim2=2)
+    segments = visible.to(torch.uint8).argmax(2).where(is_token, -1)
+    expected = (segments[:, :, None] == segments[:, None]) & is_token[:, None]
+    expected = functional.pad(expected.tril(), (0, keys - queries))
+    fits = (visible == expected) | ~is_token[:, :, None]
+    return segments, bool(fits.all())
+
+
+def _parts(segments: Tensor, seen: Tensor) -> tuple[_Part, ...]:
+    """Return the calls that compute a batch.
+
+    segments: the sequence of each query, (batch, queries), or -1. seen: (batch, keys), the keys
+    that the last query sees, if it is in no sequence: a single token with a cache, or padding,
+    which generate() reads if it is on the right.
+    """
+    rows: list[list[int]] = segments.tolist()
+    if all(max(x) == 0 and x == sorted(x, reverse=True) for x in rows):
+        # Padding on the right changes no token under a causal mask: one call serves all rows.
+        rows = [max(rows)] * len(rows)
+    last = (seen.int() - 1).tolist()
+    return (
+        *(_Part(run, at, at, length) for run, at, length in _runs(rows, segments.device)),
+        *(_Part(run, _LAST, at, length) for run, at, length in _runs(last, segments.device)),
+    )
+
+
+def _runs(
+    rows: list[list[int]], device: torch.device
+) -> Iterator[tuple[slice, slice | Tensor, int]]:
+    """Yield runs of equal rows, with the positions of each number but -1, and their count."""
+    start = 0
+    for row, run in itertools.groupby(rows):
+        stop = start + len([*run])
+        for number in sorted({*row} - {-1}):
+            at = [place for place, other in enumerate(row) if other == number]
+            is_range = at[-1] - at[0] < len(at)
+            where = slice(at[0], at[-1] + 1) if is_range else torch.tensor(at, device=device)
+            yield slice(start, stop), where, len(at)
+        start = stop
+
+
+def _several_queries(seqlen_q: int, seqlen_k: int) -> str:
+    return (
+        f"{seqlen_q} queries against {seqlen_k} keys, as in prefill by chunks, assisted decoding "
+        "and cross-attention (it takes one query, or as many as keys)"
+    )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     spec: BackendSpec,
     named_decoder: BackendSpec | None,
@@ -130,19 +263,22 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | _NoMask | None,
+    attention_mask: Tensor | _Mask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers; return o, and None in place of the weights.
 
-    query, key and value are (batch, num_heads, seqlen, head_dim); the output is (batch, seqlen,
-    num_heads, head_dim). is_causal: None to use the module's, as in transformers' sdpa.
+    query is (batch, num_heads, seqlen, head_dim), key and value may have fewer heads; the output is
+    (batch, seqlen, num_heads, head_dim). is_causal: None to use the module's, as in transformers'
+    sdpa; parts of a mask are causal. sliding_window: at least the length of what is computed.
     """
-    num_heads, seqlen_q, seqlen_k = query.shape[1], query.shape[2], key.shape[2]
+    mask = attention_mask if isinstance(attention_mask, _Mask) else _Mask()
+    parts, seqlen_q, seqlen_k = mask.parts, query.shape[2], key.shape[2]
     wants_weights = arguments.pop("output_attentions", False) or any(
         name.endswith("attentions") for name in _active_collector.get() or ()
     )
@@ -151,30 +287,76 @@ def _attention(
         for name, argument in arguments.items()
         if name not in _HARMLESS and argument is not None and argument is not False
     ]
+    longest = seqlen_k if parts is None else max((part.length for part in parts), default=0)
+    if sliding_window is not None and sliding_window < longest:
+        reasons.append(f"a sliding_window of {sliding_window} in a text of {longest} tokens")
     if wants_weights:
         reasons.append("output_attentions (the weights are never stored)")
     if isinstance(attention_mask, Tensor):
         reasons.append(f"an attention_mask of shape {tuple(attention_mask.shape)}")
     if dropout:
         reasons.append(f"dropout of {dropout} (model.eval() switches it off)")
-    if seqlen_q not in (1, seqlen_k):
-        reasons.append(
-            f"{seqlen_q} queries against {seqlen_k} keys, as in prefill by chunks, assisted "
-            "decoding and cross-attention (it takes one query, or as many as keys)"
-        )
+    if parts is None and seqlen_q not in (1, seqlen_k):
+        reasons.append(_several_queries(seqlen_q, seqlen_k))
+    if parts is not None and mask.lengths != (seqlen_q, seqlen_k):
+        reasons.append(f"{seqlen_k} keys with an attention_mask for {mask.lengths[1]}")
     if reasons:
         raise UnsupportedError(spec.name, reasons)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if k.shape[2] != num_heads:
-        k, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (k, v))
-    if seqlen_q == seqlen_k:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        call = functools.partial(spec.attention, softmax_scale=scaling, is_causal=causal)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    prefill = functools.partial(_prefill, spec, scaling, causal or parts is not None)
+    decode = functools.partial(_decode, spec, named_decoder, scaling)
+    if parts is not None:
+        call = functools.partial(_by_parts, prefill, decode, parts)
     else:
-        decoder = named_decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
-        seqlens = torch.full((q.shape[0],), seqlen_k, dtype=torch.int32, device=q.device)
-        call = functools.partial(decoder.decode, seqlens=seqlens, softmax_scale=scaling)
+        call = prefill if seqlen_q == seqlen_k else decode
     return _ForwardOnly.apply(spec.name, call, q, k, v), None  # type: ignore[no-untyped-call]
+
+
+def _prefill(
+    spec: BackendSpec, scaling: float | None, is_causal: bool, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    k, v = _heads_for(spec, q, k, v)
+    return spec.attention(q, k, v, softmax_scale=scaling, is_causal=is_causal)
+
+
+def _decode(
+    spec: BackendSpec,
+    decoder: BackendSpec | None,
+    scaling: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    decoder = decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
+    k, v = _heads_for(decoder, q, k, v)
+    seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+    return decoder.decode(q, k, v, seqlens=seqlens, softmax_scale=scaling)
+
+
+def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with as many heads as the backend needs: those of q, or fewer."""
+    group = q.shape[2] // k.shape[2]
+    if group == 1 or spec.supports_gqa:
+        return k, v
+    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+
+
+def _by_parts(
+    prefill: Callable[..., Tensor],
+    decode: Callable[..., Tensor],
+    parts: Sequence[_Part],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Call a kernel for each part of a batch; the other positions of o are 0."""
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for part in parts:
+        queries, keys = (part.rows, part.queries), (part.rows, part.keys)
+        call = decode if part.queries is _LAST else prefill
+        o[queries] = call(q[queries], k[keys], v[keys])
+    return o
 
 
 @functools.cache

@@ -92,6 +92,8 @@ class BackendSpec:
     """Device types where each shape is compiled or tuned; there the suite tries only a few."""
     needs_contiguous: bool = False
     """Whether q, k and v are made contiguous first."""
+    supports_gqa: bool = False
+    """Whether k and v may have fewer heads than q, in attention and in decoding."""
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
@@ -173,6 +175,7 @@ class BackendSpec:
     ) -> list[str]:
         """Return every reason to refuse this call, with what is supported; loads the backend."""
         reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
+        reasons += self._head_reasons(q, k)
         if reasons:
             return reasons
         if not self.has_attention():
@@ -191,6 +194,12 @@ class BackendSpec:
         if device_type not in self.device_types:
             reasons.append(f"device {device_type} (it takes {', '.join(self.device_types)})")
         return reasons
+
+    def _head_reasons(self, q: Tensor, k: Tensor) -> list[str]:
+        num_heads, kv_heads = q.shape[2], k.shape[2]
+        if kv_heads == num_heads or self.supports_gqa:
+            return []
+        return [f"{kv_heads} key heads for {num_heads} query heads (it takes as many of both)"]
 
     def load(self) -> Kernels:
         """Return the kernels, compiled or imported on first use; raises UnavailableBackendError."""
@@ -242,7 +251,8 @@ class BackendSpec:
         KernelError or OutputError.
         """
         scale = contract.check_attention(q, k, v, softmax_scale, is_causal)
-        if reasons := self.static_reasons(q.dtype, q.shape[3], q.device.type):
+        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
+        if reasons := reasons + self._head_reasons(q, k):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -295,7 +305,8 @@ class BackendSpec:
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         device_type = q.device.type
-        if reasons := self.static_reasons(q.dtype, q.shape[3], device_type):
+        reasons = self.static_reasons(q.dtype, q.shape[3], device_type)
+        if reasons := reasons + self._head_reasons(q, k_cache):
             raise UnsupportedError(self.name, reasons)
         kernel = self.load().decode_on(device_type)
         if kernel is None:

@@ -19,6 +19,7 @@ from attention_kernels.registry import register
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+    k, v = _per_query_head(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * softmax_scale
     if is_causal:
@@ -26,6 +27,14 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: boo
         scores.masked_fill_(position > position[:, None], -torch.inf)
     weights = torch.softmax(scores, dim=3)
     return (weights @ v).transpose(1, 2).contiguous()
+
+
+def _per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with as many heads as q, copied if they have fewer."""
+    if k.shape[2] == q.shape[2]:
+        return k, v
+    group = q.shape[2] // k.shape[2]
+    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
@@ -48,7 +57,8 @@ def _naive_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
 ) -> Tensor:
     positions, visible = _visible(k_cache, seqlens)
-    k, v = k_cache[:, :positions].transpose(1, 2), v_cache[:, :positions].transpose(1, 2)
+    k, v = _per_query_head(q, k_cache[:, :positions], v_cache[:, :positions])
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
     if visible is not None:
         scores.masked_fill_(~visible, -torch.inf)
@@ -60,6 +70,7 @@ def _naive_decode(
     family="pytorch",
     summary="Matmul, mask, softmax, matmul: the whole score matrix goes through global memory.",
     precisions=PLAIN_PRECISIONS,
+    supports_gqa=True,
 )
 def load_naive() -> Kernels:
     """Load the case study's baseline."""
@@ -78,6 +89,7 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
         is_causal: bool = False,
         mask: Tensor | None = None,
     ) -> Tensor:
+        is_grouped = k.shape[2] != q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if scale <= 0:  # flash attention masks with -infinity before it scales
             q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
@@ -88,7 +100,7 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
             )[0]
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
             )
 
     def attempt(call: Callable[[], Tensor]) -> Tensor:
@@ -162,12 +174,17 @@ def _register(
     add(functools.partial(_sdpa, name, kernel))
 
 
-_register(SDPBackend.MATH, "PyTorch's SDPA composed of matmuls and a softmax, pinned.")
+_register(
+    SDPBackend.MATH,
+    "PyTorch's SDPA composed of matmuls and a softmax, pinned.",
+    supports_gqa=True,
+)
 # On CUDA it takes float16 and bfloat16 only.
 _register(
     SDPBackend.FLASH_ATTENTION,
     "FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
     probe=_flash_probe,
+    supports_gqa=True,
 )
 _register(
     SDPBackend.EFFICIENT_ATTENTION,

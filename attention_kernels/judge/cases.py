@@ -5,6 +5,7 @@ every number of heads up to 32, 48 and 64; every batch up to 33, and larger ones
 values where rounding shows, values of any size, GPT-2's own shapes (hard_cases, extreme_cases)
 each range of lengths with small and large batches and numbers of heads (every_shape)
 all pairs of values of any two dimensions, and triples of short lengths (random_cases)
+for a backend that supports_gqa, each value with each number of query heads per key head
 
 Everything else is drawn from a seed that every case prints. table() lists the values.
 """
@@ -56,6 +57,8 @@ LENGTH_RANGES = [range(edge, edge + 1) for edge in TILE_EDGES] + [
 ]
 BATCH_RANGES = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 9, 2), range(9, 33))
 HEAD_RANGES = (range(1, 2), range(2, 5, 2), range(3, 6, 2), range(6, 16), range(16, 33))
+# Query heads per key head.
+GROUPS = (2, 7)
 # The batches and numbers of heads that every length is combined with, causal and full.
 SHAPE_BATCHES = BATCH_RANGES[0], BATCH_RANGES[2]
 SHAPE_HEADS = HEAD_RANGES[0], HEAD_RANGES[-1]
@@ -84,8 +87,8 @@ SIZES = "batch", "num_heads", "seqlen", "head_dim"
 # A backend that compiles for each shape gets one shape of each dtype with a length of each range.
 COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
 SHAPES: dict[type, tuple[str, ...]] = {
-    Case: ("seqlen", "head_dim", "batch", "num_heads", "is_causal"),
-    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads"),
+    Case: ("seqlen", "head_dim", "batch", "num_heads", "group", "is_causal"),
+    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads", "group"),
 }
 # What a call, emulated or not, and a block of 64 rows cost besides work: it decides which cases run
 # first. On a GPU work is cheap.
@@ -136,7 +139,7 @@ def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case
 
 
 class Drawn:
-    """Draws the cases of attention from a seed.
+    """Draws the cases of attention from a seed; has_groups: those with fewer key heads.
 
     Its methods share the combinations that are still open, so call them in the order below.
     """
@@ -148,23 +151,29 @@ class Drawn:
         seed: int,
         *,
         is_emulated: bool,
+        has_groups: bool = False,
     ) -> None:
         self.head_dims, self.seed, self.is_emulated = head_dims, seed, is_emulated
         self.draw = random.Random(f"cases {seed}")
         self.dimensions = attention_dimensions(head_dims, dtypes, is_emulated=is_emulated)
+        groups = attention_groups(self.dimensions)
+        if has_groups:
+            groups = _with_groups(self.dimensions)
+            self.dimensions["group"] = GROUPS
         self.usual, self.largest, self.largest_of_pair = (
             (USUAL_EMULATED_WORK, LARGEST_EMULATED_WORK, LARGEST_WORK_OF_PAIR)
             if is_emulated
             else (USUAL_WORK, LARGEST_WORK, LARGEST_WORK)
         )
 
-        least = {name: _least(self.dimensions[name]) for name in SIZES}
+        names = *SIZES, *["group"] * has_groups
+        least = {name: _least(self.dimensions[name]) for name in names}
 
         def cost(at: Mapping[str, Places]) -> NDArray[np.float64]:
             sizes = {name: values[at[name]] for name, values in least.items()}
             return np.where(_is_moderate(at), CALL_WORK + _work(sizes), math.inf)
 
-        self.cover = Cover(self.dimensions, attention_groups(self.dimensions), self.draw, cost)
+        self.cover = Cover(self.dimensions, groups, self.draw, cost)
 
     def every_length(self) -> Iterator[Case]:
         """Yield two cases of each length up to EVERY_LENGTH_TO, one causal and one full.
@@ -221,7 +230,8 @@ class Drawn:
 
     def _sized(self, chosen: dict[str, Any]) -> Case:
         """Draw batch, num_heads and seqlen from their ranges, and the smallest if it is large."""
-        room = self.usual / _work({name: _least([chosen[name]]) for name in SIZES}).item()
+        names = [name for name in (*SIZES, "group") if name in chosen]
+        room = self.usual / _work({name: _least([chosen[name]]) for name in names}).item()
         for name, power in (("batch", 1), ("num_heads", 1), ("seqlen", 2)):
             values = chosen[name]
             least = values[0]
@@ -260,6 +270,11 @@ def attention_dimensions(
     }
 
 
+def _with_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
+    """Return the pairs of each value of any dimension with each of GROUPS."""
+    return [{name: values, "group": GROUPS} for name, values in dimensions.items()]
+
+
 def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
     """Return the groups whose combinations all occur: pairs, and triples of short lengths."""
 
@@ -281,12 +296,21 @@ def attention_groups(dimensions: Mapping[str, Sequence[Any]]) -> list[Group]:
 
 
 def attention_cases(
-    head_dims: Sequence[int], dtypes: Sequence[torch.dtype], seed: int, *, is_emulated: bool
+    head_dims: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    *,
+    is_emulated: bool,
+    has_groups: bool = False,
 ) -> list[Case]:
-    """Return every case of attention."""
+    """Return every case of attention; has_groups: also those with fewer key heads."""
     drawn = Drawn(head_dims, dtypes, seed, is_emulated=is_emulated)
     found = [*drawn.every_length()]  # in this order, which decides what the later ones draw
     found += [*drawn.every_width(), *drawn.every_shape(), *drawn.random_cases()]
+    if has_groups:
+        found += Drawn(
+            head_dims, dtypes, seed, is_emulated=is_emulated, has_groups=True
+        ).random_cases()
     for dtype in dtypes:
         found += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
         found += extreme_cases(usual_head_dim(head_dims), dtype, seed)
@@ -315,7 +339,7 @@ def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
 def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
     """Return about what a case costs, in the unit of its work."""
     batch = case.batch if isinstance(case, Case) else len(case.lengths)
-    blocks = batch * case.num_heads * -(-case.seqlen // 64)
+    blocks = batch * case.num_heads * case.group * -(-case.seqlen // 64)
     return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
 
 
@@ -329,6 +353,8 @@ def tries(case: Case | DecodeCase) -> list[Hashable]:
         "numbers": (case.kind, case.scale),
         "dtype": case.dtype,
     }
+    if case.group > 1:
+        own["group"] = case.group
     if isinstance(case, Case):
         batch, longest = case.batch, case.seqlen
         own["is_causal"] = case.is_causal
@@ -380,7 +406,8 @@ def _least(values: Sequence[Any]) -> NDArray[np.float64]:
 
 def _work(sizes: Mapping[str, Any]) -> Any:
     """Return the multiplications of a score by a value, given numbers or arrays by SIZES."""
-    return sizes["batch"] * sizes["num_heads"] * sizes["seqlen"] ** 2 * sizes["head_dim"]
+    heads = sizes["num_heads"] * sizes.get("group", 1)
+    return sizes["batch"] * heads * sizes["seqlen"] ** 2 * sizes["head_dim"]
 
 
 def decode_cases(
@@ -389,11 +416,12 @@ def decode_cases(
     seed: int,
     *,
     is_emulated: bool = False,
+    has_groups: bool = False,
 ) -> Iterator[DecodeCase]:
     """Yield fixed cases of each dtype, cases of each width, and random ones that cover all pairs.
 
     The fixed cases have lengths around the edges of tiles in one batch: one case of each head_dim,
-    and the inputs of hard_cases() with one head_dim.
+    and the inputs of hard_cases() with one head_dim. has_groups: also cases with fewer key heads.
     """
     edges: dict[str, Any] = {"lengths": EDGES, "max_seqlen": max(EDGES)}
     for dtype in dtypes:
@@ -429,6 +457,11 @@ def decode_cases(
         yield _decode_case(draw, seed, {**chosen, "batch": [batch], "num_heads": [heads]})
     while (chosen := cover.next()) is not None:
         yield _decode_case(draw, seed, chosen)
+    if has_groups:
+        grouped = {**dimensions, "group": GROUPS}
+        cover = Cover(grouped, _with_groups(dimensions), draw, cost)
+        while (chosen := cover.next()) is not None:
+            yield _decode_case(draw, seed, chosen)
 
 
 def decode_dimensions(head_dims: Sequence[Any], dtypes: Sequence[Any]) -> dict[str, Sequence[Any]]:
@@ -491,7 +524,14 @@ def table() -> str:
         attention_dimensions(head_dims, dtypes, is_emulated=True),
         decode_dimensions(head_dims, dtypes),
     ]
-    names = {"longest": "seqlen", "lengths": "lengths in a batch", "room": "room in the cache"}
+    for dimensions in columns:
+        dimensions["group"] = GROUPS
+    names = {
+        "longest": "seqlen",
+        "lengths": "lengths in a batch",
+        "room": "room in the cache",
+        "group": "query heads per key head",
+    }
     rows: dict[str, list[str]] = {}
     for at, dimensions in enumerate(columns):
         for name, values in dimensions.items():

@@ -265,11 +265,12 @@ def suite(
     """
     is_emulated = runner.is_emulated
     head_dims = runner.spec.head_dims or ANY_HEAD_DIM
+    options = {"is_emulated": is_emulated, "has_groups": runner.spec.supports_gqa}
     kinds: list[Iterable[Case | DecodeCase]] = []
     if runner.has_attention:
-        kinds += [attention_cases(head_dims, dtypes, seed, is_emulated=is_emulated)]
+        kinds += [attention_cases(head_dims, dtypes, seed, **options)]
     if runner.has_decode:
-        kinds += [decode_cases(head_dims, dtypes, seed, is_emulated=is_emulated)]
+        kinds += [decode_cases(head_dims, dtypes, seed, **options)]
 
     def is_fair(case: Case | DecodeCase) -> bool:
         """Return whether rounding does not decide which key wins: in TF32, scores of 1e8 do."""

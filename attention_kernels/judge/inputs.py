@@ -38,20 +38,23 @@ class Case:
     """The kind of values; see of_kind()."""
     layout: Layout = "fused"
     """The memory layout of q, k and v; see arrange()."""
+    group: int = 1
+    """The number of query heads per key head; num_heads counts those of k and v."""
 
     @property
     def work(self) -> float:
         """The number of multiplications of a score by a value, if nothing were masked."""
-        return float(self.batch * self.num_heads * self.seqlen**2 * self.head_dim)
+        heads = self.num_heads * self.group
+        return float(self.batch * heads * self.seqlen**2 * self.head_dim)
 
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
         """Draw q, k and v, strided views of (batch, seqlen, num_heads, head_dim).
 
         The numbers are drawn on the CPU, so that every device gets the same ones.
         """
-        shape = (self.batch, self.seqlen, 3, self.num_heads, self.head_dim)
+        shape = (self.batch, self.seqlen, 3, self.num_heads * self.group, self.head_dim)
         qkv = of_kind(_normal(shape, self.seed + 1) * self.scale, self.kind, self.scale)
-        return arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
+        return arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
 
     def __str__(self) -> str:
         """Return what distinguishes this case from others."""
@@ -61,8 +64,8 @@ class Case:
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{self.num_heads} heads, {kind}, scale {self.scale}, {softmax}{unusual}{layout}"
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"{_heads(self.num_heads, self.group)}, {kind}, scale {self.scale}, "
+            f"{softmax}{unusual}{layout}{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -82,11 +85,14 @@ class DecodeCase:
     """The memory layout of the cache; see arrange()."""
     kind: Kind = "normal"
     """The kind of values; see of_kind()."""
+    group: int = 1
+    """The number of query heads per key head; num_heads counts those of the cache."""
 
     @property
     def work(self) -> float:
         """About as many multiplications of attention() cost as much in the emulator."""
-        return 5.0 * len(self.lengths) * max(self.lengths) * self.num_heads * self.head_dim
+        heads = self.num_heads * self.group
+        return 5.0 * len(self.lengths) * max(self.lengths) * heads * self.head_dim
 
     @property
     def seqlen(self) -> int:
@@ -95,13 +101,14 @@ class DecodeCase:
 
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
-        shape = (len(self.lengths), self.max_seqlen, 3, self.num_heads, self.head_dim)
+        heads = self.num_heads * self.group
+        shape = (len(self.lengths), self.max_seqlen, 3, heads, self.head_dim)
         generator = torch.Generator().manual_seed(self.seed)
         qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             row[length:] = row[length:].sign() * LARGE[self.dtype]
-        _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout)
+        _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
         seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
 
@@ -111,10 +118,14 @@ class DecodeCase:
         unusual = "" if self.kind == "normal" else f"{self.kind} values, "
         lengths = ", ".join(map(str, self.lengths))
         return (
-            f"decode, head_dim {self.head_dim}, {self.num_heads} heads, lengths {lengths} of "
-            f"{self.max_seqlen}, scale {self.scale}, {softmax}{unusual}{self.layout} layout, "
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"decode, head_dim {self.head_dim}, {_heads(self.num_heads, self.group)}, "
+            f"lengths {lengths} of {self.max_seqlen}, scale {self.scale}, "
+            f"{softmax}{unusual}{self.layout} layout, {dtype_name(self.dtype)}, seed {self.seed}"
         )
+
+
+def _heads(num_heads: int, group: int) -> str:
+    return f"{num_heads} heads" + (f" of {group} queries" if group > 1 else "")
 
 
 @functools.lru_cache(maxsize=1)  # a comparison runs many backends on the same case
@@ -158,8 +169,10 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     return qkv
 
 
-def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(qkv: Tensor, layout: Layout, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v with a memory layout.
+
+    k and v have num_heads / group heads.
 
     fused: views of one projection, as in GPT-2. contiguous: three contiguous tensors. transposed:
     heads before positions. gaps: NaN around every head, row and sequence, more for k than for q and
@@ -167,6 +180,7 @@ def arrange(qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     layout for each. Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
     """
     q, k, v = qkv.unbind(2)
+    k, v = (x[:, :, : x.shape[2] // group] for x in (k, v))
     if layout == "contiguous":
         return q.contiguous(), k.contiguous(), v.contiguous()
     if layout == "transposed":

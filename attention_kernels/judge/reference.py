@@ -305,9 +305,11 @@ def truth(
 ) -> Truth:
     """Compute the reference output of a call and the terms of its budgets.
 
-    The arguments are those of naive_attention(). Whatever the shape, only a few gigabytes of scores
-    exist at once.
+    The arguments are those of naive_attention(), but k and v may have fewer heads than q. Whatever
+    the shape, only a few gigabytes of scores exist at once.
     """
+    if k.shape[2] != q.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     rounding = torch.empty_like(reference)
     sizes = torch.empty_like(reference)

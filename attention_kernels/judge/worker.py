@@ -73,6 +73,7 @@ class Described(msgspec.Struct, frozen=True):
     emulated_on: tuple[str, ...]
     compiles_per_shape_on: tuple[str, ...]
     needs_contiguous: bool
+    supports_gqa: bool
     cuda_graphs: bool
     error_slack: float
     reasons: dict[str, str | None]

@@ -177,6 +177,7 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         probe=probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",
+        supports_gqa=version.layout == "strided",
         error_slack=version.error_slack,
         version=version,
     )
@@ -185,10 +186,19 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
 def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
     """Return a version's kernels, which call its ops, one for each dtype; nothing is compiled."""
 
-    def kernel(q: Tensor, *others: Any) -> Tensor:
-        return ops[q.dtype](q, *others)
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        op, kv_heads = ops[q.dtype], k.shape[2]
+        if kv_heads == q.shape[2]:
+            return op(q, k, v, *others)
+        if version.role == "decode":
+            seqlens, softmax_scale = others
+            others = seqlens.repeat_interleave(kv_heads), softmax_scale
+        o = op(*_by_key_head(q, k, v), *others)
+        return o.view(-1, kv_heads, *o.shape[1:]).transpose(1, 2).reshape(q.shape)
 
     def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        if k.shape[2] != q.shape[2]:
+            q, k, v = _by_key_head(q, k, v)
         return ops[q.dtype].explain(q, k, v, is_causal)
 
     def prepare(device_type: str) -> None:
@@ -198,6 +208,19 @@ def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
     if version.role == "decode":
         return Kernels(decode=kernel, prepare=prepare)
     return Kernels(kernel, explain=explain, prepare=prepare)
+
+
+def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return grouped queries as a call whose batch has an entry for each key head of each row.
+
+    They are (batch * kv_heads, seqlen, group, head_dim): k and v have a stride of 0 between heads,
+    so that no kernel needs to know of groups. If batch and kv_heads have no common stride, a tensor
+    is copied, but never once per query head.
+    """
+    group = q.shape[2] // k.shape[2]
+    q = q.view(*q.shape[:2], -1, group, q.shape[3]).transpose(1, 2).flatten(0, 1)
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+    return q, k[:, :, None].expand(-1, -1, group, -1), v[:, :, None].expand(-1, -1, group, -1)
 
 
 class _Op:

@@ -32,6 +32,23 @@ def test_broken_arguments_are_all_named(q, k, v, words):
         assert word in str(caught.value)
 
 
+def test_a_backend_that_declares_it_takes_fewer_key_heads():
+    q, k, v = torch.randn(2, 5, 6, 32), *torch.randn(2, 2, 5, 2, 32)
+    repeated = [x.repeat_interleave(3, dim=2) for x in (k, v)]
+    for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
+        o = attention(q, k, v, backend=name)
+        torch.testing.assert_close(o, attention(q, *repeated, backend=name), rtol=0, atol=1e-6)
+    with pytest.raises(ArgumentError, match="q, k, v must have the same shape"):
+        attention(q[:, :, :5], k, v)
+    reason = r"2 key heads for 6 query heads \(it takes as many of both\)"
+    with pytest.raises(UnsupportedError, match=reason):
+        attention(q, k, v, backend="NUMPY_BASIC")
+    assert get_backend("NUMPY_BASIC").unsupported_reasons(q, k, v)
+    seqlens = torch.tensor([5, 5], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="does not fit q"):
+        get_backend("NAIVE_PYTORCH").decode(q[:, :1, :5], k, v, seqlens)
+
+
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, "0.5", True, 1j])
 def test_scale_must_be_a_finite_number(scale):
     with pytest.raises(ArgumentError, match="softmax_scale must be a finite number"):

@@ -177,8 +177,9 @@ def decoding(head_dims: list[int]) -> list[DecodeCase]:
 def suite(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[Case | DecodeCase]:
     """Return the cases for a backend: all of them on a GPU, a share on the CPU."""
     head_dims = usable_head_dims(spec, dtype, device)
+    groups = {"num_heads": 2, "group": 3, "layout": "transposed"} if spec.supports_gqa else {}
     if not spec.has_attention():
-        found = decoding(head_dims)
+        found = [*decoding(head_dims), DecodeCase(head_dims[0], **groups)]
         if dtype == torch.float32:  # 16-bit dtypes round such scores too much
             found.append(DecodeCase(32, scale=1e4, lengths=EDGES, max_seqlen=max(EDGES)))
         if device == "cuda":
@@ -190,8 +191,13 @@ def suite(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[Case | Dec
         Case(70, head_dims[0], num_heads=1, softmax_scale=scale, is_causal=is_causal)
         for scale, is_causal in itertools.product((2.3, 0.0, -0.7), (True, False))
     ]
+    if groups:
+        found += [
+            Case(37, head_dims[0], batch=2, **groups),
+            Case(37, head_dims[-1], group=7, is_causal=False),
+        ]
     if spec.has_decode(device):
-        found.append(DecodeCase(64))
+        found += [DecodeCase(64), DecodeCase(64, **groups)]
     if spec.version is not None:
         found += around_the_tile(spec, head_dims)
     if spec.family == "fp32":

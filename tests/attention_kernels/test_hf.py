@@ -363,52 +363,40 @@ def test_a_named_decode_backend_decodes_for_all(calls, caplog):
 # Refusals
 
 
-def padded(row, column):
-    mask = torch.ones(2, 7, dtype=torch.long)
-    mask[row, column] = 0
-    return mask
-
-
-def static_decode(model):
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    return model(prompt(seqlen=1), past_key_values=cache)
-
-
-def second_chunk(model):
-    cache = model(prompt(), use_cache=True).past_key_values
+def second_chunk(model, cache=None):
+    cache = model(prompt(), past_key_values=cache, use_cache=True).past_key_values
     return model(prompt(seqlen=3), past_key_values=cache)
 
 
-def short_mask(model):
-    cache = model(prompt(), use_cache=True).past_key_values
-    return model(prompt(seqlen=1), past_key_values=cache, attention_mask=torch.ones(2, 1))
+def padded_and_not_causal(model):
+    model.config.is_causal = False
+    mask = torch.ones(2, 7)
+    mask[1, 6] = 0
+    return model(prompt(), attention_mask=mask)
 
 
-PADDING = "an attention_mask that hides padding"
-SPECIAL = "a sliding window, packed sequences or another special mask"
+SPECIAL = "a sliding window shorter than the text or another special mask"
 WEIGHTS = "output_attentions (the weights are never stored)"
-PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda m: greedy(m, prompt(), attention_mask=padded(0, 0)), PADDING),
-        (lambda m: m(prompt(), attention_mask=padded(1, 6)), PADDING),
-        (short_mask, PADDING),
+        (padded_and_not_causal, "an attention_mask that hides padding from queries that also see"),
         (
             lambda m: m(prompt(), attention_mask=torch.ones(2, 9), use_cache=False),
-            "9 keys of which 7 are filled",
+            "7 keys with an attention_mask for 9",
         ),
         (
             lambda m: m(prompt(), attention_mask=torch.ones(2, 1, 7, 7)),
             "an attention_mask of shape (2, 1, 7, 7)",
         ),
-        (lambda m: m(prompt(), position_ids=PACKED, use_cache=False), SPECIAL),
-        (lambda m: greedy(m, prompt(), cache_implementation="static"), "12 keys of which 7 are"),
-        (static_decode, "16 keys of which 1 are filled, as in a static cache"),
         (second_chunk, "3 queries against 10 keys, as in prefill by chunks"),
+        (
+            lambda m: second_chunk(m, StaticCache(config=m.config, max_cache_len=16)),
+            "3 queries against 16 keys, as in prefill by chunks",
+        ),
         (lambda m: greedy(m, prompt(), prefill_chunk_size=4), "3 queries against 7 keys"),
         (lambda m: m(prompt(), output_attentions=True), WEIGHTS),
         (
@@ -449,13 +437,12 @@ def test_cross_attention_of_another_length_is_refused():
     assert_refused(lambda: model(prompt(), encoder_hidden_states=other), "7 queries against 5 keys")
 
 
-def test_a_sliding_window_is_refused_and_its_absence_is_not():
-    model = llama(LADDER, MistralConfig, sliding_window=32)
-    assert_refused(lambda: model(prompt()), SPECIAL)
-    error, budget = errors(
-        llama(config=MistralConfig, sliding_window=None), LADDER, input_ids=prompt()
-    )
-    assert error <= budget
+def test_a_sliding_window_is_refused_if_it_hides_a_token():
+    assert_refused(lambda: llama(LADDER, MistralConfig, sliding_window=6)(prompt()), SPECIAL)
+    for window in (7, None):
+        eager = llama(config=MistralConfig, sliding_window=window)
+        error, budget = errors(eager, LADDER, input_ids=prompt())
+        assert error <= budget
 
 
 def test_a_model_that_computes_attention_itself_is_refused():
@@ -463,15 +450,14 @@ def test_a_model_that_computes_attention_itself_is_refused():
     model.config._attn_implementation = LADDER
     reason = "the model reads the mask, so it computes attention itself or changes the mask"
     assert_refused(lambda: model(prompt()), reason)
-    no_mask = AttentionMaskInterface()[LADDER](q_length=3, kv_length=3)
+    mask = AttentionMaskInterface()[LADDER](batch_size=1, q_length=3, kv_length=3)
     with pytest.raises(AttributeError, match=reason):
-        no_mask.shape  # noqa: B018
+        mask.shape  # noqa: B018
 
 
 @pytest.mark.parametrize(
     "argument",
     [
-        {"sliding_window": 4096},
         {"s_aux": torch.zeros(2)},
         {"sinks": torch.zeros(2)},
         {"position_bias": torch.zeros(1, 2, 3, 3)},
@@ -490,5 +476,8 @@ def test_arguments_not_known_to_be_harmless_are_refused(argument):
     assert weights is None
     assert o.shape == (1, 3, 2, 32)
     with pytest.raises(UnsupportedError) as caught:
-        attention(module, q, k, v, None, dropout=0.5, output_attentions=True, **argument)
-    assert len(caught.value.reasons) == 3
+        attention(
+            module, q, k, v, None, dropout=0.5, output_attentions=True, sliding_window=2, **argument
+        )
+    assert caught.value.reasons[1] == "a sliding_window of 2 in a text of 3 tokens"
+    assert len(caught.value.reasons) == 4

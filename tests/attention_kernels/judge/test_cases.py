@@ -68,6 +68,21 @@ def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(kind):
     assert len(few) == len({*few})
 
 
+@pytest.mark.parametrize("draw", [cases.attention_cases, cases.decode_cases])
+def test_every_value_is_tried_with_every_group_if_a_backend_declares_it(draw):
+    arguments = (32, 64), (torch.float32, torch.float16), 0
+    plain, found = (
+        [*draw(*arguments, is_emulated=True, has_groups=has_groups)] for has_groups in (False, True)
+    )
+    assert {case.group for case in plain} == {1}
+    assert [case for case in found if case.group == 1] == plain
+    for name in ("head_dim", "layout", "dtype"):
+        wanted = {(getattr(case, name), group) for case in plain for group in cases.GROUPS}
+        assert wanted == {(getattr(c, name), c.group) for c in found if c.group > 1}
+    for group in cases.GROUPS:
+        assert {1} < {case.num_heads for case in found if case.group == group}
+
+
 def test_what_is_emulated_stays_affordable():
     """The time of the suite is that of its work."""
     found = [case for case in cases_of(0, is_emulated=True) if isinstance(case, Case)]

@@ -72,6 +72,21 @@ def test_fewer_shapes_are_tried_where_each_is_compiled(capsys, clean_registry):
     assert "only 4 shapes of each dtype were tried in the cases" in capsys.readouterr().out
 
 
+def test_the_wrong_key_head_is_found():
+    """A head of k and v serves neighbouring heads of q, not every second one."""
+
+    def repeats(repeat):
+        def attention(q, k, v, softmax_scale, is_causal):
+            group = q.shape[2] // k.shape[2]
+            return naive_attention(q, repeat(k, group), repeat(v, group), softmax_scale, is_causal)
+
+        return spec_of(attention, supports_gqa=True)
+
+    case = Case(9, 32, num_heads=2, group=2)
+    assert run_case(repeats(lambda x, group: x.repeat_interleave(group, 2)), case, "cpu").passed
+    assert not run_case(repeats(lambda x, group: x.repeat(1, 1, group, 1)), case, "cpu").passed
+
+
 def off_by_one(q, k, v, softmax_scale, is_causal):
     o = naive_attention(q, k, v, softmax_scale, is_causal)
     return torch.cat([o[:, :1], o[:, :-1]], 1)

@@ -21,8 +21,9 @@ from attention_kernels import (
     list_backends,
 )
 from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import build, compilers, header, op
 from tests.attention_kernels.ladder.conftest import HEADER
+from tests.conftest import usable
 
 ROOT = Path(__file__).parents[3]
 DECODER = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "decode"
@@ -192,3 +193,27 @@ def test_a_struct_kernel_is_not_a_backend(tmp_path):
     (tmp_path / "v01_step.cu").write_text(text.replace("Role:   decode", "Role:   struct"))
     with pytest.raises(header.HeaderError, match="its role is struct, so it is not a backend"):
         ladder.resolve(str(tmp_path / "v01_step.cu"))
+
+
+def test_grouped_queries_copy_no_keys(monkeypatch):
+    """An op gets the memory of k and v, with a stride of 0 between heads."""
+    given = []
+    call = op._Op.__call__
+
+    def spy(self, q, k, v, *others):
+        given.append((k, v))
+        return call(self, q, k, v, *others)
+
+    monkeypatch.setattr(op._Op, "__call__", spy)
+    cache = torch.randn(2, 2, 2, 9, 32)  # heads before positions, as in transformers
+    k, v = cache.transpose(2, 3)
+    usable("DECODE_SPLIT_KV_VERSION_1", "cpu").decode(
+        torch.randn(2, 1, 6, 32), k, v, torch.tensor([9, 4], dtype=torch.int32)
+    )
+    qkv = torch.randn(1, 9, 10, 32)  # one row of a fused projection
+    usable("CUSTOM_CUDA_VERSION_25", "cpu").attention(*qkv.split((6, 2, 2), dim=2))
+    memory = [cache.untyped_storage().data_ptr(), qkv.untyped_storage().data_ptr()]
+    for (k, v), expected in zip(given, memory, strict=True):
+        assert k.shape[2:] == v.shape[2:] == (3, 32)
+        assert k.stride(2) == v.stride(2) == 0
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == expected
