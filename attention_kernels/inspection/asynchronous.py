@@ -11,7 +11,7 @@ import struct
 
 import numpy as np
 
-from attention_kernels.inspection.blocks import LOW, WARP, Blocks, Mbarrier, Numbered
+from attention_kernels.inspection.blocks import LOW, WARP, Blocks, Event, Mbarrier, Numbered
 from attention_kernels.inspection.sass import Instruction, SassError, consecutive
 
 # The constant at 0x198 is the address of constant bank 0 from 0x210 on, where nvcc's code looks for
@@ -54,7 +54,7 @@ def hold(blocks: Blocks, one: Instruction) -> bool:
 
 def mbarrier(blocks: Blocks, one: Instruction) -> None:
     """Execute SYNCS: initialize an mbarrier, arrive at it or pass a test."""
-    issue = blocks.issued[-1]
+    signals, awaits = _contributions(blocks)
     for warp, lane in _warps(blocks):
         if "EXCH" in one.modifiers:
             # The word counts arrivals up to 2^20, from bit 1 on.
@@ -65,11 +65,11 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
         barrier, place = _mbarrier(blocks, one, lane)
         if is_test(one):
             if barrier.phase:
-                issue.awaits[warp] = ("phase", *place, barrier.phase - 1)
+                awaits[warp] = ("phase", *place, barrier.phase - 1)
             continue
         lanes = slice(warp * WARP, (warp + 1) * WARP)
         arriving = np.flatnonzero(blocks.mask[lanes]) + warp * WARP
-        issue.signals[warp] = ("phase", *place, barrier.phase)
+        signals[warp] = ("phase", *place, barrier.phase)
         barrier.left -= len(arriving)
         barrier.bytes += int(blocks.read(one.operands[-1])[arriving].sum())
         _complete(blocks, place)
@@ -79,7 +79,7 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
 
 def copy_tile(blocks: Blocks, one: Instruction) -> None:
     """Execute UTMALDG, a box of a tensor, and UBLKCP, contiguous bytes, from global memory."""
-    issue = blocks.issued[-1]
+    issue, (signals, _) = blocks.issued[-1], _contributions(blocks)
     issue.wavefronts, issue.misses = np.zeros((2, blocks.lanes // WARP), np.int64)
     _, register = consecutive(one.operands[0].strip("[]"), 2)  # it holds the mbarrier's address
     for warp, lane in _warps(blocks):
@@ -96,7 +96,7 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             blocks.fetched[address >> 40] += sectors
         place = warp // blocks.warps, int(blocks.read(register)[lane])
         barrier = _at(blocks, one, place)
-        issue.signals[warp] = ("phase", *place, barrier.phase)
+        signals[warp] = ("phase", *place, barrier.phase)
         barrier.bytes -= size
         _complete(blocks, place)
 
@@ -132,16 +132,17 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
     """Execute BAR.SYNC and BAR.ARV of a numbered barrier; that of the whole block is run()'s."""
     if not is_numbered(one):
         return
-    state, issue = blocks.synchronization, blocks.issued[-1]
+    state = blocks.synchronization
+    signals, awaits = _contributions(blocks)
     for warp, lane in _warps(blocks):
         number, threads = (int(blocks.read(x)[lane]) for x in one.operands[:2])
         block = warp // blocks.warps
         numbered = state.numbered.setdefault((block, number), Numbered())
         event = ("numbered", block, number, numbered.generation)
-        issue.signals[warp] = event
+        signals[warp] = event
         numbered.warps.append(warp)
         if "SYNC" in one.modifiers:
-            issue.awaits[warp] = event
+            awaits[warp] = event
             numbered.waiting.append(warp)
             lanes = slice(warp * WARP, (warp + 1) * WARP)
             state.parked[lanes] |= blocks.mask[lanes]
@@ -153,13 +154,13 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
 
 def move_registers(blocks: Blocks, one: Instruction) -> None:
     """Execute USETMAXREG: registers that warps give up are there for those that ask for more."""
-    issue = blocks.issued[-1]
+    signals, awaits = _contributions(blocks)
     for warp, _ in _warps(blocks):
         event = ("registers", warp // blocks.warps, 0, 0)
         if "DEALLOC" in one.modifiers:
-            issue.signals[warp] = event
+            signals[warp] = event
         else:
-            issue.awaits[warp] = event
+            awaits[warp] = event
     if "TRY_ALLOC" in one.modifiers:
         blocks.write_predicate(one.operands[0], True)
 
@@ -170,6 +171,14 @@ def elect(blocks: Blocks, one: Instruction) -> None:
     for _, lane in _warps(blocks):
         chosen[lane] = True
     blocks.write_predicate(one.operands[0], chosen)
+
+
+def _contributions(blocks: Blocks) -> tuple[dict[int, Event], dict[int, Event]]:
+    """Return what warps contribute to and wait for in the last instruction, to be filled."""
+    signals: dict[int, Event] = {}
+    awaits: dict[int, Event] = {}
+    blocks.issued[-1].signals, blocks.issued[-1].awaits = signals, awaits
+    return signals, awaits
 
 
 def _warps(blocks: Blocks) -> list[tuple[int, int]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -71,6 +72,9 @@ class Synchronization:
         """Lanes that wait at a numbered barrier."""
 
 
+_NOTHING: Mapping[int, Event] = MappingProxyType({})  # most instructions concern no event
+
+
 @dataclass
 class Issue:
     """One instruction that some warps execute at once."""
@@ -85,9 +89,9 @@ class Issue:
     misses: Values | None = None
     """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
     otherwise those that no thread of the block has touched before."""
-    signals: dict[int, Event] = field(default_factory=dict)
+    signals: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
     """What each warp contributes to."""
-    awaits: dict[int, Event] = field(default_factory=dict)
+    awaits: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
     """What each warp waits for."""
 
 

@@ -225,6 +225,21 @@ def test_a_kernel_that_starts_early_is_predicted_as_well():
     assert found.launches == 2
 
 
+@pytest.mark.slow
+@needs_cuda_programs
+def test_a_hopper_version_needs_its_products_and_its_tiles():
+    """The second block multiplies 192 queries, of which 64 exist and are copied."""
+    list_backends()
+    version = ladder.versions()["HOPPER_VERSION_5"]
+    (found,) = predict.predict(version, H200, [256], num_heads=2, is_causal=False)
+    products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
+    rate = 4096 * 132 * H200.clock_ghz * 1e3
+    assert found.needs_us["tensor cores"] * rate == pytest.approx(products)
+    # Q once, K and V in each of two blocks, and O in stores of half sectors.
+    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
+    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2))
+
+
 def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
