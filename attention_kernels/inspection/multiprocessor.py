@@ -290,8 +290,11 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                     watch.sets(warp, one.writes, result, index, is_global=False)
             wake(warp, when)
 
-    def held(warp: int, s: int, now: float) -> str:
-        """Return why a warp that waits for no result is not the one to issue."""
+    def held(warp: int, s: int, now: float, *, is_first: bool) -> str:
+        """Return why a warp that waits for no result is not the one to issue.
+
+        is_first: whether it would be selected, so that only its registers can hold it back.
+        """
         index = streams[warp][at[warp]][0]
         pipe = pipe_of[index]
         found, limit = stalls.NOT_SELECTED, now
@@ -300,8 +303,9 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         if pipe in _LOAD_STORE and shared - _QUEUE > limit:
             found, limit = stalls.LG if pipe == "global" else stalls.MIO, shared - _QUEUE
         even, odd = code[index].registers
-        if (even and banks[s][0] + even - _WINDOW > limit) or (
-            odd and banks[s][1] + odd - _WINDOW > limit
+        if is_first and (
+            (even and banks[s][0] + even - _WINDOW > limit)
+            or (odd and banks[s][1] + odd - _WINDOW > limit)
         ):
             found = stalls.DISPATCH
         return found
@@ -337,12 +341,14 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
             if watch:
                 for warp in ready[s]:
-                    watch.add(warp, free[s], streams[warp][at[warp]][0], held(warp, s, now))
+                    why = held(warp, s, now, is_first=warp == order[0])
+                    watch.add(warp, free[s], streams[warp][at[warp]][0], why)
             continue
         ready[s].remove(warp)
         if watch:
             for other in ready[s]:
-                watch.add(other, now + 1, streams[other][at[other]][0], held(other, s, now))
+                why = held(other, s, now, is_first=False)
+                watch.add(other, now + 1, streams[other][at[other]][0], why)
             watch.issue(warp, now, streams[warp][at[warp]][0])
         last[s] = warp
         index, wavefronts, lines, misses = streams[warp][at[warp]]

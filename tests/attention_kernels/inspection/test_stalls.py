@@ -96,19 +96,21 @@ def test_a_fixed_latency_is_a_wait_and_after_a_branch_it_resolves():
 
 
 @pytest.mark.parametrize(
-    ("one", "requests", "reason"),
+    ("one", "requests", "warps", "reason"),
     [
-        (Instruction("MUFU.EX2", ("R1", "R1")), {}, stalls.MIO),
-        (Instruction("IADD3", ("R1", "R1")), {}, stalls.MATH),
-        (Instruction("LDS", ("R1", "[R1]")), {"wavefronts": 32}, stalls.MIO),
-        (Instruction("LDG", ("R1", "[R1]")), {"lines": 32}, stalls.LG),
-        (Instruction("FADD", ("R1", "R2"), registers=(3, 0)), {}, stalls.DISPATCH),
-        (ADD, {}, stalls.NOT_SELECTED),
+        (Instruction("MUFU.EX2", ("R1", "R1")), {}, 16, stalls.MIO),
+        (Instruction("IADD3", ("R1", "R1")), {}, 16, stalls.MATH),
+        (Instruction("LDS", ("R1", "[R1]")), {"wavefronts": 32}, 16, stalls.MIO),
+        (Instruction("LDG", ("R1", "[R1]")), {"lines": 32}, 16, stalls.LG),
+        (Instruction("FADD", ("R1", "R2"), registers=(4, 0)), {}, 4, stalls.DISPATCH),
+        (Instruction("FADD", ("R1", "R2"), registers=(4, 0)), {}, 16, stalls.NOT_SELECTED),
+        (ADD, {}, 16, stalls.NOT_SELECTED),
     ],
 )
-def test_a_warp_that_could_issue_is_held_back_by_what_is_busy(one, requests, reason):
+def test_a_warp_that_could_issue_is_held_back_by_what_is_busy(one, requests, warps, reason):
+    """Registers hold back one warp of each scheduler, the one that would be selected."""
     code = [*[one] * 50, EXIT]
-    _, found = watched(code, [in_order(code, **requests)] * 16)
+    _, found = watched(code, [in_order(code, **requests)] * warps)
     total = by_reason(found)
     del total[stalls.EXITED]
     assert max(total, key=total.__getitem__) == reason, total
