@@ -1,0 +1,590 @@
+// v34 - head_dim 128
+//
+// From: v29
+// Change: Q, split once, is in shared memory, and K and V have stages and barriers of their own. V
+//         on the block's diagonal is read from global memory.
+// Why:    with head_dim 128, O and P V take twice the registers, and none are left for Q. A tile of K
+//         and V takes twice the shared memory: two tiles of each fit, if K's is free for the next one
+//         as soon as S is complete.
+// Cost:   wgmma reads Q from shared memory for each product. V's numbers on the diagonal come from
+//         L2, four rows at a time.
+// Tile:   kBlockM x kBlockN = 128 x 64, block 384
+// Layout: strided
+// Takes:  float32, head_dim 128
+// Needs:  sm_90a
+// Precision: 3xfp16
+// Flags:  --use_fast_math
+// Expect: 1.8 times as fast as v25 at head_dim 128 with 96 heads of 1,024 rows, 120 TFLOP/s: v29
+//         gains that at head_dim 64, where softmax and rescaling are a larger part of the work.
+
+#include <cuda_fp16.h>
+
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace attention::ATTENTION_VERSION {
+
+// A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. The
+// registers are at most the multiprocessor's 65,536.
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+constexpr int kBlockM = 64 * kConsumers;
+constexpr int kBlockN = 64;
+constexpr int kHeadDim = 128;
+constexpr int kStages = 2;            // tiles of K and of V in shared memory
+constexpr int kScores = kBlockN / 2;  // elements of S per thread
+constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
+constexpr int kSplitThreads = 128;
+constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
+constexpr int kLeast = -97;  // the smallest exponent that is scaled for
+constexpr int kMost = 127;
+constexpr float kScaleP = 0x1p15f;
+
+// An operand of wgmma is two blocks of 64 columns. A block is 64 rows of 128 bytes, in which the
+// 16-byte chunk c of row r lies where chunk c ^ (r % 8) would. A part of a tile is K's hi and lo and
+// the scales of its rows, or V's hi and lo and the scales of its columns.
+constexpr int kColumns = 64;
+constexpr int kRowBytes = 2 * kColumns;
+constexpr int kColumnsBytes = 64 * kRowBytes;
+constexpr int kOperandBytes = kHeadDim / kColumns * kColumnsBytes;
+constexpr int kKBytes = 2 * kOperandBytes + sizeof(float) * kBlockN;
+constexpr int kVBytes = 2 * kOperandBytes + sizeof(float) * kHeadDim;
+constexpr int kTileBytes = kKBytes + kVBytes;
+constexpr int kStageBytes = (kVBytes + 1023) / 1024 * 1024;
+
+// Shared memory: Q's hi and lo of each warpgroup, then kStages parts with K, then as many with V.
+constexpr int kSmemBytes = kConsumers * 2 * kOperandBytes + 2 * kStages * kStageBytes;
+
+inline __device__ float4 load4(const float* row, unsigned d) {
+  return reinterpret_cast<const float4*>(row)[d / 4];
+}
+inline __device__ float2 load2(const float* row, unsigned d) {
+  return reinterpret_cast<const float2*>(row)[d / 2];
+}
+inline __device__ void store4(float* row, unsigned d, float4 x) {
+  reinterpret_cast<float4*>(row)[d / 4] = x;
+}
+inline __device__ void store2(float* row, unsigned d, float x, float y) {
+  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
+}
+
+inline __device__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+// Returns the exponent of a row's or a column's largest number.
+inline __device__ int exponent_of(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
+}
+
+// Splits x and y into sums hi + lo; a word holds a pair of halves.
+inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
+  const half2 hi2 = __floats2half2_rn(x, y);
+  const float2 back = __half22float2(hi2);
+  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
+  hi = *reinterpret_cast<const unsigned*>(&hi2);
+  lo = *reinterpret_cast<const unsigned*>(&lo2);
+}
+
+// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
+inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
+  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
+  lo = __float_as_uint(x - __uint_as_float(hi));
+}
+
+// Returns the place of column d of row r in an operand.
+inline __device__ int place_of(int r, int d) {
+  const int chunk = d % kColumns / 8 ^ r % 8;
+  return d / kColumns * kColumnsBytes + r * kRowBytes + chunk * 16 + d % 8 * 2;
+}
+
+// Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
+inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
+  uint2 hi, lo;
+  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+  unsigned char* to = operand + place_of(r, d);
+  *reinterpret_cast<uint2*>(to) = hi;
+  *reinterpret_cast<uint2*>(to + kOperandBytes) = lo;
+}
+
+inline __device__ float4 largest_of(float4 x, float4 y) {
+  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
+                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
+}
+
+// A thread that splits has the same four columns of every kRowsApart-th row of a tile.
+constexpr int kRowsApart = 4 * kSplitThreads / kHeadDim;
+constexpr int kRowsPerThread = kBlockN / kRowsApart;
+
+// Scales and splits rows of K.
+inline __device__ void split_k(unsigned char* operand, float* scales,
+                               const float4 (&rows)[kRowsPerThread]) {
+  const int d = 4 * threadIdx.x % kHeadDim;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const float4 x = rows[i];
+    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
+    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    }
+    const int exponent = exponent_of(largest);
+    const float scale = power_of_two(kTop - exponent);
+    store_split(operand, r, d, x, make_float4(scale, scale, scale, scale));
+    if (d == 0) scales[r] = power_of_two(exponent - kTop);
+  }
+}
+
+// Scales and splits rows of V. The scales undo those of columns and of P.
+inline __device__ void split_v(unsigned char* operand, float* scales,
+                               const float4 (&rows)[kRowsPerThread]) {
+  __shared__ float4 s_largest[kSplitThreads / 32][kHeadDim / 4];
+  const int d = 4 * threadIdx.x % kHeadDim;
+  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (const float4 x : rows) largest = largest_of(largest, x);
+#pragma unroll
+  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
+    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
+  }
+  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
+  __syncthreads();
+  for (const auto& warp : s_largest) largest = largest_of(largest, warp[d / 4]);
+  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
+                                  exponent_of(largest.z), exponent_of(largest.w));
+  const float4 scale =
+      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
+                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    store_split(operand, i * kRowsApart + 4 * threadIdx.x / kHeadDim, d, rows[i], scale);
+  }
+  if (4 * threadIdx.x / kHeadDim != 0) return;
+  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
+  store4(scales, d,
+         make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
+}
+
+// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
+// the end are zero.
+__global__ void __launch_bounds__(kSplitThreads)
+    split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
+                 Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+  ptx::allow_next();
+  const bool is_v = blockIdx.y == 1;
+  const Strides strides = is_v ? v_strides : k_strides;
+  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
+  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
+  const int head = blockIdx.x / tiles_per_head;
+  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
+                        head % num_heads * strides.head + n_start * strides.seqlen;
+  float4 rows[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
+    rows[i] = n_start + r < seqlen ? load4(g_rows + r * strides.seqlen, 4 * threadIdx.x % kHeadDim)
+                                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  unsigned char* tile = tiles + int64_t{blockIdx.x} * kTileBytes;
+  unsigned char* operand = is_v ? tile + kKBytes : tile;
+  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes);
+  if (is_v) {
+    split_v(operand, scales, rows);
+  } else {
+    split_k(operand, scales, rows);
+  }
+}
+
+// Reduces x over the four lanes that share a row; every lane gets the result.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
+// (r = 1), at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
+
+// Loads, scales and splits rows m and m + 8 of Q, which are rows r and r + 8 of an operand. Rows past
+// the end are zero. The scales bring the rows' scores to units of log(2).
+inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ, int64_t g_stride,
+                              int m, int r, int seqlen, float softmax_scale) {
+  const int n = 2 * (threadIdx.x % 4);
+  for (int i = 0; i < 2; ++i) {
+    float2 x[kHeadDim / 8];
+    float largest = 0.0f;
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
+                                : make_float2(0.0f, 0.0f);
+      largest = fmaxf(largest, fmaxf(fabsf(x[j].x), fabsf(x[j].y)));
+    }
+    const int exponent = exponent_of(reduce_max(largest));
+    const float scale = power_of_two(kTop - exponent);
+    if (n == 0) {
+      scales[r + 8 * i] = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
+    }
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      unsigned hi, lo;
+      split(x[j].x * scale, x[j].y * scale, hi, lo);
+      unsigned char* to = sQ + place_of(r + 8 * i, 8 * j + n);
+      *reinterpret_cast<unsigned*>(to) = hi;
+      *reinterpret_cast<unsigned*>(to + kOperandBytes) = lo;
+    }
+  }
+}
+
+// S = Q K^T, small products first. An operand's lo follows its hi.
+inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ,
+                                   const unsigned char* sK) {
+  const uint64_t hiQ = ptx::matrix_descriptor(sQ);
+  const uint64_t loQ = ptx::matrix_descriptor(sQ + kOperandBytes);
+  const uint64_t hiK = ptx::matrix_descriptor(sK);
+  const uint64_t loK = ptx::matrix_descriptor(sK + kOperandBytes);
+  const auto at = [](int d) { return d / kColumns * kColumnsBytes + d % kColumns * 2; };
+  ptx::multiply_fence(rS);
+#pragma unroll
+  for (int d = 0; d < kHeadDim; d += kStep) {
+    ptx::multiply<false>(rS, ptx::advance(loQ, at(d)), ptx::advance(hiK, at(d)), d > 0);
+    ptx::multiply<false>(rS, ptx::advance(hiQ, at(d)), ptx::advance(loK, at(d)));
+  }
+#pragma unroll
+  for (int d = 0; d < kHeadDim; d += kStep) {
+    ptx::multiply<false>(rS, ptx::advance(hiQ, at(d)), ptx::advance(hiK, at(d)));
+  }
+  ptx::multiply_commit();
+}
+
+// P, hi and lo, as wgmma's operand A
+constexpr int kSteps = kBlockN / kStep;
+struct Split {
+  unsigned hi[kSteps][4], lo[kSteps][4];
+};
+
+// PV = P V, small products first. V's rows are rows of B, where K's are columns.
+inline __device__ void multiply_pv(float (&rPV)[kHeadDim / 2], Split& rP, const unsigned char* sV) {
+  const uint64_t hiV = ptx::matrix_descriptor(sV, kColumnsBytes);
+  const uint64_t loV = ptx::matrix_descriptor(sV + kOperandBytes, kColumnsBytes);
+  ptx::multiply_fence(rPV, rP.hi, rP.lo);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = step * kStep * kRowBytes;
+    ptx::multiply<false, true>(rPV, rP.lo[step], ptx::advance(hiV, at), step > 0);
+    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(loV, at));
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = step * kStep * kRowBytes;
+    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(hiV, at));
+  }
+  ptx::multiply_commit();
+}
+
+// An accumulator's elements are in the order of operand A.
+inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
+  }
+}
+
+struct Statistics {
+  float row_max[2] = {-INFINITY, -INFINITY};  // in units of log(2)
+  float row_sum[2] = {};                      // of this lane's P
+};
+
+// Hides keys that a query does not see. The lane's first column is n, its first row m.
+inline __device__ void mask(float (&rS)[kScores], int n, int m, int seqlen, bool is_causal) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int visible = is_causal ? min(m + i % 4 / 2 * 8 + 1, seqlen) : seqlen;
+    if (n + i / 4 * 8 + i % 2 >= visible) rS[i] = -INFINITY;
+  }
+}
+
+// Undoes the scales of Q and K.
+inline __device__ void scale_scores(float (&rS)[kScores], const float* q_scales,
+                                    const float* k_scales) {
+  const float2 q_scale = make_float2(q_scales[0], q_scales[8]);
+  const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int j = 0; j < kBlockN / 8; ++j) {
+    const float2 k_scale = load2(lane_scales, 8 * j);
+    for (int i = 0; i < 4; ++i) {
+      float& score = rS[4 * j + i];
+      score = (i < 2 ? q_scale.x : q_scale.y) * (score * (i % 2 ? k_scale.y : k_scale.x));
+    }
+  }
+}
+
+// Replaces S by P = 2^(S - row_max). Returns what O must be multiplied by.
+inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
+  float row_scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float new_max = rows.row_max[r];
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) new_max = fmaxf(new_max, fmaxf(rS[i], rS[i + 1]));
+    new_max = reduce_max(new_max);
+    row_scale[r] = exp2f(rows.row_max[r] - new_max);
+    rows.row_max[r] = new_max;
+    rows.row_sum[r] *= row_scale[r];
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) {
+      rS[i] = exp2f(rS[i] - new_max);
+      rS[i + 1] = exp2f(rS[i + 1] - new_max);
+      rows.row_sum[r] += rS[i] + rS[i + 1];
+    }
+  }
+  return make_float2(row_scale[0], row_scale[1]);
+}
+
+// O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
+inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHeadDim / 2],
+                              float2 row_scale, const float* v_scales) {
+  const float* lane_scales = v_scales + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int d = 0; d < kHeadDim / 8; ++d) {
+    const float2 v_scale = load2(lane_scales, 8 * d);
+    for (int i = 0; i < 4; ++i) {
+      float& x = rO[4 * d + i];
+      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
+               rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
+    }
+  }
+}
+
+// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
+// finite V is 0, however large it is. The lane's warp sees the first `keys` of the keys from n_start
+// on; rows past the end are read as the last one.
+inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
+                                        float2 row_scale, const float* gV, int64_t g_stride,
+                                        int n_start, int seqlen, int keys) {
+  const int lane_id = threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kHeadDim; first += 16) {
+    const float* lane_v = gV + first + lane_id / 4;
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+      const float* row[2];
+      for (int i = 0; i < 2; ++i) {
+        row[i] = lane_v + min(n_start + 8 * j + lane_id % 4 * 2 + i, seqlen - 1) * g_stride;
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
+          split_tf32(0.5f * row[i][8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 2 + 4 * d + i];
+        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
+
+// Tells that this warp is done with what the barrier guards.
+inline __device__ void arrive(ptx::Barrier* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+}
+
+// Consumers start their products in turn: one waits until another has passed the turn to it.
+inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
+inline __device__ void pass_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
+                     const unsigned char* __restrict__ tiles, float* __restrict__ o,
+                     Strides q_strides, Strides v_strides, int seqlen, int num_heads,
+                     float softmax_scale, bool is_causal) {
+  ATTENTION_ALIGNED_SHARED(unsigned char, s_q, 1024);
+  unsigned char* s_k = s_q + kConsumers * 2 * kOperandBytes;
+  unsigned char* s_v = s_k + kStages * kStageBytes;
+  __shared__ ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::barrier_init(&k_full[stage], 1);
+      ptx::barrier_init(&v_full[stage], 1);
+      ptx::barrier_init(&k_empty[stage], 4 * kConsumers);  // every warp arrives
+      ptx::barrier_init(&v_empty[stage], 4 * kConsumers);
+    }
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+
+  // Blocks start in index order: the last queries have the most keys, so they go first.
+  const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM;
+  const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
+  const int block_tiles = (n_end + kBlockN - 1) / kBlockN;
+  const int batch = blockIdx.x / num_heads;
+  const int head = blockIdx.x % num_heads;
+
+  // The last warpgroup: one thread copies.
+  if (threadIdx.x >= 128 * kConsumers) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (threadIdx.x > 128 * kConsumers) return;
+    ptx::wait_for_previous();
+    const unsigned char* g_tiles =
+        tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
+    // The diagonal tile of the last warpgroup needs no V.
+    const int v_tiles =
+        is_causal ? min(m_start / kBlockN + kConsumers - 1, block_tiles) : block_tiles;
+    for (int tile = 0; tile < block_tiles; ++tile) {
+      const int stage = tile % kStages, parity = tile / kStages % 2 ^ 1;
+      // At first, the phase before is complete.
+      ptx::barrier_wait(&k_empty[stage], parity);
+      ptx::barrier_expect(&k_full[stage], kKBytes);
+      ptx::copy_bulk(s_k + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes, kKBytes,
+                     &k_full[stage]);
+      if (tile >= v_tiles) continue;
+      ptx::barrier_wait(&v_empty[stage], parity);
+      ptx::barrier_expect(&v_full[stage], kVBytes);
+      ptx::copy_bulk(s_v + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes + kKBytes,
+                     kVBytes, &v_full[stage]);
+    }
+    return;
+  }
+  ptx::raise_registers<kConsumerRegisters>();
+
+  // The shuffle tells the compiler that all lanes have the same number.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const int m_first = m_start + 64 * warpgroup;
+  const int r = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // of the block
+  const int m = m_start + r;
+  const int n = threadIdx.x % 4 * 2;
+  // The diagonal crosses the warpgroup's last tile, if that has keys.
+  const bool has_diagonal = is_causal && m_first < seqlen;
+  const int end = ((has_diagonal ? min(m_first + 64, seqlen) : seqlen) + kBlockN - 1) / kBlockN;
+  // Whether both warpgroups have this tile; for the others there are no turns.
+  const auto is_shared = [&](int tile) {
+    return is_causal ? tile * kBlockN <= m_first - 64 * warpgroup : tile < end;
+  };
+
+  unsigned char* sQ = s_q + warpgroup * 2 * kOperandBytes;
+  __shared__ float s_q_scales[kBlockM];
+  load_q(sQ, s_q_scales + 64 * warpgroup, q + batch * q_strides.batch + head * q_strides.head,
+         q_strides.seqlen, m, r % 64, seqlen, softmax_scale);
+  ptx::proxy_fence();
+  ptx::named_barrier_sync(3 + warpgroup, 128);
+  Split rP;
+  Statistics rows;
+  float2 row_scale = make_float2(1.0f, 1.0f);
+  float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
+  const auto start_qk = [&](int tile) {
+    const int stage = tile % kStages;
+    ptx::barrier_wait(&k_full[stage], tile / kStages % 2);
+    if (is_shared(tile)) wait_for_turn(warpgroup);
+    multiply_qk(rS, sQ, s_k + stage * kStageBytes);
+  };
+  const auto start_pv = [&](int tile) {
+    const int stage = tile % kStages;
+    ptx::barrier_wait(&v_full[stage], tile / kStages % 2);
+    multiply_pv(rPV, rP, s_v + stage * kStageBytes);
+  };
+  const auto end_turn = [&](int tile) {
+    const int next = tile + (warpgroup == kConsumers - 1);
+    if (is_shared(next)) pass_turn(warpgroup);
+  };
+  const auto scales_of = [&](const unsigned char* stages, int tile) {
+    return reinterpret_cast<const float*>(stages + tile % kStages * kStageBytes +
+                                          2 * kOperandBytes);
+  };
+  const auto use_s = [&](int tile) {
+    scale_scores(rS, s_q_scales + r, scales_of(s_k, tile));
+    arrive(&k_empty[tile % kStages]);
+    const int n_start = tile * kBlockN;
+    if (n_start + kBlockN > (is_causal ? min(m_first, seqlen) : seqlen)) {
+      mask(rS, n_start + n, m, seqlen, is_causal);
+    }
+    return softmax(rS, rows);
+  };
+  const auto use_pv = [&](int tile) {
+    add_pv(rO, rPV, row_scale, scales_of(s_v, tile));
+    arrive(&v_empty[tile % kStages]);
+  };
+
+  if (warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  start_qk(0);
+  end_turn(0);
+  ptx::multiply_wait<0>(rS);
+  row_scale = use_s(0);
+  for (int tile = 1; tile < end; ++tile) {
+    split_p(rP, rS);
+    start_qk(tile);
+    start_pv(tile - 1);
+    end_turn(tile);
+    ptx::multiply_wait<1>(rS);
+    const float2 next_scale = use_s(tile);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(tile - 1);
+    row_scale = next_scale;
+  }
+  if (!has_diagonal) {
+    split_p(rP, rS);
+    start_pv(end - 1);
+    ptx::multiply_wait<0>(rPV);
+    use_pv(end - 1);
+  } else {
+    // A column's scale would make rows depend on keys that they do not see.
+    add_product_tf32(rO, rS, row_scale, v + batch * v_strides.batch + head * v_strides.head,
+                     v_strides.seqlen, m_first, seqlen, threadIdx.x % 128 / 32 * 16 + 16);
+  }
+
+  float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
+  for (int i = 0; i < 2; ++i) {
+    const float scale = 1.0f / reduce_sum(rows.row_sum[i]);
+    const int row = m + 8 * i;
+    if (row >= seqlen) continue;
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      store2(gO + row * int64_t{num_heads} * kHeadDim, 8 * j + n, rO[4 * j + 2 * i] * scale,
+             rO[4 * j + 2 * i + 1] * scale);
+    }
+  }
+}
+
+int64_t scratch_floats(const Params& params) {
+  const int64_t heads = int64_t{params.batch} * params.num_heads;
+  return heads * ceil_div(params.seqlen, kBlockN) * kTileBytes / sizeof(float);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
+  const int heads = params.batch * params.num_heads;
+  const auto tiles = reinterpret_cast<unsigned char*>(params.scratch);
+  const auto v = static_cast<const float*>(params.v);
+  const cudaError_t error =
+      launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
+                    dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k), v, tiles,
+                    params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+  if (error != cudaSuccess) return error;
+  return launch_early(attention_kernel, dim3(heads, ceil_div(params.seqlen, kBlockM)), 1,
+                      dim3(kThreads), kSmemBytes, stream, static_cast<const float*>(params.q), v,
+                      tiles, static_cast<float*>(params.o), params.q_strides, params.v_strides,
+                      params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+}
+
+}  // namespace attention::ATTENTION_VERSION
