@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
+import filelock
 import pytest
 
 pytest.importorskip("material", reason="needs the extra [site]")
@@ -25,12 +27,16 @@ PAGES = ("index.html", "docs/half-precision.html", SOURCE)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    report = folder / "report.html"
-    report.write_text("<!doctype html><title>a report</title>")
-    script = [sys.executable, "scripts/make_site.py", "--report", report]
-    subprocess.run([*script, "--out", folder / "site"], cwd=ROOT, check=True)
-    return folder / "site"
+    """The built site, which the workers of xdist share: it takes half a minute of a core."""
+    temporary = tmp_path_factory.getbasetemp()
+    folder = temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary
+    report, out = folder / "report.html", folder / "site"
+    with filelock.FileLock(folder / "site.lock"):
+        if not out.exists():
+            report.write_text("<!doctype html><title>a report</title>")
+            script = [sys.executable, "scripts/make_site.py", "--report", report]
+            subprocess.run([*script, "--out", out], cwd=ROOT, check=True)
+    return out
 
 
 @pytest.fixture(scope="module")
