@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -12,8 +11,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
-import filelock
 import pytest
+
+from tests.conftest import shared_by_workers
 
 pytest.importorskip("material", reason="needs the extra [site]")
 
@@ -28,15 +28,13 @@ PAGES = ("index.html", "docs/half-precision.html", SOURCE)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """The built site, which the workers of xdist share: it takes half a minute of a core."""
-    temporary = tmp_path_factory.getbasetemp()
-    folder = temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary
-    report, out = folder / "report.html", folder / "site"
-    with filelock.FileLock(folder / "site.lock"):
-        if not out.exists():
+    with shared_by_workers(tmp_path_factory, "site") as folder:
+        if not folder.exists():
+            report = tmp_path_factory.mktemp("report") / "report.html"
             report.write_text("<!doctype html><title>a report</title>")
             script = [sys.executable, "scripts/make_site.py", "--report", report]
-            subprocess.run([*script, "--out", out], cwd=ROOT, check=True)
-    return out
+            subprocess.run([*script, "--out", folder], cwd=ROOT, check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
