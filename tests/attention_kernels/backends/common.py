@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 from collections.abc import Iterator
@@ -34,6 +35,22 @@ QUICK = {
     "TRITON_FLASH_ATTENTION",
 }
 
+
+def _older() -> set[str]:
+    """Return the emulated backends that three later ones of their ladder follow.
+
+    Not the last one of each precision, nor the last one before those for a single architecture. To
+    build one takes a second or two, so only the GPU suite, whose machine has more cores, emulates
+    them; it has their CUDA builds, too.
+    """
+    emulated = [one for one in ladder.versions().items() if not one[1].is_host]
+    ladders = itertools.groupby(emulated, lambda one: one[1].path.parent)
+    last = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in emulated}
+    return {name for _, each in ladders for name, _ in [*each][:-3]} - {*last.values()}
+
+
+OLDER = _older()
+
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 
 
@@ -62,9 +79,11 @@ def fixed_cases(
 
 
 def for_each(names: list[str]) -> pytest.MarkDecorator:
-    slow = pytest.mark.slow
+    def mark(name: str) -> pytest.MarkDecorator:
+        return pytest.mark.gpu if name in OLDER else pytest.mark.slow
+
     return pytest.mark.parametrize(
-        "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+        "name", [name if name in QUICK else pytest.param(name, marks=mark(name)) for name in names]
     )
 
 
