@@ -58,8 +58,8 @@ from attention_kernels.ladder.header import VersionHeader, csrc_of
 LOCK_TIMEOUT_S = 300.0
 # Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
-# Compiling takes longer than most emulated launches, and at -Og 40 % less than at -O1. Inlining as
-# at -O2: a bound is checked only where the compiler sees the array.
+# Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
+# where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
 # Of a build that looks for races; the other build has all checks.
 RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
