@@ -36,20 +36,17 @@ QUICK = {
 }
 
 
-def _older() -> set[str]:
-    """Return the emulated backends that three later ones of their ladder follow.
-
-    Not the last one of each precision, nor the last one before those for a single architecture. To
-    build one takes a second or two, so only the GPU suite, whose machine has more cores, emulates
-    them; it has their CUDA builds, too.
-    """
-    emulated = [one for one in ladder.versions().items() if not one[1].is_host]
-    ladders = itertools.groupby(emulated, lambda one: one[1].path.parent)
-    last = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in emulated}
-    return {name for _, each in ladders for name, _ in [*each][:-3]} - {*last.values()}
-
-
-OLDER = _older()
+EMULATED = [one for one in ladder.versions().items() if not one[1].is_host]
+# The last version of each ladder for each precision, and for each need of a single architecture.
+NEWEST = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in EMULATED}.values()
+# Those that three later ones of their ladder follow, except the newest. To build one takes a second
+# or two, so only the GPU suite, whose machine has more cores, emulates them; it has their CUDA
+# builds, too.
+OLDER = {
+    name
+    for _, each in itertools.groupby(EMULATED, lambda one: one[1].path.parent)
+    for name, _ in [*each][:-3]
+} - {*NEWEST}
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 
