@@ -119,10 +119,10 @@ def build_many(
         cache = _writable(cache)
         one = missing[0] if len(missing) == 1 else None
         name, label = (one.stem, one.label) if one else (target, f"{len(missing)} kernels")
-        awaited = label
+        lock, awaited = name, label
         if not _find(cache / f"{missing[0].binding}.o"):  # it takes longer than most versions
-            name, awaited = missing[0].binding, "binding.cpp"
-        with _lock(cache / f"{name}.lock", awaited) as held:
+            lock, awaited = missing[0].binding, "binding.cpp"
+        with _lock(cache / f"{lock}.lock", awaited) as held:
             for left in cache.glob(f"{name}.build-*") if held else ():  # of killed processes
                 shutil.rmtree(left, ignore_errors=True)
             if missing := _missing(missing, cache, built):  # another process may have built it

@@ -270,12 +270,12 @@ def test_a_killed_build_leaves_nothing_in_the_way(first, calls, tmp_path):
 def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
     import filelock
 
-    build.build(first, "emulator")
+    library = build.build(first, "emulator")
     (lock,) = (path for path in build.cache_entries() if path.suffix == ".lock")
     for path in build.cache_entries():
         if path != lock:
             path.unlink()
-    running = lock.with_suffix(".build-1")  # the folder of the build that holds the lock
+    running = library.with_suffix(".build-1")  # the folder of the build that holds the lock
     running.mkdir()
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
     with filelock.FileLock(lock):
