@@ -6,6 +6,7 @@ workers seconds sooner.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import pytest
 
 if TYPE_CHECKING:
@@ -148,6 +150,16 @@ def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: cached(
         *(tuple(x) if isinstance(x, list) else x for x in arguments), **named
     )
+
+
+@contextlib.contextmanager
+def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """Lock a path of this run; the first worker of xdist to come finds that it does not exist."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with filelock.FileLock(folder / f"{name}.lock"):
+        yield folder / name
 
 
 def usable(name: str, device: str) -> BackendSpec:

@@ -13,6 +13,8 @@ from urllib.parse import urljoin, urlsplit
 
 import pytest
 
+from tests.conftest import shared_by_workers
+
 pytest.importorskip("material", reason="needs the extra [site]")
 
 pytestmark = pytest.mark.slow
@@ -25,12 +27,14 @@ PAGES = ("index.html", "docs/half-precision.html", SOURCE)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    report = folder / "report.html"
-    report.write_text("<!doctype html><title>a report</title>")
-    script = [sys.executable, "scripts/make_site.py", "--report", report]
-    subprocess.run([*script, "--out", folder / "site"], cwd=ROOT, check=True)
-    return folder / "site"
+    """The built site, which the workers of xdist share: it takes half a minute of a core."""
+    with shared_by_workers(tmp_path_factory, "site") as folder:
+        if not folder.exists():
+            report = tmp_path_factory.mktemp("report") / "report.html"
+            report.write_text("<!doctype html><title>a report</title>")
+            script = [sys.executable, "scripts/make_site.py", "--report", report]
+            subprocess.run([*script, "--out", folder], cwd=ROOT, check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
-ASAN_FLAGS = "-fsanitize=address -O1"
+ASAN_FLAGS = "-fsanitize=address -Og"
 _ASAN_OPTIONS = "detect_leaks=0:symbolize=0"  # addr2line finds more than its symbolizer
 # seqlen, head_dim, batch, num_heads, is_causal: few and small, because all sanitizers are slow.
 SHAPES = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attention_kernels.ladder import compilers, header
+from tests.conftest import shared_by_workers
 
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
 
@@ -19,10 +20,12 @@ PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
 def probe(tmp_path_factory) -> Callable[..., str]:
     """Build emulator.cpp; call(name, *arguments) returns a message, empty for success."""
     gxx = compilers.find_gxx() or pytest.skip("needs g++")
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
     csrc, flags = header.CSRC, ["-std=c++17", "-O0", "-fPIC", "-shared", "-DATTENTION_EMULATOR"]
     command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
-    subprocess.run([*command, str(PROBE), "-o", str(library), "-pthread", "-ldl"], check=True)
+    with shared_by_workers(tmp_path_factory, "probe.so") as library:
+        if not library.exists():
+            command += [str(PROBE), "-o", str(library), "-pthread", "-ldl"]
+            subprocess.run(command, check=True)
     functions = ctypes.CDLL(str(library))
 
     def call(name: str, *arguments: torch.Tensor | int) -> str:

@@ -1,7 +1,8 @@
 """What every backend must do on every device that it runs on.
 
 On the CPU, kernels for a GPU are emulated or interpreted. That is slow, so each backend gets a
-share of the cases; `gpt2-infer verify NAME` runs all of them. The tests in backends/ hold what is
+share of the cases; `gpt2-infer verify NAME` runs all of them. Without a GPU, only the last three
+versions of each ladder are emulated, and the first of some. The tests in backends/ hold what is
 particular to one family.
 """
 
@@ -28,6 +29,7 @@ from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import (
     FP32,
     LENGTHS,
+    OLDER,
     QUICK,
     STRIDED_HALF,
     fixed_cases,
@@ -54,7 +56,8 @@ def each(
         for at, name in enumerate(spec.dtypes[:dtypes]):
             for device in (device for device in devices if device in spec.device_types):
                 is_slow = device == "cpu" and (spec.name not in QUICK or at > 0)
-                marks = [pytest.mark.gpu] * (device == "cuda") + [pytest.mark.slow] * is_slow
+                needs_gpu = device == "cuda" or (spec.name in OLDER and spec.name not in QUICK)
+                marks = [pytest.mark.gpu] * needs_gpu + [pytest.mark.slow] * is_slow
                 values = spec, getattr(torch, name), device
                 found.append(pytest.param(*values, id=f"{spec.name}-{name}-{device}", marks=marks))
     return pytest.mark.parametrize(("spec", "dtype", "device"), found)

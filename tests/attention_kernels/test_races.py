@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from attention_kernels import KernelError, get_backend, ladder
 from attention_kernels.judge.conformance import race_checks, run_check, verify
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
+from tests.attention_kernels.backends.common import EMULATED, NEWEST
 from tests.conftest import usable
 
 FILE = Path(__file__).parent / "negative" / "v06_races.cu"
@@ -77,20 +76,13 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
     assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
 
 
-def versions() -> Iterator[Any]:
-    """Yield the versions of all ladders; on a CPU, the last three of each are tested.
-
-    The builds of the others take two cores half a minute, so they wait for a GPU's machine.
-    """
-    tested = [one for one in ladder.versions().items() if not one[1].is_host]
-    for _, ladder_versions in itertools.groupby(tested, lambda one: one[1].path.parent):
-        names = [name for name, _ in ladder_versions]
-        yield from (pytest.param(name, marks=pytest.mark.gpu) for name in names[:-3])
-        yield from names[-3:]
+VERSIONS = [
+    pytest.param(name, marks=[pytest.mark.gpu] * (name not in NEWEST)) for name, _ in EMULATED
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*versions()])
+@pytest.mark.parametrize("name", VERSIONS)
 def test_a_version_has_no_race(name):
     spec = usable(name, "cpu")
     runner = Runner(spec, "cpu")

@@ -21,7 +21,7 @@ from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
 from gpt2_infer.bench.record import read
 from gpt2_infer.cli import parse
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, shared_by_workers
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "my_backend"
@@ -41,9 +41,11 @@ def install(source: Path, site: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    install(shutil.copytree(EXAMPLE, folder / "source"), folder / "site")
-    return folder / "site"
+    with shared_by_workers(tmp_path_factory, "example") as folder:
+        if not folder.exists():
+            source = tmp_path_factory.mktemp("example") / "source"
+            install(shutil.copytree(EXAMPLE, source), folder)
+    return folder
 
 
 # Reads the arguments of a run per line; prints its status, standard output and standard error.

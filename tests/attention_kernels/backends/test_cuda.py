@@ -79,7 +79,7 @@ def test_tiles_that_no_row_sees_are_not_visited(name, device):
 
 
 @pytest.mark.parametrize("multiprocessors", ["1", "40"])
-@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_26", FP32[-1]])
+@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_27", FP32[-1]])
 def test_any_division_of_the_work_is_right(name, multiprocessors, monkeypatch):
     """One multiprocessor is full of large blocks; on forty, blocks or warps share a row's keys."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", multiprocessors)
@@ -98,10 +98,8 @@ def test_attention_starts_early_where_its_blocks_spread_out(
 ):
     """Each block has a multiprocessor of its own, or they fill the GPU."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", str(multiprocessors))
-    before, spec = (usable(f"CUSTOM_CUDA_VERSION_{number}", "cpu") for number in (25, 27))
     inputs = Case(seqlen, 64, num_heads=12).inputs("cpu")
-    right = before.attention(*inputs)
-    assert torch.equal(spec.attention(*inputs), right)
+    right = usable("CUSTOM_CUDA_VERSION_27", "cpu").attention(*inputs)
     assert torch.equal(hasty.attention(*inputs), right) != is_early
 
 
@@ -146,6 +144,9 @@ def test_a_maximum_that_does_not_change_rescales_by_one(name, device):
 @pytest.mark.parametrize("name", [FP32[-1], STRIDED_HALF[0]])
 def test_fused_arithmetic_is_right(name, tmp_path):
     spec = fused(name, tmp_path)
+    if dtype_of(spec) == torch.float32:  # float16 would round the difference away
+        inputs = Case(200, 64).inputs("cpu")
+        assert not torch.equal(spec.attention(*inputs), get_backend(name).attention(*inputs))
     check_equal_scores(spec, "cpu")
     for scale in (1.0, 8.0):
         assert run_case(spec, Case(200, 64, scale, dtype=dtype_of(spec)), "cpu").passed, scale
@@ -188,7 +189,7 @@ def test_the_op_takes_an_empty_batch():
 # Refusals
 
 
-@pytest.mark.parametrize("name", [FP32[0], "CUSTOM_CUDA_VERSION_24"])
+@pytest.mark.parametrize("name", [FP32[0], "CUSTOM_CUDA_VERSION_17"])
 def test_too_much_shared_memory_is_refused(name, monkeypatch):
     spec = usable(name, "cpu")
     q, k, v = Case(5, 128).inputs("cpu")
@@ -223,7 +224,7 @@ def test_a_size_beyond_the_grid_is_refused(shape, reason):
 
 
 def test_misaligned_inputs_are_refused():
-    spec = usable("CUSTOM_CUDA_VERSION_26", "cpu")
+    spec = usable("CUSTOM_CUDA_VERSION_27", "cpu")
     k = torch.zeros(257)[1:].view(1, 4, 2, 32)
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(BAD, k, BAD)
@@ -285,7 +286,8 @@ def alias(monkeypatch) -> BackendSpec:
 
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
-    [("75", 64), ("80", 32), pytest.param("75", 128, marks=pytest.mark.slow)],
+    # On sm_75 most versions, which are built one by one, have too little shared memory.
+    [("75", 64), ("80", 32), pytest.param("75", 128, marks=pytest.mark.gpu)],
 )
 def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)

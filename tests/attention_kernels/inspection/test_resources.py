@@ -15,6 +15,7 @@ from attention_kernels.inspection import resources
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
+from tests.attention_kernels.backends.common import OLDER
 
 VERSIONS = [version for version in ladder.versions().values() if not version.is_host]
 # Of each ladder, and of its versions for one architecture only
@@ -35,14 +36,23 @@ def alike(one: header.VersionHeader) -> tuple[object, ...]:
 def parts() -> Iterator[Any]:
     """Yield all builds, up to four with equal flags at a time.
 
-    Of a ladder's last version only the first: the test below compiles the last one. Versions for
-    later architectures take nvcc a minute, so they wait for a GPU's machine, which has more cores.
+    All but the last one of a ladder's last version, which the test below compiles. All older ones
+    and those for later architectures take nvcc a minute, so they wait for a GPU's machine, which
+    has more cores.
     """
+
+    def waits(one: header.VersionHeader) -> bool:
+        return one.path in older or alike(one)[0] != resources.ARCHS[0]
+
+    def kind(one: header.VersionHeader) -> tuple[object, ...]:
+        return waits(one), *alike(one)
+
+    older = {ladder.versions()[name].path for name in OLDER}
     of_each = (version.builds() for version in VERSIONS)
-    builds = [one for b in of_each for one in (b[:1] if b[-1] in LAST else b)]
-    for _, group in itertools.groupby(sorted(builds, key=alike), alike):
+    builds = [one for b in of_each for one in (b[:-1] if b[-1] in LAST else b)]
+    for _, group in itertools.groupby(sorted(builds, key=kind), kind):
         some = [*group]
-        marks = [pytest.mark.gpu] if alike(some[0])[0] != resources.ARCHS[0] else []
+        marks = [pytest.mark.gpu] * waits(some[0])
         for four in (some[at : at + 4] for at in range(0, len(some), 4)):
             yield pytest.param(four, marks=marks, id="-".join(one.op for one in four))
 
@@ -70,15 +80,9 @@ def test_every_version_compiles_without_spills(builds, tmp_path):
 @needs_nvcc
 @pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
 def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    # nvcc takes longer for these two than for all others, so compile them only for the architecture
-    # with the least shared memory.
-    is_large = version.path.parent.name in ("fp32", "wmma_fa2") and not version.needs_exactly
-    architectures = ("120",) if is_large else ("90", "120")
-    architectures = tuple(arch for arch in architectures if version.compiles_for(arch))
-    rows = resources.resource_table([version], architectures)
-    assert {(row.arch, row.head_dim) for row in rows} == {
-        (arch, head_dim) for arch in architectures for head_dim in version.head_dims
-    }
+    arch = "120" if version.compiles_for("120") else "90"  # 120 has the least shared memory
+    rows = resources.resource_table([version], (arch,))
+    assert {(row.arch, row.head_dim) for row in rows} == {(arch, d) for d in version.head_dims}
     for row in rows:
         assert row.spill_stores <= 64 >= row.spill_loads
         assert row.registers * row.threads <= resources.REGISTERS_PER_SM

@@ -116,7 +116,7 @@ def test_a_damaged_library_is_replaced_and_never_overwritten(damage, first, call
 
 def test_binding_is_compiled_once_and_again_if_it_is_damaged(csrc, first, calls):
     build.build(first, "emulator")
-    (binding,) = build.cache_dir().glob("binding-*")
+    (binding,) = build.cache_dir().glob("binding-*.o")
     compiled = [len(calls())]
     second = header.versions(csrc / "fp32")[1]
     for contents in (binding.read_bytes(), binding.read_bytes()[:100]):
@@ -224,7 +224,9 @@ def wait_for(calls) -> list[str]:
 
 
 @forks
-def test_two_processes_build_once(first, calls, tmp_path, monkeypatch):
+@pytest.mark.parametrize("other", [False, True])
+def test_two_processes_build_once(other, csrc, first, calls, tmp_path, monkeypatch):
+    """Or the binding alone, if they build different versions."""
     gate = tmp_path / "gate"
 
     class Opening(io.StringIO):
@@ -239,14 +241,15 @@ def test_two_processes_build_once(first, calls, tmp_path, monkeypatch):
     begun = wait_for(calls)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", told)
-        library = build.build(first, "emulator")
+        library = build.build(header.versions(csrc / "fp32")[other], "emulator")
     builder.join(timeout=240)
-    assert len(begun + calls()) == 3
-    expected = f"building v01_first.cu for the CPU emulator ...\n{library}\n"
-    assert (tmp_path / "told").read_text() == expected
-    assert told.getvalue() == (
-        "waiting for another process that builds v01_first.cu for the CPU emulator ...\n"
-    )
+    assert len(begun + calls()) == (5 if other else 3)
+    building = "building {} for the CPU emulator ...\n"
+    line, built = (tmp_path / "told").read_text().splitlines(keepends=True)
+    assert line == building.format("v01_first.cu")
+    assert (built == f"{library}\n") != other
+    waiting = "waiting for another process that builds binding.cpp ...\n"
+    assert told.getvalue() == waiting + building.format("v02_second.cu") * other
 
 
 @forks
@@ -267,12 +270,12 @@ def test_a_killed_build_leaves_nothing_in_the_way(first, calls, tmp_path):
 def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
     import filelock
 
-    build.build(first, "emulator")
+    library = build.build(first, "emulator")
     (lock,) = (path for path in build.cache_entries() if path.suffix == ".lock")
     for path in build.cache_entries():
         if path != lock:
             path.unlink()
-    running = lock.with_suffix(".build-1")  # the folder of the build that holds the lock
+    running = library.with_suffix(".build-1")  # the folder of the build that holds the lock
     running.mkdir()
     monkeypatch.setattr(build, "LOCK_TIMEOUT_S", 0.3)
     with filelock.FileLock(lock):

@@ -181,9 +181,8 @@ def test_unsupported_models_are_refused():
 @pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
 def test_nvcc_compiles_every_kernel():  # their code is the same for all architectures
     version = header.parse_header(batch_step.SOURCE, "batch_step_")
-    for arch in ("80", "120"):
-        for build in version.builds():
-            assert len(resources.compile_version(build, arch)) == 7
+    for build in version.builds():
+        assert len(resources.compile_version(build, "80")) == 7
 
 
 @pytest.mark.gpu
