@@ -98,9 +98,16 @@ def test_the_compilers_stalls_and_scoreboards_are_read():
     assert use.waits == (0,)
 
 
-def test_an_unknown_instruction_is_named():
-    with pytest.raises(sass.SassError, match="TELEPORT"):
-        block(CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ"))
+def test_an_unknown_instruction_writes_zero_and_is_named():
+    done = block(CODE.replace("MOV R2, RZ", "TELEPORT.FAR R2, R0"))
+    assert execution.assumed(done.code) == ["TELEPORT.FAR"]
+    assert execution.assumed(block().code) == []
+    assert [issue.index for issue in done.issued].count(5) == 3  # the loop starts at 0
+
+
+def test_an_unknown_branch_is_refused():
+    with pytest.raises(sass.SassError, match="cannot follow the branch BRX"):
+        block(CODE.replace("MOV R2, RZ", "BRX R2 -0x10"))
 
 
 def arithmetic(count, warps):
@@ -162,7 +169,7 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version, H200, ROOT, sass.parse(code), {})
+    program = predict.Program(version.path, "v01", H200, sass.parse(code), {}, heads_first=True)
     launch = launch_of((2, 3, 4))
     line = predict._line(program, launch)
     warps = 2 * 3 * 2
@@ -242,7 +249,7 @@ def test_a_shape_that_no_launch_takes_is_refused(case, words):
 
 def test_a_grid_with_too_many_blocks_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version, H200, ROOT, sass.parse(CODE), {})
+    program = predict.Program(version.path, "v01", H200, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         predict._line(program, launch)
