@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention_kernels.errors import UnsupportedError
+from attention_kernels.errors import AttentionError
 from attention_kernels.inspection import explain, predict, sass
 from attention_kernels.inspection.explain import Explanation
 from attention_kernels.inspection.launches import Launch, Triple
@@ -33,6 +33,13 @@ _ELEMENT = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
 _CASE = Case(0, 0, 0, 0, is_causal=False)  # the shape of a call is unknown
 # Buffers start at 8, 9, ... terabytes, so that they are told apart; those below are the ladders'.
 _FIRST_BUFFER, _BUFFER_BITS = 8, 40
+
+
+class BinaryError(AttentionError, ValueError):
+    """A file has no such kernel for the GPU, or the arguments do not fit the kernel."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Parameter:
 def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch, int]:
     """Return a kernel's machine code, its launch, and the bytes of its buffers.
 
-    Leaves its cubin in the folder as CUBIN. Raises UnsupportedError for a file without such a
+    Leaves its cubin in the folder as CUBIN. Raises BinaryError for a file without such a
     kernel for the GPU, or wrong arguments, and BuildError if a program fails or is missing.
     """
     if not request.path.is_file():
@@ -110,11 +117,11 @@ def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, 
     arch = re.search(r"code for sm_(\d+)", listed)
     if arch and not _runs_on(arch[1], gpu.arch):
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
-        raise UnsupportedError(path.name, [reason])
+        raise BinaryError(path.name, reason)
     code = {symbol: sass.parse(listed)[symbol]}
     if any(one.base.endswith("GMMA") for one in code[symbol]):
         reason = "asynchronous products (wgmma) cannot be predicted"
-        raise UnsupportedError(path.name, [reason])
+        raise BinaryError(path.name, reason)
     usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
     found = re.search(rf"Function {re.escape(symbol)}:\s+REG:(\d+).*?SHARED:(\d+)", usage)
     assert found is not None
@@ -178,8 +185,8 @@ def _choose(request: Request, symbols: Sequence[str]) -> str:
     names = found or [*dict.fromkeys(symbols)]
     listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     what = "several kernels match" if found else "it has no kernel named"
-    raise UnsupportedError(
-        request.path.name, [f"{what} {request.kernel} (for this GPU: {listed or 'none'})"]
+    raise BinaryError(
+        request.path.name, f"{what} {request.kernel} (for this GPU: {listed or 'none'})"
     )
 
 
@@ -195,9 +202,7 @@ def _extract(request: Request, arch: str, folder: Path) -> str:
     usable = [one for one in archs if _runs_on(one, arch)]
     if not usable:
         listed = ", ".join(f"sm_{one}" for one in sorted(archs, key=int)) or "no GPU"
-        raise UnsupportedError(
-            request.path.name, [f"it has machine code for {listed}, not for sm_{arch}"]
-        )
+        raise BinaryError(request.path.name, f"it has machine code for {listed}, not for sm_{arch}")
     best = max(usable, key=int)
     names = [name for name in names if name.endswith(f".sm_{best}.cubin")]
     listing = compilers.output_of([cuobjdump, "-arch", f"sm_{best}", "-symbols", path])
@@ -217,12 +222,12 @@ def pack(arguments: Sequence[str], parameters: Sequence[Parameter], name: str) -
 
     An argument is `f32[786432]`, a buffer with as many elements (i, u, f or bf, and their bits);
     `ptr`, a buffer of unknown size; a number, a floating-point number if it has a point or an
-    exponent; `hex:` and its bytes; or `@` and a file with its bytes. Raises UnsupportedError.
+    exponent; `hex:` and its bytes; or `@` and a file with its bytes. Raises BinaryError.
     """
     if len(arguments) != len(parameters):
         sizes = ", ".join(str(one.size) for one in parameters)
         reason = f"{len(arguments)} arguments for {len(parameters)} parameters of {sizes} bytes"
-        raise UnsupportedError(name, [reason])
+        raise BinaryError(name, reason)
     packed = bytearray()
     total = 0
     for number, (text, parameter) in enumerate(zip(arguments, parameters, strict=True)):
@@ -231,7 +236,7 @@ def pack(arguments: Sequence[str], parameters: Sequence[Parameter], name: str) -
             value, size = _value(text, parameter.size, number)
         except (ValueError, OverflowError, struct.error, OSError) as error:
             reason = f"argument {number + 1}, {text!r}, is not {parameter.size} bytes: {error}"
-            raise UnsupportedError(name, [reason]) from error
+            raise BinaryError(name, reason) from error
         packed += value
         total += size
     return bytes(packed), total

@@ -558,6 +558,11 @@ def predict(
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
     cases = [Case(batch, seqlen, num_heads, head_dim, is_causal) for seqlen in seqlens]
+    return predict_cases(version, gpu, cases)
+
+
+def predict_cases(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> list[Prediction]:
+    """Predict one call of a version in each case; they differ only in length. See predict()."""
     version = checked(version, gpu, cases)
     with tempfile.TemporaryDirectory() as folder:
         program = compile_program(version, gpu, Path(folder))

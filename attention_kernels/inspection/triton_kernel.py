@@ -106,8 +106,7 @@ def _fastest(
     found = []
     reasons: dict[str, None] = {}
     for one in flash_attention.candidates(q, is_causal=is_causal, transposed_k=BACKENDS[name]):
-        meta = one.tile.all_kwargs()
-        options = {key: value for key, value in meta.items() if key not in one.tile.kwargs}
+        options = {"num_warps": one.tile.num_warps, "num_stages": one.tile.num_stages}
         program, launch = compile_kernel(one.kernel, one.values, gpu, options, folder)
         program = dataclasses.replace(program, label=name, heads_first=True)
         launch = dataclasses.replace(launch, head_dim=head_dim, grid=(*one.grid, 1))
@@ -116,7 +115,7 @@ def _fastest(
         except UnsupportedError as error:  # the tile is too large for this GPU
             reasons |= dict.fromkeys(error.reasons)
             continue
-        choice = " ".join(f"{key}={value}" for key, value in meta.items())
+        choice = " ".join(f"{key}={value}" for key, value in (one.tile.kwargs | options).items())
         timed = dataclasses.replace(predict.time_of(model), seqlen=seqlen, choice=choice)
         cubin = (folder / binary.CUBIN).read_bytes()
         found.append((timed, program, model, cubin))
