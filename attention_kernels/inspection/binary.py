@@ -20,7 +20,7 @@ from attention_kernels.inspection import explain, predict, sass
 from attention_kernels.inspection.explain import Explanation
 from attention_kernels.inspection.launches import Launch, Triple
 from attention_kernels.inspection.multiprocessor import GpuModel
-from attention_kernels.inspection.predict import Case, Prediction, Program
+from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
 from attention_kernels.inspection.resources import LIMITS, Compiled
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
@@ -51,10 +51,12 @@ class Request:
     """Mangled name, or a part of it that no other kernel has."""
     grid: Triple
     block: Triple
-    dynamic_smem: int = 0
-    """Bytes of dynamic shared memory."""
+    dynamic_smem: int | None = None
+    """Bytes of dynamic shared memory; None for as many as the kernel accesses."""
     arguments: Sequence[str] = ()
     """One text per parameter; see pack()."""
+    min_bytes: int = 0
+    """Bytes that have to pass through memory, besides those of buffers in the arguments."""
 
 
 @dataclass(frozen=True)
@@ -65,49 +67,70 @@ class Parameter:
     size: int
 
 
+def extract(request: Request, gpu: GpuModel, folder: Path) -> str:
+    """Write the cubin with a kernel to a folder, as CUBIN; return the kernel's mangled name.
+
+    Raises BinaryError for a file without such a kernel for the GPU, and BuildError if a program
+    fails or is missing.
+    """
+    if not request.path.is_file():
+        raise BinaryError(request.path.name, f"there is no file {request.path}")
+    cubin = folder / CUBIN
+    if request.path.suffix != ".cu" and not _is_cubin(request.path):
+        return _extract(request, gpu.arch, folder)
+    if request.path.suffix == ".cu":
+        _compile(request.path, gpu.arch, cubin)
+    else:
+        cubin.write_bytes(request.path.read_bytes())
+    return _choose(request, _symbols(cubin))
+
+
 def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch, int]:
     """Return a kernel's machine code, its launch, and the bytes of its buffers.
 
-    Leaves its cubin in the folder as CUBIN. Raises BinaryError for a file without such a
-    kernel for the GPU, or wrong arguments, and BuildError if a program fails or is missing.
+    Leaves its cubin in the folder as CUBIN. Raises the errors of extract(), and BinaryError for
+    arguments that do not fit the kernel.
     """
-    if not request.path.is_file():
-        raise BuildError(f"there is no file {request.path}")
-    cubin = folder / CUBIN
-    if request.path.suffix == ".cu":
-        _compile(request.path, gpu.arch, cubin)
-        symbol = _choose(request, _symbols(cubin))
-    elif _is_cubin(request.path):
-        cubin.write_bytes(request.path.read_bytes())
-        symbol = _choose(request, _symbols(cubin))
-    else:
-        symbol = _extract(request, gpu.arch, folder)
-    program, parameters = load(cubin, symbol, gpu, request.path)
+    symbol = extract(request, gpu, folder)
+    program, parameters = load(folder / CUBIN, symbol, gpu, request.path)
     packed, size = pack(request.arguments, parameters, request.path.name)
-    launch = Launch(0, symbol, symbol, request.grid, request.block, request.dynamic_smem, packed)
+    dynamic = request.dynamic_smem or 0
+    launch = Launch(0, symbol, symbol, request.grid, request.block, dynamic, packed)
     return program, launch, size
 
 
 def predict_kernel(request: Request, gpu: GpuModel) -> Prediction:
-    """Predict a launch; raises the errors of read(), and SassError."""
+    """Predict a launch; raises the errors of read(), UnsupportedError, and SassError."""
     with tempfile.TemporaryDirectory() as folder:
-        program, launch, size = read(request, gpu, Path(folder))
-    return _named(predict.time_of(predict.model_of(program, launch, size)), size)
+        _, model, assumed = _model(request, gpu, Path(folder))
+    return _named(predict.time_of(model), assumed)
 
 
 def explain_kernel(request: Request, gpu: GpuModel) -> Explanation:
     """Predict and explain a launch; raises the errors of predict_kernel()."""
     with tempfile.TemporaryDirectory() as folder:
-        program, launch, size = read(request, gpu, Path(folder))
-        model = predict.model_of(program, launch, size)
+        program, model, assumed = _model(request, gpu, Path(folder))
         explained = explain.explain_launch(program, model, _CASE, Path(folder) / CUBIN)
-    return dataclasses.replace(explained, prediction=_named(explained.prediction, size))
+    return dataclasses.replace(explained, prediction=_named(explained.prediction, assumed))
 
 
-def _named(found: Prediction, size: int) -> Prediction:
-    """Return the prediction with what was assumed of the buffers."""
-    unknown = () if size else ("memory takes no time: no argument has a buffer's size",)
-    return dataclasses.replace(found, assumed=(*found.assumed, *unknown))
+def _named(found: Prediction, assumed: Sequence[str]) -> Prediction:
+    return dataclasses.replace(found, assumed=(*found.assumed, *assumed))
+
+
+def _model(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, LaunchModel, list[str]]:
+    """Execute some blocks of a launch; return what was assumed of its memory, too."""
+    program, launch, size = read(request, gpu, folder)
+    size += request.min_bytes
+    model = predict.model_of(program, launch, size)
+    assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]
+    # From sm_90 on, a block's own shared memory follows the part that is reserved.
+    reserved = LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
+    dynamic = model.line.shared_end - reserved - model.shared
+    if request.dynamic_smem is None and dynamic > 0:
+        model = model.with_shared(dynamic)
+        assumed.append(f"{dynamic} bytes of dynamic shared memory: the kernel accesses no more")
+    return program, model, assumed
 
 
 def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, list[Parameter]]:

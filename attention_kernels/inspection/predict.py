@@ -185,6 +185,8 @@ class _Line:
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
     executed: frozenset[int] = frozenset()
     """Indices of the instructions that were executed."""
+    shared_end: int = 0
+    """Bytes of shared memory up to the highest address that a block accesses."""
     fewest: Counter[int] = field(default_factory=Counter)
     """Most wavefronts of a request if it had no bank conflict, by instruction."""
 
@@ -278,7 +280,18 @@ def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed = frozenset(issue.index for issue in blocks.issued)
-    return _Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.fewest)
+    return _Line(
+        length,
+        samples,
+        works,
+        inputs,
+        alike,
+        repeats,
+        first,
+        executed,
+        blocks.shared_end,
+        blocks.fewest,
+    )
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
@@ -456,6 +469,13 @@ class LaunchModel:
     min_bytes: float
     """Bytes that have to pass between the GPU and its memory."""
 
+    def with_shared(self, dynamic: int) -> LaunchModel:
+        """Return the launch with dynamic shared memory in addition; raises UnsupportedError."""
+        shared = self.shared + dynamic
+        launch = dataclasses.replace(self.launch, dynamic_smem=self.launch.dynamic_smem + dynamic)
+        fits = _fits(self.version, self.gpu, launch, self.registers, shared)
+        return dataclasses.replace(self, launch=launch, shared=shared, fits=fits)
+
     @functools.cached_property
     def busy(self) -> int:
         """Blocks that have work."""
@@ -469,15 +489,20 @@ class LaunchModel:
         return -(-self.busy // self.gpu.multiprocessors)
 
 
+def _fits(name: str, gpu: GpuModel, launch: Launch, registers: int, shared: int) -> int:
+    fits, limit = resident_blocks(gpu.arch, launch.threads, registers, shared)
+    if fits == 0:
+        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
+        raise UnsupportedError(name, [reason])
+    return fits
+
+
 def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
     """Execute some blocks of a launch; raises UnsupportedError if no block fits on the GPU."""
     gpu, code = program.gpu, program.code[launch.symbol]
     compiled = program.compiled[launch.symbol]
     shared = compiled.static_smem + launch.dynamic_smem
-    fits, limit = resident_blocks(gpu.arch, launch.threads, compiled.registers, shared)
-    if fits == 0:
-        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
-        raise UnsupportedError(program.path.name, [reason])
+    fits = _fits(program.path.name, gpu, launch, compiled.registers, shared)
     line = _line(program, launch)
     names = {*itertools.chain(*line.samples.values())}
     total = defaultdict(float, {name: line.total(name) for name in names})

@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import AttentionError
-from attention_kernels.inspection import predict
+from attention_kernels.inspection import predict, pytorch_kernel
 from attention_kernels.inspection.multiprocessor import GpuModel, gpus
 from attention_kernels.inspection.predict import Case
 from attention_kernels.ladder.header import VersionHeader
@@ -76,7 +76,7 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
 
 
 class Predictions(Subject[KernelCell]):
-    """Predicts all versions of a ladder, or Triton's backends; a refused one has a reason."""
+    """Predicts a ladder, Triton's backends or PyTorch's; a refused one has a reason."""
 
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
@@ -85,6 +85,8 @@ class Predictions(Subject[KernelCell]):
             from attention_kernels.inspection import triton_kernel
 
             self.versions |= dict.fromkeys(triton_kernel.BACKENDS)
+        elif study.family == "pytorch":
+            self.versions |= {pytorch_kernel.BACKEND: None}
         else:
             versions = selection.versions_of(study.family)
             self.versions |= {k: version for k, version in versions.items() if not version.is_host}
@@ -120,6 +122,8 @@ def predict_version(
     try:
         if version:
             found = predict.predict_cases(version, gpus()[gpu], cases)
+        elif name == pytorch_kernel.BACKEND:
+            found = pytorch_kernel.predict_backend(gpus()[gpu], cases, cells[0].dtype)
         else:
             from attention_kernels.inspection import triton_kernel
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KERNEL = "predict this kernel of the file (*.cu, cubin, or any library or program with cubins)"
 AXES = "{} of the kernel: X, X,Y or X,Y,Z"
-SHARED = "dynamic shared memory per block of the kernel, in bytes (default: 0)"
+SHARED = "dynamic shared memory per block of the kernel, in bytes (default: what it accesses)"
 ARGUMENTS = "arguments of the kernel: f32[COUNT] for a buffer, ptr, a number, hex:BYTES or @FILE"
 DTYPE = "dtype of a backend or version that takes several (default: its first)"
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -92,7 +92,7 @@ def target_of(arguments: argparse.Namespace) -> Target:
             arguments.kernel,
             arguments.grid,
             arguments.block,
-            arguments.shared or 0,
+            arguments.shared,
             arguments.args or (),
         )
     )
@@ -100,9 +100,10 @@ def target_of(arguments: argparse.Namespace) -> Target:
 
 def _call_of(arguments: argparse.Namespace) -> Target:
     from attention_kernels import UnsupportedError, ladder
+    from attention_kernels.inspection import pytorch_kernel
 
     spec = ladder.resolve(arguments.name)
-    if spec.family != "triton":
+    if spec.family != "triton" and spec.name != pytorch_kernel.BACKEND:
         _, version = version_of(arguments.name)
         if arguments.dtype:
             builds = {build.dtype: build for build in version.builds()}
@@ -111,13 +112,13 @@ def _call_of(arguments: argparse.Namespace) -> Target:
                 raise UnsupportedError(version.path.name, [reason])
             version = builds[arguments.dtype]
         return OfVersion(spec.name, version, arguments.seqlen, shape_of(arguments, version))
-    missing = spec.probe("cuda") if spec.probe else None
+    missing = spec.probe("cuda") if spec.probe and spec.family == "triton" else None
     reasons = [missing] if missing else []
     dtype = arguments.dtype or "float32"
     head_dim = arguments.head_dim or usual_head_dim(spec)
     if dtype not in spec.precisions:
         reasons.append(f"dtype {dtype} (it takes {', '.join(spec.precisions)})")
-    if head_dim not in spec.head_dims:
+    if spec.head_dims and head_dim not in spec.head_dims:
         reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, spec.head_dims))})")
     if reasons:
         raise UnsupportedError(spec.name, reasons)
@@ -127,7 +128,7 @@ def _call_of(arguments: argparse.Namespace) -> Target:
         "head_dim": head_dim,
         "is_causal": not arguments.full,
     }
-    return OfTriton(spec.name, arguments.seqlen, shape, dtype)
+    return OfBackend(spec.name, arguments.seqlen, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ class OfVersion:
 
 
 @dataclass(frozen=True)
-class OfTriton:
-    """Calls of a Triton backend."""
+class OfBackend:
+    """Calls of a Triton backend, or of PyTorch's memory-efficient attention."""
 
     name: str
     seqlens: Sequence[int]
@@ -182,19 +183,25 @@ class OfTriton:
 
     def predict(self, gpu: GpuModel) -> list[Prediction]:
         """Return a prediction per length."""
-        from attention_kernels.inspection import triton_kernel
+        from attention_kernels.inspection import pytorch_kernel
 
         cases = _cases(self.seqlens, self.shape)
+        if self.name == pytorch_kernel.BACKEND:
+            return pytorch_kernel.predict_backend(gpu, cases, self.dtype)
+        from attention_kernels.inspection import triton_kernel
+
         return triton_kernel.predict_backend(self.name, gpu, cases, self.dtype)
 
     def explain(self, gpu: GpuModel) -> list[Explanation]:
         """Return an explained prediction per length."""
+        from attention_kernels.inspection import pytorch_kernel
+
+        cases = _cases(self.seqlens, self.shape)
+        if self.name == pytorch_kernel.BACKEND:
+            return [pytorch_kernel.explain_backend(gpu, case, self.dtype) for case in cases]
         from attention_kernels.inspection import triton_kernel
 
-        return [
-            triton_kernel.explain_backend(self.name, gpu, case, self.dtype)
-            for case in _cases(self.seqlens, self.shape)
-        ]
+        return [triton_kernel.explain_backend(self.name, gpu, case, self.dtype) for case in cases]
 
     def row(self, seqlen: int) -> Row:
         """Return the row of a prediction without samples."""
