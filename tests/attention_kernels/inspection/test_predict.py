@@ -178,6 +178,39 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     assert line.inputs == inputs
 
 
+@pytest.mark.parametrize(
+    ("axis", "grid", "axes"),
+    [("X", (16, 3, 2), [0]), ("Y", (3, 16, 2), [1]), ("Z", (16, 3, 12), [2])],
+)
+def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, grid, axes):
+    """A block with index i along the axis runs max(i, 1) iterations."""
+    code = CODE.replace("IMAD.SHL.U32 R1, R0, 0x80, RZ", f"S2R R5, SR_CTAID.{axis}")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "R5")
+    program = predict.Program(ROOT, "any", H200, sass.parse(code), {})
+    launch = launch_of(grid)
+    assert predict._axes(program, launch)[0] == axes
+    line = predict._line(program, launch)
+    length = grid[axes[0]]
+    loads = sum(max(i, 1) for i in range(length))
+    assert line.total("global") == loads * grid[0] * grid[1] * grid[2] / length
+    assert line.length == length
+    assert line.alike * line.repeats * length == grid[0] * grid[1] * grid[2]
+    assert line.alike == {"X": 1, "Y": 3, "Z": 48}[axis]
+
+
+def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
+    """Pairs of blocks do the same work, as with 32 queries per block and 64 keys per tile."""
+    code = CODE.replace("S2R R0, SR_TID.X", "S2R R5, SR_CTAID.Y")
+    code = code.replace("@P0 EXIT", "    SHF.R.U32.HI R5, RZ, 0x1, R5")
+    code = code.replace("MOV R2, RZ", "MOV R2, 0xffffffff")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "R5")
+    program = predict.Program(ROOT, "any", H200, sass.parse(code), {}, heads_first=True)
+    line = predict._line(program, launch_of((4, 32, 1)))
+    assert line.total("global") == 2 * 4 * sum(i // 2 + 1 for i in range(32))
+
+
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
