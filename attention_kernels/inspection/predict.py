@@ -259,10 +259,11 @@ def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
     else:  # nonlinear: as many blocks as a few seconds allow stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
-        if max(issued) - min(issued) > 0.001 * max(issued) or len(axes) > 1:
+        are_idle = not any(counts["misses"] for counts in ran.values())
+        even = program.heads_first or len(axes) == 1
+        if max(issued) - min(issued) > 0.001 * max(issued) or are_idle or not even:
             limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
             count = min(length, _SPREAD, max(_SAMPLED, limit))
-            even = program.heads_first or len(axes) == 1
             blocks, ran = run(_spread(count, length) if even else _scattered(count, length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
     # A block without memory requests has no work. Time a few of the others.

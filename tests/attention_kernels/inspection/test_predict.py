@@ -199,6 +199,18 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     assert line.alike == {"X": 1, "Y": 3, "Z": 48}[axis]
 
 
+def test_few_blocks_with_work_are_found_among_many_without():
+    """Blocks with z > 0 end at once; the first few blocks that are run are such."""
+    code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
+    program = predict.Program(ROOT, "v01", H200, sass.parse(code), {}, heads_first=True)
+    line = predict._line(program, launch_of((1, 4, 70)))
+    of_block = 2 * 4  # both warps load four times
+    assert 4 * of_block <= line.total("global") <= 5 * of_block  # every second block is run
+    assert line.works
+
+
 def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
     """Pairs of blocks do the same work, as with 32 queries per block and 64 keys per tile."""
     code = CODE.replace("S2R R0, SR_TID.X", "S2R R5, SR_CTAID.Y")
