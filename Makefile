@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu-test lint docs report site clean
+.PHONY: demo test gpu-test lint docs report site wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
@@ -33,11 +33,16 @@ docs: $(VENV)/installed
 newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
 report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \
-		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32)
+		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32) \
+		$(call newest,stalls-fp32)
 
 # Needs Python 3.11. SITE_URL is where the site will be.
 site: report
 	$(BIN)/python scripts/make_site.py --report report.html
+
+# Needs nvcc 13. It compiles everything for every GPU; a second call only what has changed.
+wheel: $(VENV)/installed
+	$(BIN)/python scripts/make_wheel.py
 
 # The constraints file pins what was tested; without it pip may fetch gigabytes of another torch.
 $(VENV)/installed: pyproject.toml constraints.txt

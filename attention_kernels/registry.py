@@ -102,6 +102,8 @@ class BackendSpec:
         default=None, repr=False
     )
     """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
+    choices: tuple[str, ...] = ()
+    """For an alias: what it picks and when, for listings."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -446,22 +448,38 @@ def attention(
     contiguous. Raises UnknownBackendError and everything that BackendSpec.attention() raises.
     """
     contract.check_tensors({"q": q})
-    spec = get_backend(backend) if backend is not None else default_backend(q.device.type)
+    if backend is not None:
+        spec = get_backend(backend)
+    else:
+        spec = default_backend(q.device, q.dtype, q.shape[3])
     return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
 
 
-def default_backend(device_type: str) -> BackendSpec:
+def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendSpec:
     """Return the backend to use if none is named.
 
-    It is memory-efficient SDPA on CUDA and torch's own flash kernel on the CPU.
+    On CUDA it is CUSTOM_CUDA, if nvcc is installed and it takes the dtype and head_dim; otherwise
+    memory-efficient SDPA. On the CPU it is torch's own flash kernel.
     """
     return get_backend(
-        "PYTORCH_SDPA_EFFICIENT_ATTENTION"
-        if device_type == "cuda"
+        _default_on_cuda(device, dtype, head_dim)
+        if device.type == "cuda"
         else "PYTORCH_SDPA_FLASH_ATTENTION"
     )
 
 
+@untraced
+def _default_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    key = device, dtype, head_dim
+    if key not in _cuda_defaults:  # called for every layer
+        ours = get_backend("CUSTOM_CUDA")
+        takes = not ours.static_reasons(dtype, head_dim, "cuda")
+        serves = takes and not ours.unavailable_reason(device)
+        _cuda_defaults[key] = ours.name if serves else "PYTORCH_SDPA_EFFICIENT_ATTENTION"
+    return _cuda_defaults[key]
+
+
+_cuda_defaults: dict[tuple[torch.device, torch.dtype, int], str] = {}
 MANY_HEADS = 1024
 """Rows times heads from which one warp per head reads a cache fastest."""
 

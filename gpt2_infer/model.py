@@ -275,7 +275,8 @@ class GPT2(nn.Module):
         """
         config = checkpoint.config
         check_products(products, device, dtype, (config.n_embd, config.inner_dim))
-        check_backend(attention or default_backend(device.type), config, dtype, device)
+        kind = _attention_dtype(config, dtype), config.head_dim
+        check_backend(attention or default_backend(device, *kind), config, dtype, device)
         if decode_attention is not None:
             check_backend(decode_attention, config, dtype, device, decode=True)
         with torch.device("meta"):
@@ -324,8 +325,12 @@ class GPT2(nn.Module):
     @property
     def attention(self) -> BackendSpec:
         """The backend for attention over whole sequences; an alias is resolved to its choice."""
-        spec = self._attention or default_backend(self.device.type)
-        return spec.chosen(*self._attention_kind)
+        return self._named_attention.chosen(*self._attention_kind)
+
+    @property
+    def _named_attention(self) -> BackendSpec:
+        dtype, head_dim, device = self._attention_kind
+        return self._attention or default_backend(device, dtype, head_dim)
 
     @property
     def decode_attention(self) -> BackendSpec:
@@ -381,9 +386,9 @@ class GPT2(nn.Module):
 
     def up_to(self, seqlen: int) -> GPT2:
         """Return the model with an attention alias resolved for sequences up to `seqlen`."""
-        if self._attention is None or self._attention.chooses is None:
+        if self._named_attention.chooses is None:
             return self
-        chosen = self._attention.chosen(*self._attention_kind, seqlen)
+        chosen = self._named_attention.chosen(*self._attention_kind, seqlen)
         return self.with_attention(chosen, self._decode_attention)
 
     def for_rows(self, rows: int) -> GPT2:

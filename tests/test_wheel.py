@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from scripts import make_wheel
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The bin folder of an environment with the wheel, and everything else from this one."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("attention_kernels", "gpt2_infer"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder]
-    subprocess.run([*pip, *options, source], check=True)
-    (wheel,) = folder.glob("*.whl")
+    library = folder / "v01-0123456789abcdef.so"
+    library.touch()
+    wheel = make_wheel.pack([library], folder, tag="any")
     environment = folder / "environment"
     command = [sys.executable, "-m", "venv", "--without-pip", environment]
     subprocess.run(command, check=True)
@@ -44,7 +36,7 @@ PROGRAM = """
 from pathlib import Path
 import gpt2_infer
 from attention_kernels.judge import clock
-from attention_kernels.ladder import header
+from attention_kernels.ladder import header, prebuilt
 from gpt2_infer import export
 from gpt2_infer.bench import study
 from gpt2_infer.bench.record import SCHEMA, read
@@ -57,6 +49,7 @@ assert SCHEMA.is_file()
 for kind in ("hub", "package"):
     planned = export.plan(header.versions()[0], kind, Path(f"exported-{kind}"))
     planned.write(export.Evidence("", ""))
+assert [file.name for file in prebuilt.FOLDER.iterdir()] == ["v01-0123456789abcdef.so"]
 print(gpt2_infer.__file__, *charts.render(read(Path("r.json"))), len(study.load()), sep="\\n")
 """
 COMMANDS = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -38,61 +40,101 @@ register_ladder(
 )
 
 
-# Up to SHORT_SEQLEN keys, and with head_dim 128, this rung is faster than the later ones without
-# tensor cores: see kernel-fp32 and kernel-shapes in results/.
-SHORT_SEQLEN = 256
-SHORT_OR_WIDE = "CUSTOM_CUDA_VERSION_15"
+# The lengths up to which another version is the fastest: see kernel-fp32, kernel-fp32-later,
+# kernel-shapes and kernel-fp16 in results/.
+SHORTEST, SHORT = 128, 256
+FLOAT32_CHOICE = (
+    f"float32: version 15 up to {SHORTEST} tokens; then version 30 on compute capability 9.0 with "
+    f"head_dim 64; then version 15 up to {SHORT} tokens, version 25 for more. On GPUs before 8.0 "
+    "the last version that fits"
+)
+FLOAT16_CHOICE = (
+    f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "
+    "head_dim 128; otherwise WMMA_FLASH_ATTENTION_2_VERSION_9"
+)
+IEEE_CHOICE = (
+    f"version 15 up to {SHORT} tokens or with head_dim 128, otherwise the last version that fits"
+)
 
 
 def choose(
     dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
 ) -> BackendSpec:
-    """Return the backend behind CUSTOM_CUDA: the last rung of csrc/fp32 that is float32 throughout.
+    """Return the backend behind CUSTOM_CUDA: the fastest version that serves such calls.
 
-    Where that rung is not the fastest, SHORT_OR_WIDE takes precedence. A rung is skipped if the GPU
-    is too old for it or if it refuses the head_dim, for example for lack of shared memory. On a CPU
-    every rung runs emulated. If no rung is left, raises UnsupportedError with the reasons of the
-    first; if a rung cannot be built, raises UnavailableBackendError instead of trying the next.
+    In float32 it is the fastest of those whose rows are as exact as plain PyTorch's, by three
+    products of float16 numbers or in float32 throughout. A version is skipped if the GPU lacks its
+    instructions, or if it refuses the head_dim, for example for lack of shared memory. On a CPU
+    every version runs emulated. If none is left, raises UnsupportedError with the reasons of the
+    first; if one cannot be built, raises UnavailableBackendError instead of trying the next.
     """
-    # Two calls, so that torch.compile sees a constant in each branch when seqlen varies.
-    if head_dim == 128 or (seqlen is not None and seqlen <= SHORT_SEQLEN):
-        return get_backend(_chosen_name(dtype, head_dim, device, True))
-    return get_backend(_chosen_name(dtype, head_dim, device, False))
+    return _choose("CUSTOM_CUDA", dtype, head_dim, device, seqlen)
 
 
-_chosen_names: dict[tuple[torch.dtype, int, torch.device, bool], str] = {}
+def choose_ieee(
+    dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
+) -> BackendSpec:
+    """Return the backend behind CUSTOM_CUDA_IEEE: the same as choose(), all in float32."""
+    return _choose("CUSTOM_CUDA_IEEE", dtype, head_dim, device, seqlen)
+
+
+def _choose(
+    alias: str, dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None
+) -> BackendSpec:
+    # A call for each, so that torch.compile sees a constant in each branch when seqlen varies.
+    if seqlen is not None and seqlen <= SHORTEST:
+        return get_backend(_chosen_name(alias, dtype, head_dim, device, SHORTEST))
+    if seqlen is not None and seqlen <= SHORT:
+        return get_backend(_chosen_name(alias, dtype, head_dim, device, SHORT))
+    return get_backend(_chosen_name(alias, dtype, head_dim, device, None))
+
+
+def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None) -> Iterator[str]:
+    """Yield the versions that an alias may stand for up to `most` tokens, the fastest first."""
+    if dtype != torch.float32:
+        if most is None:
+            yield f"HOPPER_VERSION_{8 if head_dim == 128 else 4}"
+        yield "WMMA_FLASH_ATTENTION_2_VERSION_9"
+        return
+    if alias == "CUSTOM_CUDA":
+        if most == SHORTEST:
+            yield "CUSTOM_CUDA_VERSION_15"
+        yield "CUSTOM_CUDA_VERSION_30"
+        if most == SHORT:
+            yield "CUSTOM_CUDA_VERSION_15"
+        yield "CUSTOM_CUDA_VERSION_25"
+    if most is not None or head_dim == 128:
+        yield "CUSTOM_CUDA_VERSION_15"
+    ladder = reversed(versions("fp32"))
+    yield from (name for name in ladder if get_backend(name).precisions == IEEE)
+
+
+IEEE = {"float32": "ieee-fp32"}
+_chosen_names: dict[tuple[str, torch.dtype, int, torch.device, int | None], str] = {}
 
 
 @untraced
-def _chosen_name(dtype: torch.dtype, head_dim: int, device: torch.device, is_special: bool) -> str:
-    """Return the name of the first rung that serves; cached, as it is called for every layer."""
-    key = dtype, head_dim, device, is_special
+def _chosen_name(
+    alias: str, dtype: torch.dtype, head_dim: int, device: torch.device, most: int | None
+) -> str:
+    """Return the name of the first version that serves; cached, as every layer calls it."""
+    key = alias, dtype, head_dim, device, most
     if key in _chosen_names:
         return _chosen_names[key]
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
-    for spec in map(get_backend, [SHORT_OR_WIDE] * is_special + [*reversed(versions("fp32"))]):
-        if spec.precisions.get("float32") != "ieee-fp32" or spec.lacks_instructions(device):
+    for spec in map(get_backend, _candidates(alias, dtype, head_dim, most)):
+        if spec.lacks_instructions(device) or head_dim not in spec.head_dims:
             continue
         reasons = spec.unsupported_reasons(row, row, row)
         if not reasons:
             _chosen_names[key] = spec.name
             return spec.name
         refused = refused or reasons
-    raise UnsupportedError("CUSTOM_CUDA", refused)
+    raise UnsupportedError(alias, refused)
 
 
-@register(
-    name="CUSTOM_CUDA",
-    family="alias",
-    summary="The fastest float32 version that serves the device and the shape.",
-    precisions={"float32": "ieee-fp32"},
-    head_dims=HEAD_DIMS,
-    probe=lambda device_type: get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device_type),
-    emulated_on=("cpu",),
-    chooses=choose,
-)
-def load() -> Kernels:
+def _forwards(choose: Callable[..., BackendSpec]) -> Kernels:
     """Return a kernel that forwards each call to the chosen backend."""
 
     def chosen(q: Tensor) -> BackendSpec:
@@ -105,3 +147,39 @@ def load() -> Kernels:
         return chosen(q).unsupported_reasons(q, k, v, is_causal=is_causal)
 
     return Kernels(attention, explain=explain)
+
+
+def _probe(device_type: str) -> str | None:
+    return get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device_type)
+
+
+@register(
+    name="CUSTOM_CUDA",
+    family="alias",
+    summary="The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
+    precisions={"float32": "3xfp16", "float16": "fp16"},
+    head_dims=HEAD_DIMS,
+    probe=_probe,
+    emulated_on=("cpu",),
+    chooses=choose,
+    choices=(FLOAT32_CHOICE, FLOAT16_CHOICE),
+)
+def load() -> Kernels:
+    """Return a kernel that forwards each call to the chosen backend."""
+    return _forwards(choose)
+
+
+@register(
+    name="CUSTOM_CUDA_IEEE",
+    family="alias",
+    summary="The fastest version that computes in float32 throughout.",
+    precisions=IEEE,
+    head_dims=HEAD_DIMS,
+    probe=_probe,
+    emulated_on=("cpu",),
+    chooses=choose_ieee,
+    choices=(IEEE_CHOICE,),
+)
+def load_ieee() -> Kernels:
+    """Return a kernel that forwards each call to the chosen backend."""
+    return _forwards(choose_ieee)

@@ -2,7 +2,8 @@
 
 The version's file runs in the emulator, so no GPU is needed and every run gives the same counts.
 They cover the loads and stores in the source; only a profiler can tell which of them nvcc moves out
-of a loop, joins into a wider load or replaces with a register. Shared memory has 32 banks of
+of a loop, joins into a wider load or replaces with a register. What TMA copies, and what tensor
+cores read from shared memory, is not counted; not_counted() names it. Shared memory has 32 banks of
 4 bytes and delivers 128 bytes at once (CUDA C++ Programming Guide, "Shared Memory"); global memory
 moves in sectors of 32 bytes.
 """
@@ -188,6 +189,15 @@ def _accesses(
             request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
+
+
+def not_counted(version: VersionHeader) -> list[str]:
+    """Return what reads or writes shared memory in a version without being counted."""
+    parts = {
+        "tiles copied by TMA": r"\bptx::(load_tile|store_tile|copy_bulk)\(",
+        "operands that wgmma reads": r"\bptx::multiply<",
+    }
+    return [name for name, call in parts.items() if re.search(call, version.source)]
 
 
 def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:

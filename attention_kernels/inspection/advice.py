@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 from attention_kernels.inspection import stalls
+from attention_kernels.inspection.asynchronous import is_numbered
 from attention_kernels.inspection.multiprocessor import Issued, wavefront_kind
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, sum_of, time_of
 from attention_kernels.inspection.resources import SHARED_UNIT, resident_blocks
@@ -164,7 +165,7 @@ def _barriers(call: Call) -> Iterator[_Trial]:
 
 
 def _tensor(call: Call) -> Iterator[_Trial]:
-    if any(model.total["tensor"] for _, model in call.models):
+    if any(model.total["tensor"] or model.total["products"] for _, model in call.models):
         yield _trial(call, "tensor cores", 0, "with tensor cores twice as fast")
 
 
@@ -236,7 +237,11 @@ def _trial(call: Call, cause: str, line: int, change: str, price: str = "") -> _
 def changed(model: LaunchModel, cause: str, chosen: frozenset[int]) -> LaunchModel:
     """Return a launch without a cause at some of its instructions."""
     if cause == "tensor cores":
-        faster = dataclasses.replace(model.gpu, tensor_cycles=model.gpu.tensor_cycles / 2)
+        faster = dataclasses.replace(
+            model.gpu,
+            tensor_cycles=model.gpu.tensor_cycles / 2,
+            warpgroup_flop=model.gpu.warpgroup_flop * 2,
+        )
         return dataclasses.replace(model, gpu=faster)
     if not chosen:
         return model
@@ -248,7 +253,9 @@ def changed(model: LaunchModel, cause: str, chosen: frozenset[int]) -> LaunchMod
     for at in chosen:
         one = code[at]
         if cause == "barrier":
-            code[at] = dataclasses.replace(one, name="NOP") if one.base == "BAR" else one
+            # The other warps still count on its arrival at a numbered barrier.
+            name = "BAR.ARV" if is_numbered(one) else "NOP"
+            code[at] = dataclasses.replace(one, name=name) if one.base == "BAR" else one
         else:
             code[at] = dataclasses.replace(one, writes=7)
     found = dataclasses.replace(model, code=code)
@@ -277,7 +284,8 @@ def _without_conflicts(model: LaunchModel, chosen: frozenset[int]) -> LaunchMode
 
 def _with_copies_in_l1(model: LaunchModel, chosen: frozenset[int]) -> LaunchModel:
     """Return a launch whose asynchronous copies find their data in L1."""
-    copies = {at for at in chosen if model.code[at].base == "LDGSTS"}
+    asynchronous = ("LDGSTS", "UTMALDG", "UBLKCP")
+    copies = {at for at in chosen if model.code[at].base in asynchronous}
     if not copies:
         return model
     return _with_work(model, lambda one: (*one[:3], 0) if one[0] in copies else one)

@@ -142,9 +142,6 @@ def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, 
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
         raise BinaryError(path.name, reason)
     code = {symbol: sass.parse(listed)[symbol]}
-    if any(one.base.endswith("GMMA") for one in code[symbol]):
-        reason = "asynchronous products (wgmma) cannot be predicted"
-        raise BinaryError(path.name, reason)
     usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
     found = re.search(rf"Function {re.escape(symbol)}:\s+REG:(\d+).*?SHARED:(\d+)", usage)
     assert found is not None

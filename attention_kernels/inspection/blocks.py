@@ -18,6 +18,7 @@ import numpy.typing as npt
 from attention_kernels.inspection.sass import Instruction, SassError, consecutive
 
 WARP = 32
+WARPGROUP = 4  # warps
 STORES = ("STG", "ST", "RED", "REDG")  # instructions that write to global memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
@@ -25,6 +26,49 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 LOW = 0xFFFFFFFF
 # R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
 _RZ, _U, _URZ = 255, 256, 511
+
+
+Event: TypeAlias = tuple[str, int, int, int]
+"""Something that warps wait for: its kind, the block, and two numbers that tell it from others."""
+
+
+@dataclass
+class Mbarrier:
+    """A barrier in shared memory that counts arrivals and bytes, in phases."""
+
+    arrivals: int
+    """Arrivals that complete a phase."""
+    left: int
+    """Arrivals that the current phase still waits for."""
+    bytes: int = 0
+    """Bytes that it still waits for; negative if copies are ahead of their announcement."""
+    phase: int = 0
+    """Phases that are complete."""
+
+
+@dataclass
+class Numbered:
+    """A barrier of `bar.sync` with a number of threads."""
+
+    warps: list[int] = field(default_factory=list)
+    """Warps that have arrived."""
+    waiting: list[int] = field(default_factory=list)
+    """Those of them that wait."""
+    generation: int = 0
+
+
+class Synchronization:
+    """The barriers of some blocks, and the lanes that wait for them."""
+
+    def __init__(self, lanes: int) -> None:
+        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
+        """By block, and address in shared memory."""
+        self.numbered: dict[tuple[int, int], Numbered] = {}
+        """By block and number."""
+        self.testing: Mask = np.zeros(lanes, np.bool_)
+        """Lanes that test a phase which is not complete; they test again when one is."""
+        self.parked: Mask = np.zeros(lanes, np.bool_)
+        """Lanes that wait at a numbered barrier."""
 
 
 @dataclass
@@ -41,6 +85,10 @@ class Issue:
     misses: Values | None = None
     """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
     otherwise those that no thread of the block has touched before."""
+    signals: dict[int, Event] = field(default_factory=dict)
+    """What each warp contributes to."""
+    awaits: dict[int, Event] = field(default_factory=dict)
+    """What each warp waits for."""
 
 
 @dataclass
@@ -84,6 +132,7 @@ class Blocks:
         self.fewest: Counter[int] = Counter()
         """Most wavefronts of a request if it had no bank conflict, by instruction."""
         self._wavefronts: dict[tuple[int, bool, bytes], tuple[int, int]] = {}
+        self.synchronization = Synchronization(self.lanes)
 
     # ---- Operands --------------------------------------------------------------------------------
 

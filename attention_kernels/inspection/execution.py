@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from attention_kernels.inspection import asynchronous
 from attention_kernels.inspection.blocks import LOW, WARP, Blocks, Issue, Mask, Values
 from attention_kernels.inspection.sass import IS_PREDICATE, Instruction, SassError, consecutive
 
@@ -32,13 +33,15 @@ def run(blocks: Blocks, max_issued: int) -> None:
     """
     code = blocks.code
     operations = [_operation(one) for one in code]
+    tests = {index for index, one in enumerate(code) if asynchronous.is_test(one)}
+    state = blocks.synchronization
     done = ~blocks.exists
     waiting = np.zeros(blocks.lanes, np.bool_)
     where = np.zeros(blocks.lanes, np.int64)
     while not done.all():
-        live = ~(done | waiting)
+        live = ~(done | waiting | state.parked | state.testing)
         if not live.any():
-            waiting[:] = False  # the barrier of each block is complete
+            waiting &= ~_at_complete_barriers(blocks, waiting, done)
             continue
         pc = int(where[live].min())
         here = live & (where == pc)
@@ -48,6 +51,9 @@ def run(blocks: Blocks, max_issued: int) -> None:
         while pc < stop:
             one, operation = code[pc], operations[pc]
             blocks.mask = here & blocks.predicate(one.guard) if one.guard else here
+            if pc in tests and asynchronous.hold(blocks, one):
+                where[here] = pc
+                break
             blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
             pc += 1
             if operation and blocks.mask.any():
@@ -57,9 +63,10 @@ def run(blocks: Blocks, max_issued: int) -> None:
                 if one.base == "EXIT":
                     done |= blocks.mask
                 elif one.base == "BAR":
-                    waiting |= here
+                    if not asynchronous.is_numbered(one):
+                        waiting |= blocks.mask
                 else:
-                    taken = _taken(blocks, one)
+                    taken = _taken(blocks, one, here)
                     where[taken] = _targets(blocks, one)[taken]
                 break
         else:
@@ -68,9 +75,20 @@ def run(blocks: Blocks, max_issued: int) -> None:
             raise SassError(f"a block executes more than {max_issued} instructions")
 
 
-def _taken(blocks: Blocks, one: Instruction) -> Mask:
-    """Return the lanes that take the branch."""
+def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
+    """Return the waiting lanes of the blocks of which no thread waits for anything else."""
+    lanes = blocks.warps * WARP
+    found = waiting & np.repeat((done | waiting).reshape(-1, lanes).all(1), lanes)
+    if not found.any():
+        raise SassError("the threads of a block wait for each other")
+    return found
+
+
+def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
+    """Return the lanes that take the branch, of those that have reached it."""
     taken = blocks.mask
+    if "ANY" in one.modifiers:  # all lanes of a warp of which one does
+        return here & np.repeat(taken.reshape(-1, WARP).any(1), WARP)
     if "DIV" in one.modifiers:  # only a diverged warp takes this branch
         return np.zeros_like(taken)
     for operand in one.operands[:-1]:
@@ -333,6 +351,25 @@ def _vote(blocks: Blocks, one: Instruction) -> None:
             blocks.write(x, np.repeat((lanes << np.arange(WARP)).sum(1), WARP))
 
 
+def _shuffle(blocks: Blocks, one: Instruction) -> None:
+    """Execute SHFL as PTX defines it ("shfl.sync")."""
+    predicate, register, *sources = one.operands
+    values, b, c = (blocks.read(x) for x in sources)
+    lane = np.arange(blocks.lanes) % WARP
+    clamp, segment = c & 31, c >> 8 & 31
+    most = lane & segment | clamp & ~segment
+    other = {
+        "IDX": lane & segment | b & 31 & ~segment,
+        "UP": lane - b,
+        "DOWN": lane + b,
+        "BFLY": lane ^ b,
+    }[one.modifiers[0]]
+    is_within = other >= most if one.modifiers[0] == "UP" else other <= most
+    blocks.write_predicate(predicate, is_within)
+    first = np.arange(blocks.lanes) - lane
+    blocks.write(register, values[first + np.where(is_within, other, lane)])
+
+
 def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
     """Execute R2UR: return the value of each warp's first active lane."""
     values = blocks.read(one.operands[-1]).reshape(-1, WARP)
@@ -343,7 +380,7 @@ def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
 # ---- Floating point ------------------------------------------------------------------------------
 
 _FLOATING = re.compile(
-    r"F(ADD|MUL|FMA|MNMX|SET|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|SHFL|REDUX"
+    r"F(ADD|MUL|FMA|MNMX|SET|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|REDUX"
     r"|MATCH|MOVM"
 )
 
@@ -404,7 +441,7 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", *_CONTROL,
+    "BPT", "KILL", *_CONTROL[:-1],
 }  # fmt: skip
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
@@ -426,6 +463,10 @@ _OPERATIONS: dict[str, Operation] = {
     "IADD": _add, "IADD3": _add, "VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add,
     "LOP3": _logic, "PLOP3": _predicate_logic, "ISETP": _compare, "FSETP": _compare,
     "F2I": _to_integer, "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote,
+    "SHFL": _shuffle,
+    "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
+    **dict.fromkeys(("UTMALDG", "UBLKCP"), asynchronous.copy_tile),
+    "USETMAXREG": asynchronous.move_registers,
     "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
 }  # fmt: skip
 

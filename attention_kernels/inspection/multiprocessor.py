@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +20,9 @@ import msgspec
 import numpy as np
 
 from attention_kernels.inspection import stalls
-from attention_kernels.inspection.blocks import STORES, WARP, Blocks
+from attention_kernels.inspection.asynchronous import is_numbered
+from attention_kernels.inspection.blocks import STORES, WARP, WARPGROUP, Blocks
+from attention_kernels.inspection.events import Events, Pending, events_of
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
 
@@ -29,11 +31,12 @@ from attention_kernels.inspection.stalls import Watch
 _SHUFFLE = 24
 # Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
+_PRODUCT = 24  # cycles from the end of a product of a warpgroup until it can be waited for
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 SCHEDULERS = 4
-SECTOR = 32  # bytes
+SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -52,6 +55,9 @@ class GpuModel:
     integer_lanes: int
     special_lanes: int
     tensor_cycles: float
+    """Cycles of one tensor core per mma.sync."""
+    warpgroup_flop: int
+    """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
     shared_latency: int
     l1_latency: int
     l2_latency: int
@@ -84,7 +90,9 @@ class Work:
     parts: list[list[int]]
     """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
     counts: Counter[str]
-    """Instructions in total and by pipe, wavefronts, lines and misses."""
+    """Instructions in total and by pipe, wavefronts, lines and misses; of products of warpgroups
+    the FLOP and the wavefronts of their operands."""
+    events: Events = field(default_factory=Events)
 
     @property
     def instructions(self) -> int:
@@ -96,17 +104,24 @@ PIPES = {
     "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
     "multiply": ("IMAD",),
     "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
     "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG"),
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
+    "warpgroup": ("HGMMA",),
+    "tile": ("UTMALDG", "UBLKCP"),
     "constant": ("LDC", "ULDC", "S2R"),
-    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR"),
-}
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
+                "WARPGROUP", "USETMAXREG", "ELECT"),
+}  # fmt: skip
 _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
-_WAVEFRONTS = {"STS": "stores", "STSM": "stores", "LDGSTS": "copies"}
+_WAVEFRONTS = {
+    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", "UTMALDG": "tiles", "UBLKCP": "tiles",
+}  # fmt: skip
+# Instructions that contribute to an event or wait for one.
+_EVENTFUL = ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "BAR", "WARPGROUP", "USETMAXREG")
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
 
@@ -117,8 +132,18 @@ def _pipe(one: Instruction) -> str:
 
 
 def wavefront_kind(one: Instruction) -> str:
-    """Return what an instruction's wavefronts count as: "loads", "stores" or "copies"."""
+    """Return what an instruction's wavefronts count as: "loads", "stores", "copies" or "tiles"."""
     return _WAVEFRONTS.get(one.base, "loads")
+
+
+def product_of(one: Instruction) -> tuple[int, int]:
+    """Return the FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
+
+    B is in shared memory, and A may be. Each is read once, for all four warps.
+    """
+    m, n, k = map(int, one.modifiers[0].split("x"))
+    rows = n + (m if one.operands[1].startswith("gdesc") else 0)
+    return 2 * m * n * k, rows * k * 2 // WAVEFRONT
 
 
 def counts_of(blocks: Blocks) -> list[Counter[str]]:
@@ -147,6 +172,10 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         ):
             for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
                 counts[name] += count
+        if one.base == "HGMMA":
+            for name, per in zip(("products", "operands"), product_of(one), strict=True):
+                for counts, warps in zip(found, executed[index].sum(1).tolist(), strict=True):
+                    counts[name] += per * warps // WARPGROUP
     return found
 
 
@@ -165,7 +194,7 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
         )
         for warp in np.flatnonzero(issue.warps[of_block]).tolist():
             warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
-    return Work(warps, parts, counts)
+    return Work(warps, parts, counts, events_of(blocks, number, issued))
 
 
 def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
@@ -184,7 +213,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     """
     integer = SCHEDULERS * WARP / gpu.integer_lanes
     busy = {
-        **dict.fromkeys((*_LOAD_STORE, "control"), 1.0),
+        **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
         **dict.fromkeys(("integer", "multiply", "uniform", "constant"), integer),
         "fma": SCHEDULERS * WARP / gpu.fp32_lanes,
         "special": SCHEDULERS * WARP / gpu.special_lanes,
@@ -193,19 +222,39 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     pipe_of = [_pipe(one) for one in code]
     streams = [warp for work in works for warp in work.warps]
     owner = [number for number, work in enumerate(works) for _ in work.warps]
-    running = [sum(1 for warp in work.warps if warp) for work in works]
+    firsts = [*itertools.accumulate((len(work.warps) for work in works), initial=0)][:-1]
+    running = [0] * len(works)
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
     at = [0] * len(streams)
     if most < sum(work.instructions for work in works):  # each block starts at another point
-        parts = (work.parts[4 * number // len(works)] for number, work in enumerate(works))
+        # A block that waits for copies begins with a long wait, which is not part of the pace.
+        first = 1 if works[0].events.needs else 0
+        parts = (
+            work.parts[first + (4 - first) * number // len(works)]
+            for number, work in enumerate(works)
+        )
         at = list(itertools.chain.from_iterable(parts))
+    events = [
+        Pending(work.events, at[first : first + len(work.warps)])
+        for work, first in zip(works, firsts, strict=True)
+    ]
+    is_eventful = [one.base in _EVENTFUL for one in code]
+    numbered = [is_numbered(one) for one in code]
+    product_cycles = {
+        index: max(flop / gpu.warpgroup_flop, operands)
+        for index, one in enumerate(code)
+        if one.base == "HGMMA"
+        for flop, operands in [product_of(one)]
+    }
+    products = 0.0  # when the tensor cores have finished all products of warpgroups so far
     boards = [[0.0] * 6 for _ in streams]
     groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
     pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
     ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
     for warp, stream in enumerate(streams):
-        if stream:
+        if at[warp] < len(stream):
+            running[owner[warp]] += 1
             pending[warp % SCHEDULERS].append((0.0, warp))
     free = [0.0] * SCHEDULERS
     last = [-1] * SCHEDULERS
@@ -223,6 +272,22 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         heapq.heappush(pending[warp % SCHEDULERS], (when, warp))
         if watch:
             watch.waits(warp, code[index].waits, index)
+
+    def resume(number: int, event: int) -> None:
+        """Wake the warps of a block that wait for an event, which is complete."""
+        state = events[number]
+        for warp, next_at in state.waiting.pop(event, ()):
+            index = streams[warp][at[warp] - 1][0]
+            one = code[index]
+            when = max(next_at, state.when[event] + (_BARRIER if one.base == "BAR" else 0))
+            if watch:
+                watch.add(warp, when, index, stalls.awaiting(one.base), state.cause[event])
+            if one.base == "SYNCS" and one.writes < 6:  # whether the phase is complete is a result
+                result = state.when[event] + gpu.shared_latency
+                boards[warp][one.writes] = max(boards[warp][one.writes], result)
+                if watch:
+                    watch.sets(warp, one.writes, result, index, is_global=False)
+            wake(warp, when)
 
     def held(warp: int, s: int, now: float) -> str:
         """Return why a warp that waits for no result is not the one to issue."""
@@ -312,6 +377,9 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 groups[warp].append(done)
                 if watch:
                     watch.copies(warp, index)
+        elif pipe == "tile":
+            l2 = max(l2, now) + misses * SECTOR / l2_rate
+            done = l2 + (miss_latency if misses else gpu.l1_latency)
         for board, when in ((one.writes, done), (one.reads, read)):
             if board < 6:
                 boards[warp][board] = max(boards[warp][board], when)
@@ -323,12 +391,29 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             groups[warp].clear()
             if watch:
                 watch.arrive(warp, next_at, index)
-        at[warp] += 1
         number = owner[warp]
+        awaited = None
+        if is_eventful[index]:
+            state, local, place = events[number], warp - firsts[number], at[warp]
+            event = state.events.signals[local].get(place)
+            when = done if pipe == "tile" else begin + cost if pipe == "shared" else now
+            if event is not None and state.contribute(event, when, index):
+                if pipe == "warpgroup":
+                    products = max(products, state.when[event]) + product_cycles[index]
+                    state.when[event] = done = products + _PRODUCT
+                resume(number, event)
+            if "ARV" not in one.modifiers:
+                awaited = state.events.awaits[local].get(place)
+        at[warp] += 1
         end = max(end, next_at, done)
+        if awaited is not None:
+            events[number].waiting[awaited].append((warp, next_at))
+            if events[number].left[awaited] == 0:
+                resume(number, awaited)
+            continue
         if at[warp] == len(streams[warp]):
             running[number] -= 1
-        elif one.base == "BAR":
+        elif one.base == "BAR" and not numbered[index]:
             arrived[number].append(warp)
             opens[number] = max(opens[number], now) + _ARRIVAL
         else:
@@ -347,9 +432,12 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         until = end if left > 0 else now + 1
         for warp, stream in enumerate(streams):
             if at[warp] < len(stream):
-                waits = warp in arrived[owner[warp]]
-                reason = stalls.BARRIER if waits else stalls.NOT_SELECTED
-                watch.close(warp, until, stream[at[warp] - waits][0], reason)
+                state = events[owner[warp]]
+                awaited_now = itertools.chain.from_iterable(state.waiting.values())
+                waits = warp in arrived[owner[warp]] or warp in (one for one, _ in awaited_now)
+                index = stream[at[warp] - waits][0]
+                reason = stalls.awaiting(code[index].base) if waits else stalls.NOT_SELECTED
+                watch.close(warp, until, index, reason)
             elif stream:
                 watch.close(warp, until, stream[-1][0], stalls.EXITED)
     return end, issued

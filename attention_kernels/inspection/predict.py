@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import execution, launches, sass
+from attention_kernels.inspection.asynchronous import with_bank_pointer
 from attention_kernels.inspection.blocks import WARP, Blocks
 from attention_kernels.inspection.launches import Launch, Triple
 from attention_kernels.inspection.multiprocessor import (
@@ -56,6 +57,8 @@ LOAD_STORE_UNIT = "load-store unit"
 _LOAD_STORE_PARTS = ("shared memory", "L1")
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
+
+_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,10 @@ class Program:
     compiled: dict[str, Compiled]
     heads_first: bool = False
     """Whether the first of several axes of the grid counts heads: its blocks are alike."""
+
+    def uses_warpgroups(self, launch: Launch) -> bool:
+        """Return whether a kernel has products of warpgroups (wgmma)."""
+        return any(one.base == "HGMMA" for one in self.code[launch.symbol])
 
 
 @dataclass(kw_only=True)
@@ -252,8 +259,8 @@ def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
             is_shortest = far > near
-            ends = range(length - 1, length - _SAMPLED - 1, -1) if is_shortest else range(_SAMPLED)
-            blocks, ran = run([ends[0], ends[1], ends[-2], ends[-1]])
+            ends = _ends(length, program.uses_warpgroups(launch))
+            blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
             samples = ran
     else:  # nonlinear: as many blocks as a few seconds allow stand for the others
@@ -304,7 +311,10 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
 def _run(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
     """Execute some blocks of a launch."""
     dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    constants = dimensions.ljust(_PARAMETERS[program.gpu.arch], b"\0") + launch.parameters
+    base = _PARAMETERS[program.gpu.arch]
+    if "CUtensorMap" in launch.symbol:
+        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
     blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices)
     execution.run(blocks, _MAX_ISSUED)
     return blocks
@@ -336,6 +346,17 @@ def _axes(program: Program, launch: Launch) -> tuple[list[int], bool]:
     at = [one[differ[0]] for one in (first, second, third)]
     between = issued[first] + (issued[third] - issued[first]) * at[1] / (at[2] or 1)
     return differ, abs(between - issued[second]) < _LINEAR * issued[third]
+
+
+def _ends(length: int, uses_warpgroups: bool) -> set[int]:
+    """Return the distances from the end of a line of the blocks whose work tells that of all.
+
+    Products of warpgroups make few instructions, so only longer blocks show the pace.
+    """
+    if not uses_warpgroups:
+        return {0, 1, _SAMPLED - 2, _SAMPLED - 1}
+    far = min(length, _MAX_WHOLE)
+    return {0, *(far * i // _SAMPLED for i in range(2, _SAMPLED)), 1, far - 2, far - 1}
 
 
 def _spread(count: int, length: int) -> list[int]:
@@ -533,14 +554,16 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     lines = total["lines"]
     wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
     integer = total["integer"] + total["multiply"]
+    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS
+    tensor += total["products"] / gpu.warpgroup_flop
     needs = {
         "issue slots": total["issue"] / SCHEDULERS / rate,
         "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
         "special functions": total["special"] * WARP / gpu.special_lanes / rate,
-        "tensor cores": total["tensor"] * gpu.tensor_cycles / SCHEDULERS / rate,
+        "tensor cores": tensor / rate,
         LOAD_STORE_UNIT: (wavefronts + lines + total["shuffle"]) / rate,
-        "shared memory": wavefronts / rate,
+        "shared memory": (wavefronts + total["tiles"] + total["operands"]) / rate,
         "L1": lines / rate,
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
         "memory": model.min_bytes / gpu.memory_gb_s / 1e3,
@@ -624,8 +647,6 @@ def checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> Ver
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
-    elif version.needs_exactly:
-        reasons.append("asynchronous products and tile copies (wgmma, TMA) cannot be predicted")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     return version.builds()[0]

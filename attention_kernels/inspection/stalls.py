@@ -17,6 +17,7 @@ LONG, SHORT = "long scoreboard", "short scoreboard"
 MIO, LG = "MIO throttle", "LG throttle"
 MATH, DISPATCH = "math pipe throttle", "dispatch stall"
 WAIT, BRANCH, BARRIER = "wait", "branch resolving", "barrier"
+GMMA = "gmma"
 EXITED = "exited"
 """The warp has ended, but not yet the others: a profiler takes no sample of it."""
 
@@ -91,3 +92,8 @@ class Watch:
 def after(base: str) -> str:
     """Return what a warp waits for during the fixed latency of an instruction."""
     return BRANCH if base in ("BRA", "BRX", "CALL", "RET", "JMP") else WAIT
+
+
+def awaiting(base: str) -> str:
+    """Return the reason for which a warp waits that others have to wake."""
+    return {"SYNCS": LONG, "WARPGROUP": GMMA, "BAR": BARRIER}.get(base, WAIT)

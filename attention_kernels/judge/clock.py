@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import statistics
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.blocks import checksum
+from attention_kernels.judge.blocks import aligned, checksum, multiply
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.conformance import request_of
 from attention_kernels.judge.inputs import Case, Layout
@@ -32,12 +33,12 @@ from attention_kernels.judge.worker import Runner, Timing
 
 ROWS = 64  # judged of each timed output, of one head that is drawn for it
 # How much longer calls may take by the judge's clock than by the worker's, and when they are
-# repeated; in seconds, for the judge to start and to hear of the end; the same with factors and a
-# checksum, which took 0.7 to 1.5 ms beside an H200; and more for each call's part in them. Other
-# processes share a CPU, and interrupt long work more often than short work.
+# repeated; in seconds, for the judge to start and to hear of the end; and the same for calls with
+# factors and a checksum, whose own time the judge measures. Other processes share a CPU, and
+# interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
 ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
-CHECKED_ANSWER_S, CHECKED_CALL_S = {"cuda": 2e-3, "cpu": 5e-2}, 5e-6
+CHECKED_ANSWER_S = {"cuda": 2e-3, "cpu": 5e-2}
 PEAKY = 8.0  # Case.scale
 DEVIATIONS = 4  # that repeated calls may be slower by
 
@@ -51,7 +52,7 @@ class Numbers:
 
     def __init__(self, case: Case, sets: int) -> None:
         self.case, self.sets = case, sets
-        self._round = 0
+        self._round, self._checks_s = 0, 0.0
         self._requests: dict[bool, Request] = {}
 
     def request(self, number: int, *, contiguous: bool) -> Request:
@@ -74,6 +75,24 @@ class Numbers:
             order = [*range(self.sets)]
             self._requests[contiguous] = request_of(case, inputs, order=order, clock=True)
         return self._requests[contiguous]
+
+    def checks_s(self, device: str) -> float:
+        """Return how many seconds the factors and the checksum of a sample take."""
+        if not self._checks_s:
+            case = self.case
+            shape = case.batch, case.seqlen, case.num_heads, case.head_dim
+            outputs = [*torch.zeros(self.sets, *shape, dtype=case.dtype, device=device)]
+            size = aligned(3 * sum(o.nbytes for o in outputs))
+            block = torch.zeros(size, dtype=torch.uint8, device=device)
+
+            def seconds() -> float:
+                started = time.perf_counter()
+                multiply(block, case.dtype, seed=0)
+                checksum(outputs)  # waits for the device
+                return time.perf_counter() - started
+
+            self._checks_s = statistics.median(seconds() for _ in range(3))
+        return self._checks_s
 
 
 class Clock:
@@ -126,7 +145,7 @@ class Clock:
         once, often = all_of("once"), all_of("often")
         passes = statistics.median(all_of("passes"))
         for inside, name, seconds in (
-            (once, "once_outside", CHECKED_ANSWER_S[device] + CHECKED_CALL_S * self.numbers.sets),
+            (once, "once_outside", CHECKED_ANSWER_S[device] + self.numbers.checks_s(device)),
             (often, "often_outside", ANSWER_S[device] / passes),
         ):
             outside = all_of(name)

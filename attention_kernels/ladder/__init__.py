@@ -1,7 +1,7 @@
 """Ladders: folders of version files, each of which is a backend.
 
-header reads a version file, compilers finds nvcc and g++, build makes the shared library, and op,
-which imports torch, loads it as a backend.
+header reads a version file, compilers finds nvcc and g++, build makes the shared library, prebuilt
+finds the one in the wheel, and op, which imports torch, loads it as a backend.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         build_all,
         define_op,
         families,
+        is_prebuilt,
         register_ladder,
         resolve,
         resolve_all,
@@ -26,6 +27,7 @@ __all__ = [
     "build_all",
     "define_op",
     "families",
+    "is_prebuilt",
     "register_ladder",
     "resolve",
     "resolve_all",

@@ -143,8 +143,8 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
     command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
-    contents = sorted(_digests([csrc / source], csrc, []).values())  # in whichever folder
-    stem = _stem(Path(source).stem, command[0], identity(command[0]), flags, contents)
+    contents = sorted(digests([csrc / source], csrc, []).values())  # in whichever folder
+    stem = digest_name(Path(source).stem, command[0], identity(command[0]), flags, contents)
     cache = cache_dir()
     if found := _find(cache / f"{stem}.o"):
         return found
@@ -158,7 +158,7 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
 def sources(version: VersionHeader) -> list[Path]:
     """Return the files that a version's library is built from, except the system's and torch's."""
     csrc = csrc_of(version)
-    return [*map(Path, _digests([version.path, csrc / "binding.cpp"], csrc, []))]
+    return [*map(Path, digests([version.path, csrc / "binding.cpp"], csrc, []))]
 
 
 # The cache
@@ -296,17 +296,17 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
-    digests = _digests([csrc / "binding.cpp"], csrc, extra)
-    binding = _stem(f"binding-{target}", binding_flags(target, csrc), common, digests)
-    digests = _digests([version.path], csrc, extra)
+    contents = digests([csrc / "binding.cpp"], csrc, extra)
+    binding = digest_name(f"binding-{target}", binding_flags(target, csrc), common, contents)
+    contents = digests([version.path], csrc, extra)
     # Several machines may share the cache.
     native = native_macros(gxx) if "-march=native" in flags else ""
-    stem = _stem(f"{version.op}-{where}", flags, binding, digests, native)
+    stem = digest_name(f"{version.op}-{where}", flags, binding, contents, native)
     label = f"{label or version.path.name} for {purpose}"
     return _Plan(version, target, arch, label, stem, binding)
 
 
-def _digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str, str]:
+def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of each of these files and of everything they include, even indirectly.
 
     Headers are looked for next to the file, in csrc and in the folders of -I in `flags`. Includes
@@ -329,7 +329,8 @@ def _digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[st
     return dict(sorted(found.items()))
 
 
-def _stem(name: str, *parts: object) -> str:
+def digest_name(name: str, *parts: object) -> str:
+    """Return the name with a digest of the parts."""
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 

@@ -194,12 +194,7 @@ def compile_flags(
     the host compiler, and a macro if subnormal numbers are flushed. folder: the folder that nvcc
     will run in; see shell_safe(). Raises BuildError if a compiler is missing.
     """
-    flags = [*binding_flags(target, csrc_of(version), folder)]
-    flags += [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
-    if version.layout == "contiguous":
-        flags.append("-DATTENTION_CONTIGUOUS")
-    if version.role != "attention":
-        flags.append(f"-DATTENTION_{version.role.upper()}")
+    flags = [*binding_flags(target, csrc_of(version), folder), *macros(version)]
     if target == "emulator":
         flags += [flag for flag in version.flags if flag.startswith("-D")]
         if any(re.fullmatch("--?(use_fast_math|ftz=true)", flag) for flag in version.flags):
@@ -214,6 +209,16 @@ def compile_flags(
             only = "a" * version.needs_exactly  # with the instructions that no other GPU has
             flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
     return [*flags, *version.flags]
+
+
+def macros(version: VersionHeader) -> list[str]:
+    """Return the macros that say what common.cuh has to know of a version."""
+    flags = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
+    if version.layout == "contiguous":
+        flags.append("-DATTENTION_CONTIGUOUS")
+    if version.role != "attention":
+        flags.append(f"-DATTENTION_{version.role.upper()}")
+    return flags
 
 
 def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> list[str]:

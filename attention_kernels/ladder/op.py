@@ -1,8 +1,8 @@
 """Turn a version file into a backend: define its op, and build and load it on first use.
 
-The first call compiles it: with nvcc for the GPUs of this machine if the tensors are on CUDA, with
-g++ for the emulator if they are on the CPU. The op of v07_*.cu is
-torch.ops.attention_kernels.<op_prefix>v07; code that calls it directly must call the backend's
+The first call compiles it: with nvcc for the GPUs of this machine if the tensors are on CUDA and
+the wheel has no library of it, with g++ for the emulator if they are on the CPU. The op of v07_*.cu
+is torch.ops.attention_kernels.<op_prefix>v07; code that calls it directly must call the backend's
 prepare() first. A file that takes several dtypes has an op for each: <op_prefix>v07_bfloat16.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import build, compilers, header, prebuilt
 from attention_kernels.ladder.compilers import TARGETS, BuildError
 from attention_kernels.ladder.header import HeaderError, VersionHeader
 from attention_kernels.registry import (
@@ -117,8 +117,14 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
         for spec in specs
         if spec.version is not None and device_type in spec.device_types
         for version in spec.version.builds()
+        if not prebuilt.find(version, device_type)
     ]
     build.build_many(wanted, TARGETS[device_type], _arch(device_type))
+
+
+def is_prebuilt(spec: BackendSpec) -> bool:
+    """Return whether a backend runs libraries from the wheel on CUDA, and so needs no nvcc."""
+    return spec.version is not None and all(map(prebuilt.find, spec.version.builds()))
 
 
 def _arch(device_type: str) -> str:
@@ -185,6 +191,8 @@ class _Op:
 
     def probe(self, device_type: str) -> str | None:
         reason = compilers.missing_compiler(TARGETS[device_type])
+        if reason and prebuilt.find(self.version, device_type):
+            reason = None
         return reason or self.failed.get(device_type)
 
     @untraced
@@ -243,15 +251,16 @@ class _Op:
 def load_op(
     version: VersionHeader, device_type: str, label: str, arch: str | None = None
 ) -> Callable[..., Any]:
-    """Build and load a version; return its op. Raises BuildError.
+    """Load a version, built if the wheel does not have it; return its op. Raises BuildError.
 
-    arch: replaces that of this machine's GPUs, as build() takes it.
+    arch: builds it for these, as build() takes them, and not for this machine's GPUs.
 
     The op of a version whose role is struct takes a tensor on the device to run on, and the
     kernel's parameters as a uint8 tensor on the CPU.
     """
     with _lock:
-        library = build.build(
+        library = prebuilt.find(version, device_type) if arch is None else None
+        library = library or build.build(
             version, TARGETS[device_type], arch or _arch(device_type), label=label
         )
         define_op(version.op, SCHEMAS[version.role])

@@ -90,10 +90,10 @@ class Predictions(Subject[KernelCell]):
         else:
             versions = selection.versions_of(study.family)
             self.versions |= {k: version for k, version in versions.items() if not version.is_host}
-        self.cells = [
-            KernelCell(n, study.batch, study.heads, study.head_dim, is_causal=not study.full)
-            for n in study.seqlens
-        ]
+        first = next(iter(self.versions.values()))
+        dtype = first.dtypes[0] if first else "float32"
+        shape = study.batch, study.heads, study.head_dim
+        self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
@@ -132,27 +132,24 @@ def predict_version(
         why = str(error)
         return [prediction_row(name, one, digest, reason=why) for one in cells]
     return [
-        prediction_row(
-            name,
-            cell,
-            digest,
-            samples=[round(one.time_us, 3)],
-            bound=one.bound,
-            needs_us={key: round(value, 3) for key, value in one.needs_us.items() if value},
-            waiting_us=round(one.waiting_us, 3),
-            uneven_us=round(one.uneven_us, 3),
-            launch_us=round(one.launch_us, 3),
-            load_wavefronts=one.load_wavefronts,
-            store_wavefronts=one.store_wavefronts,
-            **_notes(one),
-        )
+        prediction_row(name, cell, digest, **figures_of(one))
         for cell, one in zip(cells, found, strict=True)
     ]
 
 
-def _notes(one: predict.Prediction) -> dict[str, Any]:
+def figures_of(one: predict.Prediction) -> dict[str, Any]:
+    """Return the figures of a prediction for prediction_row()."""
     notes = {"choice": one.choice, "assumed": [*one.assumed]}
-    return {name: value for name, value in notes.items() if value}
+    return {
+        "samples": [round(one.time_us, 3)],
+        "bound": one.bound,
+        "needs_us": {key: round(value, 3) for key, value in one.needs_us.items() if value},
+        "waiting_us": round(one.waiting_us, 3),
+        "uneven_us": round(one.uneven_us, 3),
+        "launch_us": round(one.launch_us, 3),
+        "load_wavefronts": one.load_wavefronts,
+        "store_wavefronts": one.store_wavefronts,
+    } | {name: value for name, value in notes.items() if value}
 
 
 def prediction_row(

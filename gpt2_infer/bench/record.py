@@ -219,6 +219,8 @@ class Provenance(_Record, kw_only=True):
     cpu_threads: int = 0
     gpu: Gpu | None
     build_flags: dict[str, str] = {}
+    prebuilt: list[str] = []
+    """The backends whose CUDA kernels were in the wheel; the others' were compiled here."""
     packages: dict[str, str]
     precision: dict[str, bool | str] = {}
     """TF32 and matmul settings during the run."""

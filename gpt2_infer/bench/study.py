@@ -133,6 +133,14 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 
+class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
+    """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
+
+    subject = "stalls.StallsByLine"
+    gpu: str = "h200"
+    seqlen: AtLeastOne = 1024
+
+
 class BuildStudy(Study, kw_only=True, tag="build"):
     """Cold builds of the float32 ladder; needs no GPU."""
 
@@ -215,6 +223,7 @@ AnyStudy: TypeAlias = (
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
+    | StallStudy
     | BuildStudy
     | DecodeStudy
     | BatchStudy
@@ -314,7 +323,10 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     module, _, name = study.subject.partition(".")
     subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
     settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
-    file = File(task=task, study=settings, provenance=provenance(), rows=[])
+    about = provenance()
+    if subject.device == "cuda":
+        about.prebuilt = [spec.name for spec in subject.specs if ladder.is_prebuilt(spec)]
+    file = File(task=task, study=settings, provenance=about, rows=[])
     with contextlib.closing(subject):
         progress = Progress(out, file, subject)
         ladder.build_all(subject.device, subject.specs)
@@ -488,6 +500,7 @@ class Progress:
             "packages": about.packages,
             "precision": about.precision,
             "build flags": about.build_flags,
+            "prebuilt": about.prebuilt,
         }
         self._header = msgspec.json.encode((about.date, plan))
         if self.path and self.path.exists():

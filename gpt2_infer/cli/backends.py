@@ -27,6 +27,10 @@ class Backend:
     devices: list[str]
     emulated_on: list[str]
     """The devices on which an emulator runs it."""
+    choices: list[str]
+    """For an alias: what it picks and when."""
+    prebuilt: bool
+    """Whether its CUDA kernels are in the wheel, so that it needs no nvcc."""
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
@@ -58,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         show(f"  {row.name:<{width}}  {state:<26} {row.summary}")
         takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
         dims = ", ".join(map(str, row.head_dims)) or "any"
-        show(f"{indent}takes {takes}; head_dim {dims}")
+        origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
+        show(f"{indent}takes {takes}; head_dim {dims}{origin}")
+        for choice in row.choices:
+            show(f"{indent}{choice}")
         if not here:
             reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
             show(f"{indent}{'; '.join(reasons)}")
@@ -73,6 +80,8 @@ def find() -> list[Backend]:
 
 
 def _describe(spec: BackendSpec) -> Backend:
+    from attention_kernels import ladder
+
     return Backend(
         spec.name,
         spec.family,
@@ -81,5 +90,7 @@ def _describe(spec: BackendSpec) -> Backend:
         head_dims=[*spec.head_dims],
         devices=[*spec.device_types],
         emulated_on=[*spec.emulated_on],
+        choices=[*spec.choices],
+        prebuilt=ladder.is_prebuilt(spec),
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS
+from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS, current_family
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt2_infer.bench.show import tables
 
     out = arguments.out
+    if "families" in arguments:
+        arguments.families = [*map(current_family, arguments.families)]
     try:
         file = find(arguments)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show, show_json
 from gpt2_infer.cli.options import (
     DEFAULT_PROMPT,
+    Former,
     add_model_options,
     add_sampling_options,
     add_text_options,
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from gpt2_infer.request import Request
 
 BACKEND = (
-    "see `gpt2-infer backends` (default: PYTORCH_SDPA_EFFICIENT_ATTENTION on cuda, "
-    "PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
+    "see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA, or without nvcc or if the model is "
+    "not supported PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 DECODE_BACKEND = (
     "attention backend for decoding with --kv-cache (default: the given --backend if it has a "
@@ -65,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     add("--kv-cache", action="store_true", help=KV_CACHE)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
+    instead = "--engine eager"
+    add("--no-cuda-graphs", action=Former, dest="engine", const="eager", instead=instead)
     add("--json", action="store_true", help="print one JSON object, not text and report")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import POSITIVE
+from gpt2_infer.cli.options import POSITIVE, current_family
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def find(arguments: argparse.Namespace) -> list[Resources]:
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import resources
 
-    family = arguments.family or "fp32"
+    family = current_family(arguments.family or "fp32")
     if arguments.names:
         if arguments.family:
             raise RequestError("--family selects a whole ladder: give it or backends, not both")

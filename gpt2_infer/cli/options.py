@@ -9,11 +9,11 @@ import argparse
 import re
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpt2_infer.checks import integer_error
-from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, show
+from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, print_warning, show
 from gpt2_infer.config import PRODUCTS
 from gpt2_infer.errors import RequestError
 
@@ -41,6 +41,7 @@ PRODUCTS_HELP = (
 )
 SEQLEN = "sequence length in tokens (default: %(default)s)"
 TIMEOUT = "time limit in seconds (default: 600)"
+FORMER_FAMILIES = {"custom-cuda": "fp32", "flash-attention-1": "fa1", "wmma-fa2": "wmma_fa2"}
 HEAD_DIM = "head dimension (default: 64, or the first supported)"
 
 
@@ -87,6 +88,29 @@ class Parser(argparse.ArgumentParser):
         """End the process with the message and a pointer to --help."""
         print_error(self.prog, f"{message} (see {self.prog} --help)")
         raise SystemExit(EXIT_BAD_INPUT)
+
+
+class Former(argparse.Action):
+    """The former name of a choice: it still works, and standard error says what to write."""
+
+    def __init__(self, option_strings: Sequence[str], *, instead: str, **fields: Any) -> None:
+        super().__init__(option_strings, nargs=0, help=argparse.SUPPRESS, **fields)
+        self.instead = instead
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object
+    ) -> None:
+        """Set the choice."""
+        setattr(namespace, self.dest, self.const)
+        print_warning(parser.prog, f"{self.option_strings[0]} is deprecated: use {self.instead}")
+
+
+def current_family(name: str) -> str:
+    """Return a family's name, given that or what version 0.1 called it."""
+    current = FORMER_FAMILIES.get(name, name)
+    if current != name:
+        print_warning("gpt2-infer", f"the family {name} is deprecated: use {current}")
+    return current
 
 
 def add_shape_options(add: Callable[..., object], *, heads: int) -> None:

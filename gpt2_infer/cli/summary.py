@@ -17,6 +17,7 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
     """Return what ran and how long it took, for the model `name`, loaded in load_s seconds."""
     import torch
 
+    from attention_kernels import ladder
     from attention_kernels.contract import dtype_name
 
     if model.device.type == "cuda":
@@ -31,6 +32,7 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         )
     specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
     emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
+    on_gpu = {n: spec for n, spec in specs.items() if n and model.device.type == "cuda"}
     report: dict[str, Any] = {
         "model": name,
         "attention": result.attention,
@@ -47,6 +49,7 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "load_s": round(load_s, 4),
         "emulated": bool(emulated),
         "emulated_backends": emulated,
+        "prebuilt_backends": [n for n, spec in on_gpu.items() if ladder.is_prebuilt(spec)],
     }
     if not emulated:
         report |= {
@@ -74,7 +77,9 @@ def format_report(report: dict[str, Any]) -> str:
         return f"{sum(values)}{each}"
 
     def backend(name: str) -> str:
-        return f"{name} (emulated on the CPU)" if name in report["emulated_backends"] else name
+        if name in report["emulated_backends"]:
+            return f"{name} (emulated on the CPU)"
+        return f"{name} (prebuilt)" if name in report["prebuilt_backends"] else name
 
     mode = f"{report['mode']}, {report['engine']} engine"
     if report["length_step"] > 1:

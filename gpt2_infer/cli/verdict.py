@@ -165,8 +165,10 @@ def _stands_for(name: str, device: str | None) -> list[str]:
 
     device = device or registry.preferred_device(spec)
     rungs = {
-        spec.chosen(torch.float32, head_dim, device, seqlen).name
-        for head_dim, seqlen in itertools.product(spec.head_dims, (1, None))
+        spec.chosen(getattr(torch, dtype), head_dim, device, seqlen).name
+        for dtype, head_dim, seqlen in itertools.product(
+            spec.precisions, spec.head_dims, (128, 256, None)
+        )
     }
     return sorted(rungs)
 

@@ -51,6 +51,22 @@ def test_public_names_are_sorted_and_exist():
     assert all(hasattr(attention_kernels, name) for name in public)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason", "name"),
+    [
+        ("float32", 64, None, "CUSTOM_CUDA"),
+        ("float32", 64, "needs nvcc", "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
+        ("float32", 80, None, "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
+        ("bfloat16", 64, None, "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
+    ],
+)
+def test_the_default_on_cuda_is_ours_where_it_serves(dtype, head_dim, reason, name, monkeypatch):
+    monkeypatch.setattr(registry, "_cuda_defaults", {})
+    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
+    device, dtype = torch.device("cuda", 0), getattr(torch, dtype)
+    assert registry.default_backend(device, dtype, head_dim).name == name
+
+
 @settings(deadline=None)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_any_case_and_any_dash_finds_the_backend(name, data):

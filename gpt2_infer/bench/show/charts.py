@@ -451,8 +451,8 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
     shades: dict[str, str] = {}
     for family in dict.fromkeys(families.values()):
         steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
-        for index, name in enumerate(steps):
-            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / max(len(steps) - 1, 1))
+        for index, name in enumerate(steps if len(steps) > 1 else []):
+            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / (len(steps) - 1))
             shades[name] = to_hex(shade)
     fixed = {COLOURS.get(n) for n in names}
     free = iter([colour for colour in OTHERS if colour not in fixed] * 9)

@@ -102,8 +102,8 @@ def row_errors(task: str, *names: str) -> None:
 
 
 def predictions(task: str, *measured: str) -> None:
-    """Print a task's predictions next to the measured times of the same version files."""
-    timed = [row for name in measured for row in main_rows(_newest(name)[1])]
+    """Print a task's predictions next to the times of the same version files, if measured."""
+    timed = [row for name in measured if name in _files() for row in main_rows(_files()[name][1])]
     _show(task, tables.predictions(timed))
     _print(f"{predicted.accuracy(_newest(task)[1], timed)}\n")
 

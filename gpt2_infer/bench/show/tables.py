@@ -467,3 +467,38 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 
 
 LAYOUTS["prediction"] = predictions()
+
+
+def _reason(number: int) -> Getter:
+    """Return how much of the stalls has the main reason, 0, or the next one."""
+
+    def value(row: Row) -> Value:
+        reasons = [*row.extra["stalls"]["reasons"].items()]
+        return "{}, {:.0%}".format(*reasons[number]) if number < len(reasons) else None
+
+    return columns.timed(value)
+
+
+def _worst_line(row: Row) -> Value:
+    line = max(row.extra["stalls"]["lines"], key=lambda one: one["share"])
+    return f"line {line['line']}, {next(iter(line['reasons']))}, {line['share']:.0%}"
+
+
+LAYOUTS["stalls"] = Layout(
+    title=lambda name, file, block: (
+        f"{block[0].kernel}, {file.study['gpu']}: why warps are predicted to stall ({name})"
+    ),
+    rows=_all_rows,
+    columns=[
+        columns.BACKEND,
+        Column("predicted, us", columns.timed(lambda row: row.median), "{:.4g}"),
+        Column(
+            "stalls, % of warp-cycles",
+            columns.timed(lambda row: 100 * (1 - row.extra["stalls"]["issuing"])),
+            "{:.0f}",
+        ),
+        Column("main reason", _reason(0)),
+        Column("second reason", _reason(1)),
+        Column("worst line", columns.timed(_worst_line)),
+    ],
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -18,7 +17,6 @@ from attention_kernels import (
     get_backend,
     ladder,
     list_backends,
-    registry,
 )
 from attention_kernels.backends import cuda
 from attention_kernels.inspection import launches
@@ -276,13 +274,13 @@ def test_the_named_versions_that_run_on_a_device_are_built(monkeypatch):
     assert built == [(["v02"], "cuda", "90"), (on_cpu, "emulator", "")]
 
 
-# CUSTOM_CUDA
+# CUSTOM_CUDA and CUSTOM_CUDA_IEEE
 
 
 @pytest.fixture
 def alias(monkeypatch) -> BackendSpec:
     monkeypatch.setattr(cuda, "_chosen_names", {})
-    return usable("CUSTOM_CUDA", "cpu")
+    return usable("CUSTOM_CUDA_IEEE", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,7 @@ def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkey
 
 def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
     short, long = (alias.chosen(torch.float32, 64, "cpu", n).name for n in (256, 257))
-    assert (short, long) == (cuda.SHORT_OR_WIDE, IEEE[-1])
+    assert (short, long) == (FP32[14], IEEE[-1])
     assert alias.chosen(torch.float32, 128, "cpu", 257).name == short
     compiled = torch.compile(alias.attention, fullgraph=True, backend="eager")
     for seqlen, name in (
@@ -314,16 +312,37 @@ def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
         assert torch.equal(compiled(q, q, q), alias.attention(q, q, q))
 
 
-def test_each_gpu_has_the_version_that_serves_it(alias, clean_registry, monkeypatch):
-    last = get_backend(IEEE[-1])
-    registry._specs[last.name] = dataclasses.replace(last, min_compute_capability=(8, 0))
-    zeros, capabilities = torch.zeros, {0: (7, 5), 1: (9, 0)}
+@pytest.fixture
+def gpus(alias, monkeypatch) -> None:
+    """Five GPUs of different compute capabilities, on which every version serves."""
+    zeros, capabilities = torch.zeros, [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **(k | {"device": "cpu"})))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
     monkeypatch.setattr(BackendSpec, "unsupported_reasons", lambda *_: [])
-    names = [alias.chosen(torch.float32, 64, f"cuda{i}").name for i in (":0", ":1", ":0", "")]
-    assert names == [IEEE[-2], IEEE[-1], IEEE[-2], IEEE[-1]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "seqlen", "versions"),  # by GPU
+    [
+        ("float32", 64, 128, [15, 15, 15, 15, 15]),
+        ("float32", 64, 256, [15, 15, 30, 15, 15]),
+        ("float32", 64, None, [17, 25, 30, 25, 25]),
+        ("float32", 128, None, [15, 25, 25, 25, 25]),
+        ("float16", 64, 257, ["W9", "W9", "H4", "W9", "W9"]),
+        ("float16", 128, None, ["W9", "W9", "H8", "W9", "W9"]),
+        ("float16", 64, 256, ["W9", "W9", "W9", "W9", "W9"]),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_the_alias_is_the_fastest_version_that_each_gpu_runs(dtype, head_dim, seqlen, versions):
+    ladders = {"W": "WMMA_FLASH_ATTENTION_2", "H": "HOPPER", "V": "CUSTOM_CUDA"}
+    alias, dtype = get_backend("CUSTOM_CUDA"), getattr(torch, dtype)
+    names = [(f"V{x}" if isinstance(x, int) else x) for x in versions]
+    names = [f"{ladders[name[0]]}_VERSION_{name[1:]}" for name in names]
+    found = [alias.chosen(dtype, head_dim, f"cuda:{i}", seqlen).name for i in range(5)]
+    assert found == names
+    assert alias.chosen(dtype, head_dim, "cuda", seqlen).name == names[2]
 
 
 def test_the_alias_never_falls_back_from_a_version_that_cannot_be_built(alias, monkeypatch):
@@ -337,7 +356,7 @@ def test_the_alias_never_falls_back_from_a_version_that_cannot_be_built(alias, m
 
 def test_the_alias_takes_what_its_versions_take(alias):
     q = torch.zeros(1, 2, 1, 64, dtype=torch.float16)
-    with pytest.raises(UnsupportedError, match=r"CUSTOM_CUDA .*dtype float16"):
+    with pytest.raises(UnsupportedError, match=r"CUSTOM_CUDA_IEEE .*dtype float16"):
         alias.chosen(q.dtype, 64, "cpu")
     assert alias.unsupported_reasons(q, q, q) == ["dtype float16 (it takes float32)"]
 

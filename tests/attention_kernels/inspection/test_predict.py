@@ -271,8 +271,8 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason():
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
         predict.predict(version, multiprocessor.gpus()["t4"], [64], head_dim=48)
     version = ladder.versions()["HOPPER_VERSION_2"]
-    with pytest.raises(UnsupportedError, match=r"head_dim 32.*wgmma, TMA"):
-        predict.predict(version, H200, [64], head_dim=32)
+    with pytest.raises(UnsupportedError, match=r"head_dim 32.*sm_90a, and A100 SXM is sm_80"):
+        predict.predict(version, multiprocessor.gpus()["a100"], [64], head_dim=32)
 
 
 @pytest.mark.parametrize(

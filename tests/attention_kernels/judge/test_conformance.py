@@ -294,7 +294,7 @@ def test_a_larger_budget_is_shown(capsys, monkeypatch):
 def test_an_alias_is_every_backend_that_it_stands_for(capsys, monkeypatch):
     asked = []
     everything_passes(monkeypatch, asked)
-    assert main(["verify", "CUSTOM_CUDA", "--device", "cpu"]) == 0
+    assert main(["verify", "CUSTOM_CUDA_IEEE", "--device", "cpu"]) == 0
     assert asked == ["CUSTOM_CUDA_VERSION_15", "CUSTOM_CUDA_VERSION_17"]
     assert capsys.readouterr().out.count("PASSED") == 1
 

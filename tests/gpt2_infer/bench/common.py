@@ -235,6 +235,64 @@ def inspection() -> File:
     )
 
 
+def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
+    """Return stalls: by version, its file's digest and the shares of its stalls by line.
+
+    A call takes 100 us, and its warps issue in a fifth of their cycles. Each line waits for line 1
+    and has instructions of two kernels.
+    """
+    found = []
+    for name, (digest, shares) in rows.items():
+        reasons = {"short scoreboard": 0.75, "wait": 0.25}
+        lines = [
+            {
+                "line": line,
+                "share": share,
+                "reasons": reasons,
+                "through": [2],
+                "waits_for": {"1": 0.5},
+                "instructions": [
+                    [0, 0x4A0, "LDS.128 R4, [R12]", share / 2, "short scoreboard"],
+                    [1, 0x10, "FFMA R1, R2, R3, R1", share / 4, "wait"],
+                ],
+                "others": 3,
+            }
+            for line, share in shares
+        ]
+        what_if = {
+            "line": shares[0][0],
+            "share": shares[0][1],
+            "reason": "short scoreboard",
+            "change": "without bank conflicts",
+            "price": "",
+            "time_us": 75.0,
+        }
+        found.append(
+            Row(
+                contender=name,
+                cell=msgspec.to_builtins(KernelCell(1024, head_dim=32)),
+                metric="predicted time",
+                unit="us",
+                samples=[100.0],
+                extra={
+                    "version_digest": digest,
+                    "bound": "latency",
+                    "needs_us": {"shared memory": 30.0},
+                    "stalls": {
+                        "gpu": "H200 SXM",
+                        "time_us": 100.0,
+                        "issuing": 0.2,
+                        "reasons": reasons,
+                        "kernels": ["attention<32>", "combine<32>"],
+                        "lines": lines,
+                        "what_ifs": [what_if],
+                    },
+                },
+            )
+        )
+    return file_of("stalls", found, settings={"gpu": "H200 SXM"})
+
+
 def profile() -> File:
     metrics = {
         "shared_load_wavefronts": 1e6,

@@ -128,6 +128,7 @@ def test_a_truncated_cell_is_measured_again(tmp_path):
         ({"sources": {"A": "2"}}, "sources"),
         ({"cpu_threads": 8, "gpu": None}, "machine"),
         ({"build_flags": {"NVCC_APPEND_FLAGS": "-O1"}}, "build flags"),
+        ({"prebuilt": ["A"]}, "prebuilt"),
         ({"settings": {"rounds": 9}}, "settings"),
         ({"cells": CELLS[:1]}, "settings"),
     ],

@@ -74,6 +74,8 @@ def test_the_report_compares_the_speed_with_the_bandwidth(capsys, demo):
     assert f"{line}\n" in format_report(report)
     assert f"{line}, 50 % of the " in format_report(report | {"read_gb_s": 2 * speed})
     assert f"{line}; no memory was left" in format_report(report | {"read_gb_s": None})
+    prebuilt = format_report(report | {"prebuilt_backends": [report["attention"]]})
+    assert f"{report['attention']} (prebuilt)\n" in prebuilt
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ COMMAND = {  # the words, and the names of the fields
         [],
         {
             *("name", "family", "summary", "precisions", "head_dims", "devices"),
-            *("emulated_on", "unavailable"),
+            *("emulated_on", "prebuilt", "unavailable"),
         },
     ),
     "batch": (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_infer.cli import COMMANDS, main, parse
-from gpt2_infer.cli.options import Parser
+from gpt2_infer.cli.options import Parser, current_family
 
 CHECKED_LATER = ("--temperature", "--top-p")  # Sampling checks these
 ZERO_IS_TAKEN = ("--top-k", "--seed", "--shared")
@@ -53,3 +53,15 @@ def test_one_round_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--out", "r.json", "--rounds", "1"])
     assert "--rounds: must be an integer from 2 to 2147483647, not 1" in capsys.readouterr().err
+
+
+def test_a_former_name_still_works_and_names_the_present_one(capsys):
+    _, arguments = parse(["generate", "--no-cuda-graphs"])
+    assert arguments.engine == "eager"
+    instead = "gpt2-infer generate: warning: --no-cuda-graphs is deprecated: use --engine eager\n"
+    assert capsys.readouterr().err == instead
+    assert current_family("wmma-fa2") == "wmma_fa2"
+    instead = "gpt2-infer: warning: the family wmma-fa2 is deprecated: use wmma_fa2\n"
+    assert capsys.readouterr().err == instead
+    assert current_family("fp32") == "fp32"
+    assert not capsys.readouterr().err

@@ -1,8 +1,8 @@
 """The report on kernels and results: one HTML file that works from disk, without a network.
 
 It needs the extra `report`: Jinja2, and Pygments for highlighting. The page does not depend on when
-or where it is made, so the same input gives the same bytes. Its script puts two versions side by
-side, from their line numbers.
+or where it is made, so the same input gives the same bytes. Its script puts any two versions next
+to each other.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import Access, Recording, record
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.prediction import find_gpu, predict_version, timed_on
-from gpt2_infer.bench.record import File, KernelCell, Shape, read
+from gpt2_infer.bench.prediction import find_gpu, timed_on
+from gpt2_infer.bench.record import File, KernelCell, Row, Shape, read
 from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.ladders import predecessors
 from gpt2_infer.bench.show.page import lanes, source
-from gpt2_infer.bench.show.page.source import Kernel, VersionPair
+from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
 from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
+from gpt2_infer.bench.stalls import explain_version, recorded
 
 __all__ = ["make_page"]
 
@@ -56,8 +57,8 @@ def make_page(
     """Return the HTML page on versions, given by name, and on results files.
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
-    for, a name in gpus(); None for no predictions. predict: the versions to predict if the
-    results have no prediction of them. If a version's accesses cannot be counted, the reason is
+    and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
+    the results have no stalls of them. If a version's accesses cannot be counted, the reason is
     shown. Raises ResultsError, RequestError, or BuildError if a version does not compile.
     """
     if gpu:
@@ -68,15 +69,19 @@ def make_page(
     if gpu:
         results = [one.file for one in measured]
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
-            found = _prediction(kernel, gpu, shape, results, makes=kernel.name in predict)
-            predictions[kernel.name] = found
+            row = _predicted(kernel, gpu, shape, results, makes=kernel.name in predict)
+            predictions[kernel.name] = _chart(row, gpu, results) if row else NO_PREDICTION
+            kernel.stalls = recorded(row) if row else None
     by_name = {kernel.name: kernel for kernel in kernels}
-    comparisons = [
-        VersionPair(by_name[before], by_name[name])
+    steps = [
+        (by_name[before], by_name[name])
         for name, before in predecessors(versions).items()
         if before
     ]
     short = [kernel.version.name for kernel in kernels]
+    labels = {
+        k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
+    }
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     environment = Environment(
         loader=PackageLoader(__name__, ""),
@@ -85,7 +90,12 @@ def make_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"code": _code, "right": _is_right, "figure": "{:,}".format}
+    environment.filters |= {
+        "code": _code,
+        "right": _is_right,
+        "figure": "{:,}".format,
+        "percent": _percent,
+    }
     return environment.get_template("page.html").render(
         policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"style-src '{_digest(text['css'])}'; script-src '{_digest(text['js'])}'",
@@ -94,10 +104,9 @@ def make_page(
         shape=shape,
         kernels=kernels,
         predictions=predictions,
-        labels={
-            k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
-        },
-        comparisons=comparisons,
+        labels=labels,
+        steps=steps,
+        figures=_script_data({k.slug: {"name": labels[k.name]} | k.figures for k in kernels}),
         files=measured,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
@@ -107,6 +116,9 @@ def make_page(
         counts=_download(_counts(kernels, shape)),
         json_of=lambda one: _download(msgspec.json.encode(one.file)),
     )
+
+
+NO_PREDICTION = "no prediction committed"
 
 
 @dataclass(frozen=True)
@@ -176,13 +188,12 @@ def _words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
-def _prediction(
+def _predicted(
     kernel: Kernel, gpu: str, shape: Shape, files: Sequence[File], *, makes: bool
-) -> Picture | str:
-    """Chart a version's prediction for 12 heads and 1,024 tokens.
+) -> Row | None:
+    """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
 
-    Returns the reason instead if there is no prediction. makes: whether to predict if the files
-    have no prediction.
+    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
     """
     card, version = find_gpu(gpu), kernel.version
     cell = KernelCell(
@@ -191,24 +202,30 @@ def _prediction(
     digest = environment.version_digest(version.path.read_text("utf-8"))
     found = [
         row
+        for kind in ("prediction", "stalls")
         for file in files
-        if file.study["kind"] == "prediction" and file.study["gpu"] == card.name
+        if file.study["kind"] == kind and file.study["gpu"] == card.name
         for row in file.rows
         if (row.contender, row.kernel, row.extra["version_digest"]) == (kernel.name, cell, digest)
     ]
-    if not found and not makes:
-        return "no prediction committed"
-    found = found or predict_version(kernel.name, version, [cell], gpu=gpu)
-    if not found[-1].samples:
-        return found[-1].reason
+    if makes and not any("stalls" in row.extra for row in found):
+        return explain_version(kernel.name, version, cell, gpu=gpu)
+    return found[-1] if found else None
+
+
+def _chart(row: Row, gpu: str, files: Sequence[File]) -> Picture | str:
+    """Chart a prediction, or return the reason against it."""
+    if not row.samples:
+        return row.reason
+    card = find_gpu(gpu)
     measured = [
-        (file.task, row)
+        (file.task, one)
         for file in timed_on(card, files)
-        for row in timings_of(found[-1], main_rows(file))
+        for one in timings_of(row, main_rows(file))
     ]
-    title = f"Predicted for {card.name}, microseconds, {cell}"
+    title = f"Predicted for {card.name}, microseconds, {row.kernel}"
     remark = "Grey is the time that a resource would need if it were always busy."
-    return Picture(title, charts.prediction_bars(found[-1], measured), remark)
+    return Picture(title, charts.prediction_bars(row, measured), remark)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:
@@ -264,6 +281,11 @@ def _count(access: Access) -> dict[str, Any]:
     return found
 
 
+def _script_data(found: Any) -> Markup:
+    """Return JSON for a script element, which no text in it can end."""
+    return Markup(msgspec.json.encode(found).decode().replace("<", "\\u003c"))
+
+
 def _download(content: bytes) -> str:
     packed = gzip.compress(content, mtime=0)
     return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"
@@ -286,6 +308,11 @@ def _code(text: str) -> Markup:
 def _spans(text: str) -> Iterator[Markup]:
     for i, part in enumerate(re.split(r"`([^`]*)`", text)):
         yield Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    rounded = round(100 * share, digits) + 0.0  # not -0
+    return f"{rounded:.{digits}f}\u00a0%"
 
 
 def _is_right(table: Table, column: int) -> bool:

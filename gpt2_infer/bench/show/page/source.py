@@ -1,13 +1,14 @@
-"""A kernel's source with the memory accesses of each line, and the changes between versions."""
+"""A kernel's source with the memory accesses and the stalls of each line."""
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from markupsafe import Markup, escape
 from pygments.lexers.c_cpp import CppLexer
@@ -15,9 +16,11 @@ from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access, Recording
 from attention_kernels.ladder.header import VersionHeader
+from gpt2_infer.bench import stalls
 from gpt2_infer.bench.show.figures import group_by
-from gpt2_infer.bench.show.pivot import Table
+from gpt2_infer.bench.stalls import Stalls
 
+STALLS = "stalls"
 COUNTERS = {
     "requests": "warps executing an access",
     "wavefronts": "deliveries of shared memory",
@@ -37,14 +40,15 @@ _TAGS = {
 
 @dataclass
 class Line:
-    """One line of the source and its accesses."""
+    """One line of the source, its accesses and its stalls."""
 
     number: int
     text: str
     html: Markup
     accesses: list[Access] = field(default_factory=list)
     heat: dict[str, int] = field(default_factory=dict)
-    """The line's count relative to the largest of any line, 0 to 8, by counter."""
+    """The line's figure relative to the largest of any line, 0 to 8, by column."""
+    stalls: stalls.Line | None = None
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -54,13 +58,14 @@ class Line:
 
 @dataclass
 class Kernel:
-    """A version: its source and its counts, or why it could not be counted."""
+    """A version: its source, its counts, or why it could not be counted, and its stalls."""
 
     name: str
     version: VersionHeader
     head_dim: int
     recording: Recording | None
     refused: str = ""
+    stalls: Stalls | None = None
 
     @property
     def slug(self) -> str:
@@ -69,16 +74,18 @@ class Kernel:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """The source, with the accesses of each line."""
+        """The source, with the accesses and the stalls of each line."""
         text = self.version.source
         pairs = zip(text.split("\n"), _highlight(text), strict=True)
         found = [Line(number, plain, html) for number, (plain, html) in enumerate(pairs, 1)]
         for access in self.recording.accesses if self.recording else ():
             found[access.lines[0] - 1].accesses.append(access)
         for counter in COUNTERS:
-            most = max(line.counts[counter] for line in found)
-            for line in found:
-                line.heat[counter] = -(-_LEVELS * line.counts[counter] // most) if most else 0
+            _heat(found, counter, [line.counts[counter] for line in found])
+        for one in self.stalls.lines if self.stalls else ():
+            if one.line:
+                found[one.line - 1].stalls = one
+        _heat(found, STALLS, [line.stalls.share if line.stalls else 0.0 for line in found])
         while found and not found[-1].text:
             found.pop()
         return found
@@ -88,18 +95,39 @@ class Kernel:
         """The source without the opening comment, which differs in every version."""
         return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
 
-    @cached_property
-    def totals(self) -> dict[tuple[str, str], int]:
-        """Sums over all accesses, by kind of access, such as "shared load", and counter."""
-        accesses = self.recording.accesses if self.recording else []
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the page's script compares: sums by kind of access, times, figures by line."""
+        found = self.stalls
         return {
-            (f"{memory} {kind}", counter): sum(
-                getattr(a, counter) for a in accesses if a.memory == memory and a.kind == kind
-            )
-            for memory in ("shared", "global")
-            for kind in ("load", "store", "atomic")
-            for counter in COUNTERS
+            "counts": {" ".join(key): total for key, total in self._totals if total},
+            "times": {name: round(us, 3) for name, us in found.times_us.items()} if found else {},
+            "lines": {
+                line.number: [*line.counts.values(), self.stall_us(line)]
+                for line in self.body
+                if line.accesses or line.stalls
+            },
         }
+
+    def stall_us(self, line: Line) -> float:
+        """Return the part of the predicted time that warps stall at a line."""
+        return round(self.stalls.us(line.stalls.share), 3) if self.stalls and line.stalls else 0.0
+
+    @property
+    def _totals(self) -> Iterator[tuple[tuple[str, str, str], int]]:
+        """Yield sums over all accesses, by memory, kind of access and counter."""
+        accesses = self.recording.accesses if self.recording else []
+        for memory in ("shared", "global"):
+            for kind in ("load", "store", "atomic"):
+                mine = [a for a in accesses if (a.memory, a.kind) == (memory, kind)]
+                for counter in COUNTERS:
+                    yield (memory, kind, counter), sum(getattr(a, counter) for a in mine)
+
+
+def _heat(lines: Sequence[Line], column: str, values: Sequence[float]) -> None:
+    most = max(values)
+    for line, value in zip(lines, values, strict=True):
+        line.heat[column] = math.ceil(_LEVELS * value / most) if most else 0
 
 
 def _highlight(text: str) -> Iterator[Markup]:
@@ -119,82 +147,6 @@ def _highlight(text: str) -> Iterator[Markup]:
 def _joined(line: Markup) -> Markup:
     """Merge adjacent elements of the same kind."""
     return Markup(re.sub(r"</(\w+)>( *)<\1>", r"\2", line))
-
-
-# ---- Two versions --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """Lines of an older version and their replacement in a newer one."""
-
-    places: tuple[str, str]
-    """The lines of each: "61\u201364", "61", or "after 60" if it has no lines there."""
-    changes: list[str]
-    """Differences between the sums of the counters."""
-
-
-@dataclass(frozen=True)
-class VersionPair:
-    """Two versions side by side."""
-
-    old: Kernel
-    new: Kernel
-
-    @property
-    def slug(self) -> str:
-        """The identifier in the page's URL fragments."""
-        return f"{self.old.slug}--{self.new.slug}"
-
-    @property
-    def totals(self) -> Table:
-        """The counters of both versions."""
-        rows = [
-            (kind, counter, f"{before:,}", f"{after:,}", _difference(before, after))
-            for (kind, counter), before in self.old.totals.items()
-            for after in [self.new.totals[kind, counter]]
-            if before or after
-        ]
-        head = ["access", "counter", self.old.version.name, self.new.version.name, "difference"]
-        return Table("Memory traffic of the whole launch", head, rows)
-
-    @property
-    def hunks(self) -> Iterator[Hunk]:
-        """The lines that differ, in the source or in a counter."""
-        old, new = self.old.body, self.new.body
-        for tag, a, b, c, d in _matcher(old, new).get_opcodes():
-            if tag != "equal":
-                yield _hunk(old, a, b, new, c, d)
-                continue
-            for i, j in zip(range(a, b), range(c, d), strict=True):
-                if old[i].counts != new[j].counts:
-                    yield _hunk(old, i, i + 1, new, j, j + 1)
-
-
-def _matcher(old: list[Line], new: list[Line]) -> difflib.SequenceMatcher[str]:
-    return difflib.SequenceMatcher(
-        None, [line.text for line in old], [line.text for line in new], autojunk=False
-    )
-
-
-def _hunk(old: list[Line], a: int, b: int, new: list[Line], c: int, d: int) -> Hunk:
-    sums = (
-        (counter, *(sum(line.counts[counter] for line in of) for of in (old[a:b], new[c:d])))
-        for counter in COUNTERS
-    )
-    changes = [f"{name} {one:,} \u2192 {other:,}" for name, one, other in sums if one != other]
-    return Hunk((_place(old, a, b), _place(new, c, d)), changes)
-
-
-def _place(lines: list[Line], first: int, end: int) -> str:
-    number = lines[0].number + first
-    if end == first:
-        return f"after {number - 1}"
-    return f"{number}\u2013{number + end - first - 1}" if end - first > 1 else f"{number}"
-
-
-def _difference(before: int, after: int) -> str:
-    return "0" if before == after else f"{after - before:+,}".replace("-", "\u2212")
 
 
 # ---- One request ---------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ pytest.importorskip("pygments")
 
 from attention_kernels import ladder, list_backends
 from attention_kernels.ladder.header import parse_header
+from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.show.page import Measured, make_page
-from tests.gpt2_infer.bench.common import kernel, kernels
+from tests.gpt2_infer.bench.common import kernel, kernels, stalls
 
 pytestmark = pytest.mark.slow  # versions are compiled for the emulator
 
@@ -38,16 +39,35 @@ HOST_CODE = f"""\
 const char* text = "{HOSTILE}";
 """
 V1, V2 = "custom-cuda-version-1", "custom-cuda-version-2"
+NAMES = {V1: "CUSTOM_CUDA_VERSION_1", V2: "CUSTOM_CUDA_VERSION_2"}
+PRODUCT, BARRIER = "s += sQ[", "    __syncthreads();"
+SHARES = {V1: {PRODUCT: 0.6, BARRIER: 0.4}, V2: {PRODUCT: 0.1, BARRIER: 0.9}}
+"""Shares of the stalls, by the text of the line."""
+
+
+def line_of(slug: str, text: str) -> int:
+    """The number of the first line that has a text."""
+    lines = ladder.versions()[NAMES[slug]].source.split("\n")
+    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 def make(folder: Path) -> str:
-    """The page of two rungs, of a file that is not counted, and of results."""
+    """The page of two rungs with stalls, of a file that is not counted, and of results."""
     list_backends()
     rungs = ladder.versions()
-    versions = {name: rungs[name] for name in ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2")}
+    versions = {name: rungs[name] for name in NAMES.values()}
+    stalled = {
+        name: (
+            environment.version_digest(rungs[name].source),
+            [(line_of(slug, text), share) for text, share in SHARES[slug].items()],
+        )
+        for slug, name in NAMES.items()
+    }
+    stalls(stalled).write(folder / "stalls.json")
     versions[HOSTILE] = parse_header(folder / "v03_hostile.cu")
     shape = Shape(num_heads=1, seqlen=33, head_dim=32)
-    return make_page(versions, [folder / "results.json"], shape)
+    files = [folder / "results.json", folder / "stalls.json"]
+    return make_page(versions, files, shape, gpu="h200")
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +97,18 @@ def test_the_figures_are_those_of_the_json(file):
     page = file.read_text("utf-8")
     results = json.loads(file.with_name("results.json").read_text("utf-8"))
     assert downloads(page)["results.json"] == results
-    for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
+    for slug, name in NAMES.items():
         found = accesses(page, name)
-        lines = {access["lines"][0] for access in found}
+        shares = {line_of(slug, text): share for text, share in SHARES[slug].items()}
+        lines = {access["lines"][0] for access in found} | {*shares}
         view = page.partition(f'<section class="view" id="{slug}">')[2].partition("</section>")[0]
-        heated = re.findall(r"<li value=(\d+)><details><summary>(.*?)</summary>", view)
+        heated = re.findall(r"<li value=(\d+)[^>]*><details><summary>(.*?)</summary>", view)
         assert {int(line) for line, _ in heated} == lines
         for line, row in heated:
-            shown = re.findall(r"<span(?: class=h\d)?>([\d,]*)</span>", row)
+            share, *shown = re.findall(r"<span[^>]*>([^<]*)</span>", row)
+            assert share == (
+                f"{shares[int(line)]:.1%}".replace("%", "\xa0%") if int(line) in shares else ""
+            )
             mine = [access for access in found if access["lines"][0] == int(line)]
             counters = ("requests", "wavefronts", "conflicts", "sectors")
             sums = [sum(access[counter] for access in mine) for counter in counters]
@@ -107,7 +131,7 @@ def test_the_source_is_escaped(file):
     page = file.read_text("utf-8")
     assert page.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;") >= 4
     assert "<img src" not in page
-    assert page.count("</script>") == 1
+    assert page.count("</script>") == 2
 
 
 @pytest.fixture
@@ -150,10 +174,38 @@ def test_a_click_on_a_heated_line_opens_its_map_and_the_address_keeps_it(open_pa
     assert not heated.is_visible()
 
 
+def test_a_link_to_a_line_shows_its_stalls_and_its_machine_instructions(open_page):
+    product, barrier = line_of(V1, PRODUCT), line_of(V1, BARRIER)
+    page = open_page(f"#{V1}:{barrier}")
+    view = page.locator(f"#{V1}")
+    assert "75.0\t25\xa0%" in view.get_by_role("region", name="would gain").inner_text()
+    opened = view.locator(f"li[value='{barrier}'] .sass")
+    assert opened.is_visible()
+    assert not view.locator(f"li[value='{barrier}'] svg").count()
+    view.get_by_role("region", name="would gain").get_by_role("link").click()
+    line = view.locator(f"li[value='{product}']")
+    line.locator(".sass").wait_for()
+    assert not opened.is_visible()
+    assert line.locator("summary span").first.get_attribute("title") == (
+        "75\xa0% short scoreboard, 25\xa0% wait"
+    )
+    shown = line.locator(".sass").inner_text()
+    assert "60.0\xa0% of the stalls, 48.0 us: 75\xa0% short scoreboard, 25\xa0% wait." in shown
+    assert "Waits for line 1 (50\xa0%)." in shown
+    rows = [row.split("\t") for row in line.locator(".sass tr").all_inner_texts()]
+    assert rows == [
+        ["attention<32>"],
+        ["04a0", "LDS.128 R4, [R12]", "30.0\xa0%", "short scoreboard"],
+        ["combine<32>"],
+        ["0010", "FFMA R1, R2, R3, R1", "15.0\xa0%", "wait"],
+        ["", "3 other instructions below 0.1\xa0%"],
+    ]
+
+
 def test_without_javascript_every_view_is_there_and_every_line_of_a_source(open_page, file):
     page = open_page(java_script_enabled=False)
     assert page.locator(".view:visible").count() == file.read_text("utf-8").count('class="view"')
-    for name, slug in (("CUSTOM_CUDA_VERSION_1", V1), ("CUSTOM_CUDA_VERSION_2", V2)):
+    for slug, name in NAMES.items():
         lines = page.locator(f"#{slug} .source > li").evaluate_all(
             "all => all.map(li => (li.querySelector('summary code') ?? li).textContent.trimEnd())"
         )
@@ -171,14 +223,30 @@ def test_two_versions_show_that_the_conflicts_disappear(open_page, file):
     assert conflicts > 0
     page = open_page()
     page.get_by_role("link", name="v01 \u2192 v02").click()
-    view = page.locator(f"#{V1}--{V2}")
+    view = page.locator("#compare")
     view.wait_for(state="visible")
     assert f"conflicts {conflicts:,} \u2192 0" in view.inner_text()
     rows = [row.split("\t") for row in view.locator("tr").all_inner_texts()]
-    assert ["shared load", "conflicts", f"{conflicts:,}", "0", f"\u2212{conflicts:,}"] in rows
+    assert ["shared load conflicts", f"{conflicts:,}", "0", f"\u2212{conflicts:,}"] in rows
     changed = view.locator("tr.differs").first.inner_text()
     assert "k_stride = head_dim;" in changed
     assert "k_stride = head_dim + 1;" in changed
+
+
+def test_any_two_versions_show_the_change_in_stalls(open_page):
+    page = open_page("#compare")
+    view = page.locator("#compare")
+    rows = [row.split("\t") for row in view.locator("tr").all_inner_texts()]
+    assert ["predicted time", "100.0", "100.0", "0.0"] in rows
+    assert view.locator(".changes").first.inner_text() != ""
+    assert "stalls 48.0 \u2192 8.0 us" in view.inner_text()
+    page.get_by_role("combobox", name="From").select_option(V2)
+    page.get_by_role("combobox", name="to", exact=True).select_option(V1)
+    page.wait_for_url(f"**/page.html#{V2}--{V1}")
+    assert "stalls 8.0 \u2192 48.0 us" in view.inner_text()
+    assert "stalls 72.0 \u2192 32.0 us" in view.inner_text()
+    page.get_by_role("combobox", name="to", exact=True).select_option(index=2)
+    assert "Stalls are not compared, because" in view.inner_text()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +254,7 @@ def test_two_versions_show_that_the_conflicts_disappear(open_page, file):
 )
 def test_the_page_is_accessible(open_page, violations, scheme, options):
     """Check all views at once, as they are without the script, with some of the maps open."""
-    page = open_page(color_scheme=scheme)
+    page = open_page(f"#{V1}--{V2}", color_scheme=scheme)
     page.evaluate(
         """() => {
           document.querySelectorAll('.view').forEach(view => view.hidden = false);
@@ -201,6 +269,6 @@ def test_only_a_chart_that_could_not_be_read_scrolls_sideways(open_page, width):
     page = open_page(viewport={"width": width, "height": 800}, java_script_enabled=False)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     charts = page.locator(".chart").evaluate_all("all => all.map(it => it.clientWidth)")
-    assert len(charts) == 5  # the turns of two versions, and three of the results
+    assert len(charts) == 7  # the prediction and the turns of two versions, three of the results
     assert all(width == 1000 or shown == 600 for shown in charts)
     assert max(charts) <= max(width, 600)

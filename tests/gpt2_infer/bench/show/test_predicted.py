@@ -10,9 +10,10 @@ from attention_kernels import ladder, list_backends
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import prediction_row
 from gpt2_infer.bench.record import KernelCell, Shape
-from gpt2_infer.bench.show.page import Picture, _prediction
+from gpt2_infer.bench.show import page
+from gpt2_infer.bench.show.page import Picture, _chart, _predicted
 from gpt2_infer.bench.show.page.source import Kernel
-from tests.gpt2_infer.bench.common import file_of, kernels
+from tests.gpt2_infer.bench.common import file_of, kernels, stalls
 
 NAME = "CUSTOM_CUDA_VERSION_2"
 
@@ -38,10 +39,27 @@ def test_a_prediction_is_drawn_with_the_time_of_the_same_file():
     for one in timing.of("time"):
         one.extra["version_digest"] = digest
     kernel, files = Kernel(NAME, version, 64, None), [predictions, timing]
-    picture = _prediction(kernel, "h200", Shape(seqlen=128), files, makes=False)
+    found = _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False)
+    assert found is row
+    picture = _chart(row, "h200", files)
     assert isinstance(picture, Picture)
     own = ["30.0", "20.0", "10.0", "19.0", "1.0", "60.0"]
     assert re.findall(r">(\d\d?\.\d)<", picture.svg.decode()) == [*own, "50.0"]
     row.extra["version_digest"] = "of other code"
-    found = _prediction(kernel, "h200", Shape(seqlen=128), files, makes=False)
-    assert found == "no prediction committed"
+    assert _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False) is None
+
+
+def test_a_version_without_stalls_in_the_results_is_explained(monkeypatch):
+    list_backends()
+    version = ladder.versions()[NAME]
+    digest = environment.version_digest(version.source)
+    cell = KernelCell(1024, head_dim=32)
+    predicted = prediction_row(NAME, cell, digest, samples=[60.0])
+    explained = prediction_row(NAME, cell, digest, samples=[61.0], stalls={})
+    monkeypatch.setattr(page, "explain_version", lambda *_, **__: explained)
+    predictions = file_of("prediction", [predicted], settings={"gpu": "H200 SXM"})
+    kernel, shape = Kernel(NAME, version, 32, None), Shape(seqlen=128)
+    assert _predicted(kernel, "h200", shape, [predictions], makes=True) is explained
+    recorded = stalls({NAME: (digest, [(1, 1.0)])})
+    files = [recorded, predictions]
+    assert _predicted(kernel, "h200", shape, files, makes=True) is recorded.rows[0]

@@ -1,0 +1,163 @@
+"""Build the wheel for Linux on x86-64, which contains the library of every CUDA kernel.
+
+    python scripts/make_wheel.py [--only BACKEND ...] [--jobs N] [--out FOLDER]
+
+It needs nvcc 13 and g++. The objects stay in build/wheel, so that the next run compiles only what
+has changed. The wheel is for every Python and for torch 2.10 or later; problems() checks that.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from attention_kernels import ladder
+from attention_kernels.ladder import compilers, prebuilt
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import CSRC, VersionHeader
+from gpt2_infer.cli import Parser
+
+ROOT = Path(__file__).parents[1]
+TAG = "manylinux_2_28_x86_64"
+MOST_MIB = 60
+# What TAG promises: these libraries, and symbols up to these versions (auditwheel's policy).
+LIBRARIES = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6"}
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+# torch's stable ABI. Its headers declare only what torch 2.10 has: see TORCH_TARGET_VERSION.
+STABLE = re.compile(r"(aoti_)?torch_\w+")
+UNDEFINED = re.compile(r" (GLOBAL|WEAK) +\w+ +UND (\w+)(?:@(\S+))?")
+RULES = """\
+rule compile
+  command = $words -MD -MF $out.d -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $out
+rule link
+  command = $words -o $out
+  description = $out
+"""
+
+
+def problems(library: Path) -> list[str]:
+    """Return what would keep a library from loading on a machine that TAG stands for."""
+    command = ["readelf", "--dynamic", "--dyn-syms", "--wide", str(library)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    expected = {*LIBRARIES, "libtorch.so", prebuilt.CUDA_RUNTIME}
+    needed = {*re.findall(r"\(NEEDED\).*\[(.+)\]", text)}
+    found = [f"needs {name}" for name in sorted(needed - expected)]
+    paths = re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", text)
+    found += [f"looks for libraries in {path}" for path in paths]
+    for binding, symbol, version in UNDEFINED.findall(text):
+        if not version:
+            if binding == "GLOBAL" and not STABLE.fullmatch(symbol):
+                found.append(f"needs {symbol}, which is not in torch's stable ABI")
+        elif version != prebuilt.CUDA_RUNTIME and not _has(version):
+            found.append(f"needs {symbol} of {version}, which {TAG} lacks")
+    return found
+
+
+def _has(version: str) -> bool:
+    """Return whether TAG promises a version of symbols, e.g. GLIBC_2.14."""
+    name, _, number = version.partition("_")
+    if name not in NEWEST or not re.fullmatch(r"\d+(\.\d+)*", number):
+        return False
+    return tuple(map(int, number.split("."))) <= NEWEST[name]
+
+
+def build(versions: Iterable[VersionHeader], folder: Path, jobs: int | None = None) -> list[Path]:
+    """Build the libraries of versions in a folder. Raises BuildError or CalledProcessError."""
+    statements = [RULES]
+
+    def add(rule: str, output: str, command: Sequence[str], *inputs: str) -> str:
+        words = shlex.join([*command, *inputs]).replace("$", "$$")
+        statements.append(f"build {output}: {rule} {' '.join(inputs)}\n  words = {words}\n")
+        return output
+
+    gxx, libtorch = str(compilers.find_gxx()), Path(torch.__file__).parent
+    command = [gxx, "-O1", "-fPIC", "-c"]
+    older = add("compile", "older.o", command, str(ROOT / "scripts/older_libraries.cpp"))
+    hidden = "-Xcompiler=-fPIC,-fvisibility=hidden"
+    command = [*compilers.binding_flags("cuda", CSRC), "-isystem", f"{libtorch}/include", "-O1"]
+    for folder_name in (f"{CSRC}/", f"{libtorch}/include/"):  # in torch's error messages
+        command.append(f"-Xcompiler=-fmacro-prefix-map={folder_name}=")
+    binding = add("compile", "binding.o", [*command, hidden, "-c"], str(CSRC / "binding.cpp"))
+    cudart = str(compilers.cuda_runtime(str(compilers.find_nvcc())))
+    link = [gxx, "-shared", "-s", "-Wl,--no-as-needed", f"-L{libtorch}/lib", "-ltorch", cudart]
+    libraries = []
+    for version in versions:
+        # Without -lineinfo, which would double the size.
+        command = compilers.compile_flags(version, "cuda", prebuilt.ARCHITECTURES)
+        command += [hidden, "-O3", "--compress-mode=size", "--disable-warnings", "-c"]
+        kernel = add("compile", f"{version.op}.o", command, str(version.path))
+        library = add("link", prebuilt.library_name(version), link, kernel, binding, older)
+        libraries.append(folder / library)
+    (folder / "build.ninja").write_text("".join(statements), "utf-8")
+    limit = ["-j", str(jobs)] if jobs else []
+    subprocess.run([compilers.find_ninja(), *limit], cwd=folder, check=True)
+    return libraries
+
+
+def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
+    """Build the wheel with these libraries, for a platform tag, into a folder; return its path."""
+    with tempfile.TemporaryDirectory() as temporary:
+        source, wheels = Path(temporary) / "source", Path(temporary) / "wheels"
+        ignored = shutil.ignore_patterns("__pycache__")
+        for name in ("attention_kernels", "gpt2_infer"):
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+        folder = source / prebuilt.FOLDER.relative_to(ROOT)
+        folder.mkdir()
+        for library in libraries:
+            shutil.copy(library, folder)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+        options = ["--no-deps", "--no-index", "--no-build-isolation", f"--wheel-dir={wheels}"]
+        options.append(f"--config-settings=--build-option=--plat-name={tag}")
+        subprocess.run([*pip, *options, str(source)], check=True)
+        (wheel,) = wheels.iterdir()
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, out))
+
+
+def main() -> int:
+    """Run the script and return the exit status."""
+    known = ladder.versions()
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="BACKEND", choices=known, help="only these backends' kernels")
+    add("--jobs", type=int, help="compilers that run at once (default: ninja's)")
+    add("--out", type=Path, default=ROOT / "dist", help="the wheel's folder (default: dist)")
+    arguments = parser.parse_args()
+    wanted = [known[name] for name in arguments.only or known]
+    versions = [one for version in wanted if not version.is_host for one in version.builds()]
+    folder = ROOT / "build/wheel"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        libraries = build(versions, folder, arguments.jobs)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:  # ninja has shown the compiler's errors
+        return error.returncode
+    if found := [f"{file.name} {text}" for file in libraries for text in problems(file)]:
+        print(*found, sep="\n", file=sys.stderr)
+        return 1
+    wheel = pack(libraries, arguments.out)
+    mib = wheel.stat().st_size / 2**20
+    print(f"{wheel}: {len(libraries)} libraries, {mib:.1f} MiB")
+    if mib > MOST_MIB:
+        print(f"a wheel may have at most {MOST_MIB} MiB", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

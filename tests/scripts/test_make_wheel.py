@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from attention_kernels.ladder import compilers
+from scripts import make_wheel
+
+NEEDS = """
+int later(), own(), aoti_torch_later();
+int needs() { return later() + own() + aoti_torch_later(); }
+"""
+
+
+@pytest.fixture
+def link(tmp_path):
+    """link(name, code, *flags): the path of a new shared library in C."""
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+
+    def link(name, code, *flags):
+        (tmp_path / "code.c").write_text(code)
+        command = [compilers.find_gxx(), "-x", "c", "code.c", "-shared", "-fPIC", "-o", name]
+        subprocess.run([*command, "-x", "none", *flags], cwd=tmp_path, check=True)
+        return tmp_path / name
+
+    return link
+
+
+def test_a_library_that_would_not_load_everywhere_is_found_out(link, tmp_path):
+    allowed = "int aoti_torch_later(); int needs() { return aoti_torch_later(); }"
+    assert make_wheel.problems(link("fine.so", allowed)) == []
+    (tmp_path / "versions").write_text("GLIBC_2.29 { later; };")
+    link("libnew.so", "int later() { return 1; }", "-Wl,--version-script=versions")
+    library = link("bad.so", NEEDS, "libnew.so", "-Wl,-rpath,/opt/torch")
+    assert sorted(make_wheel.problems(library)) == [
+        "looks for libraries in /opt/torch",
+        "needs later of GLIBC_2.29, which manylinux_2_28_x86_64 lacks",
+        "needs libnew.so",
+        "needs own, which is not in torch's stable ABI",
+    ]
