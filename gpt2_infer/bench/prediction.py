@@ -90,10 +90,8 @@ class Predictions(Subject[KernelCell]):
         else:
             versions = selection.versions_of(study.family)
             self.versions |= {k: version for k, version in versions.items() if not version.is_host}
-        self.cells = [
-            KernelCell(n, study.batch, study.heads, study.head_dim, is_causal=not study.full)
-            for n in study.seqlens
-        ]
+        shape = study.batch, study.heads, study.head_dim, study.dtype
+        self.cells = [KernelCell(n, *shape, is_causal=not study.full) for n in study.seqlens]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
