@@ -91,7 +91,7 @@ class Predictions(Subject[KernelCell]):
             versions = selection.versions_of(study.family)
             self.versions |= {k: version for k, version in versions.items() if not version.is_host}
         first = next(iter(self.versions.values()))
-        dtype = first.dtypes[0] if first else "float32"
+        dtype = first.dtypes[0] if first else study.dtype
         shape = study.batch, study.heads, study.head_dim
         self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
         self.facts = {"gpu": card.name}
