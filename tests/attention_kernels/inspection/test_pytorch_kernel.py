@@ -32,7 +32,7 @@ def test_the_parameters_are_those_of_the_struct_in_libtorch():
 def test_the_launch_is_that_of_pytorch(monkeypatch, tmp_path):
     library = tmp_path / "libtorch_cuda.so"
     monkeypatch.setenv(pytorch_kernel.LIBRARY, str(library))
-    with pytest.raises(UnsupportedError, match="there is no .*libtorch_cuda.so"):
+    with pytest.raises(UnsupportedError, match=r"there is no .*libtorch_cuda\.so"):
         pytorch_kernel.request_of(GPUS["h200"], CASE, "float32")
     library.touch()
     found = pytorch_kernel.request_of(GPUS["h200"], CASE, "float32")
