@@ -130,6 +130,7 @@ class Blocks:
         self.mask = self.exists  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
+        self.shared_end = 0  # bytes of shared memory up to the highest address accessed
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self.fewest: Counter[int] = Counter()
@@ -217,6 +218,8 @@ class Blocks:
 
         size: bytes per lane. merges: two groups of lanes can share a wavefront.
         """
+        if mask.any():
+            self.shared_end = max(self.shared_end, int(addresses[mask].max()) + size)
         by_warp = addresses.reshape(-1, WARP)
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)

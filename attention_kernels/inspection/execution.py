@@ -9,7 +9,7 @@ understood correctly, and the counts equal the profiler's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,7 +28,8 @@ _CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")
 def run(blocks: Blocks, max_issued: int) -> None:
     """Run until every thread has ended.
 
-    Raises SassError after max_issued instructions, and for an unknown instruction or operand.
+    Raises SassError after max_issued instructions, and for an unknown branch or operand. Other
+    unknown instructions write zero.
     """
     code = blocks.code
     operations = [_operation(one) for one in code]
@@ -237,6 +238,16 @@ def _minimum(blocks: Blocks, one: Instruction) -> Values:
     return np.where(blocks.predicate(trailing[0]), np.minimum(x, y), np.maximum(x, y))
 
 
+def _extend(blocks: Blocks, one: Instruction) -> Values:
+    """Execute SGXT: repeat the sign bit of the lowest bits, or with .U32 clear the bits above."""
+    source, width = (blocks.read(x) for x in one.operands[1:3])
+    bits = source & (1 << width) - 1
+    if "U32" in one.modifiers:
+        return bits
+    sign: Values = 1 << np.maximum(width, 1) - 1
+    return (bits ^ sign) - sign
+
+
 def _permute(blocks: Blocks, one: Instruction) -> Values:
     a, select, b = (blocks.read(x) for x in one.operands[1:4])
     pair = a | b << 32
@@ -369,7 +380,7 @@ def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
 # ---- Floating point ------------------------------------------------------------------------------
 
 _FLOATING = re.compile(
-    r"F(ADD|MUL|FMA|MNMX|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|REDUX"
+    r"F(ADD|MUL|FMA|MNMX|SET|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|REDUX"
     r"|MATCH|MOVM"
 )
 
@@ -384,6 +395,10 @@ def _zero(blocks: Blocks, one: Instruction) -> None:
         blocks.write64(found, 0)
     else:
         blocks.write(found, 0)
+
+
+def _unknown(blocks: Blocks, one: Instruction) -> None:
+    _zero(blocks, one)
 
 
 def _two_halves(blocks: Blocks, one: Instruction) -> None:
@@ -431,7 +446,7 @@ _NO_EFFECT = {
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
     "SEL": _select, "FSEL": _select,
-    "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,
+    "SGXT": _extend, "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,
     "SHF": _shift, "PRMT": _permute, "R2UR": _to_uniform, "P2R": _predicates_to_register,
     "I2F": _to_float, "I2FP": _to_float,
     "MOV": lambda blocks, one: blocks.read(one.operands[1]),
@@ -456,6 +471,19 @@ _OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 
 
+_DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
+_UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
+
+
+def assumed(code: Sequence[Instruction]) -> list[str]:
+    """Return the names of the instructions that are timed as integer arithmetic for lack of data.
+
+    Those are double precision, and whatever is unknown.
+    """
+    found = {one.name for one in code if _operation(one) is _unknown}
+    return sorted(found | {one.name for one in code if _DOUBLE.fullmatch(one.base)})
+
+
 def _operation(one: Instruction) -> Operation | None:
     base = one.base
     if base in _NO_EFFECT:
@@ -466,12 +494,12 @@ def _operation(one: Instruction) -> Operation | None:
         return _writer(_reciprocal)
     if _FLOATING.fullmatch(base):
         return _zero
-    for name in (base, base.removeprefix("U")):
-        if name in _VALUES:
-            return _writer(_VALUES[name])
-        if name in _OPERATIONS:
-            return _OPERATIONS[name]
-    raise SassError(f"unknown instruction {one.name}")
+    name = base if base in _OPERATIONS or base in _VALUES else base.removeprefix("U")
+    if name in _VALUES:
+        return _writer(_VALUES[name])
+    if _UNKNOWN_BRANCH.fullmatch(base):
+        raise SassError(f"cannot follow the branch {one.name}")
+    return _OPERATIONS.get(name, _unknown)
 
 
 def _writer(value: Callable[[Blocks, Instruction], Values | int]) -> Operation:

@@ -97,8 +97,31 @@ def explain(
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
         program = predict.compile_program(version, gpu, Path(folder), "-lineinfo")
-        frames = _frames(program, Path(folder))
+        table = _line_table(program, Path(folder) / "kernel.cubin")
         models = predict.models_of(program, case)
+    frames = {
+        symbol: line_table.own_lines(instructions, program.path)
+        for symbol, instructions in table.items()
+    }
+    return _explained(models, case, frames, version.source)
+
+
+def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path) -> Explanation:
+    """Explain one launch. Its lines are those of the file in the cubin's line table, if any."""
+    symbol = model.launch.symbol
+    instructions = _line_table(program, cubin)[symbol]
+    path = next((Path(frames[0][0]) for frames in instructions if frames), None)
+    frames = {symbol: line_table.own_lines(instructions, path or program.path)}
+    source = path.read_text("utf-8", "replace") if path and path.is_file() else ""
+    return _explained([(1, model)], case, frames, source)
+
+
+def _explained(
+    models: Sequence[tuple[int, LaunchModel]],
+    case: Case,
+    frames: dict[str, list[tuple[int, ...]]],
+    source: str,
+) -> Explanation:
     each = []
     watches = [Watch() for _ in models]
     for (count, model), watch in zip(models, watches, strict=True):
@@ -109,14 +132,14 @@ def explain(
             for one in sorted(watch.cycles, key=watch.cycles.__getitem__)
             if one.reason != BARRIER
         ]
-        frames[symbol] = line_table.mended(frames[symbol], waits, version.source)
+        frames[symbol] = line_table.mended(frames[symbol], waits, source)
     prediction = predict.sum_of(each, case)
     lines = [[(chain or (0,))[0] for chain in frames[one.launch.symbol]] for _, one in models]
     places = _places(each, watches, lines)
     stalled = [place for place in places if place.reason != SELECTED]
     total = sum(place.share for place in stalled) or 1.0
     shares = [place._replace(share=place.share / total) for place in stalled]
-    text = ["", *version.source.split("\n")]
+    text = ["", *source.split("\n")]
     return Explanation(
         prediction,
         _by_reason(shares),
@@ -131,18 +154,14 @@ def explain(
     )
 
 
-def _frames(program: Program, folder: Path) -> dict[str, list[tuple[int, ...]]]:
-    """Return the lines of each kernel's instructions in the version file, by symbol."""
-    command = [predict.find_disassembler("nvdisasm"), "-gi", "-c", str(folder / "kernel.cubin")]
+def _line_table(program: Program, cubin: Path) -> dict[str, list[line_table.Frames]]:
+    """Return the frames of each kernel's instructions, by symbol."""
+    command = [predict.find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]
     table = line_table.parse(compilers.output_of(command))
-    found = {
-        symbol: line_table.own_lines(instructions, program.version.path)
-        for symbol, instructions in table.items()
-    }
     for symbol, code in program.code.items():
-        if len(found.get(symbol, ())) != len(code):
+        if len(table.get(symbol, ())) != len(code):
             raise compilers.BuildError(f"nvdisasm and cuobjdump differ in the code of {symbol}")
-    return found
+    return table
 
 
 def _places(
@@ -200,7 +219,7 @@ def _lines(
             LineStalls(
                 line,
                 max(chains, key=lambda chain: chains[chain]),
-                text[line].strip(),
+                text[line].strip() if line < len(text) else "",
                 sum(place.share for place in mine),
                 _by_reason(mine),
                 _sorted(waits_for),

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.ladder import build, compilers, header
@@ -19,6 +20,7 @@ from attention_kernels.ladder.header import VersionHeader
 # The longest sequence that csrc/binding.cpp accepts.
 MAX_SEQLEN = 65535 * 16
 _INT_MAX = 2**31 - 1
+Triple: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Launch:
     """Name with template arguments: "attention_kernel<64>"."""
     symbol: str
     """Mangled name."""
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    grid: Triple
+    block: Triple
     dynamic_smem: int
     """Bytes of dynamic shared memory."""
     parameters: bytes
@@ -111,7 +113,7 @@ def _launch(
     )
 
 
-def _triple(text: str) -> tuple[int, int, int]:
+def _triple(text: str) -> Triple:
     x, y, z = map(int, text.split(","))
     return x, y, z
 

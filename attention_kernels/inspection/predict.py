@@ -27,7 +27,7 @@ from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import execution, launches, sass
 from attention_kernels.inspection.asynchronous import with_bank_pointer
 from attention_kernels.inspection.blocks import WARP, Blocks
-from attention_kernels.inspection.launches import Launch
+from attention_kernels.inspection.launches import Launch, Triple
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
@@ -50,6 +50,7 @@ _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
 _MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
+_LINEAR = 0.02  # deviation from a line up to which work counts as linear
 _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 LOAD_STORE_UNIT = "load-store unit"
@@ -81,6 +82,10 @@ class Prediction:
     """Instructions executed by all warps."""
     load_wavefronts: int
     store_wavefronts: int
+    assumed: tuple[str, ...] = ()
+    """What was assumed for lack of data, such as the meaning of an instruction."""
+    choice: str = ""
+    """The meta-parameters that an autotuner would choose."""
 
     @property
     def bound(self) -> str:
@@ -100,18 +105,30 @@ class Prediction:
 
 @dataclass
 class Program:
-    """A version compiled for a GPU, and the recorder of its launches."""
+    """Kernels compiled for a GPU."""
 
-    version: VersionHeader
+    path: Path
+    """Their source, or the binary that they are in."""
+    label: str
+    """Their name in tables."""
     gpu: GpuModel
-    recorder: Path
     code: dict[str, list[Instruction]]
     """The kernels' instructions, by mangled name."""
     compiled: dict[str, Compiled]
+    heads_first: bool = False
+    """Whether the first of several axes of the grid counts heads: its blocks are alike."""
 
     def uses_warpgroups(self, launch: Launch) -> bool:
         """Return whether a kernel has products of warpgroups (wgmma)."""
         return any(one.base == "HGMMA" for one in self.code[launch.symbol])
+
+
+@dataclass(kw_only=True)
+class VersionProgram(Program):
+    """A version compiled for a GPU, and the recorder of its launches."""
+
+    version: VersionHeader
+    recorder: Path
 
     def launches(self, case: Sequence[int], head_dim: int) -> Counter[Launch]:
         """Count the launches of a call; those that differ only in parameters count as the first."""
@@ -143,12 +160,16 @@ def find_disassembler(program: str = "cuobjdump") -> str:
     return found
 
 
-def compile_program(version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str) -> Program:
+def compile_program(
+    version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str
+) -> VersionProgram:
     """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
     compiled = compile_version(version, gpu.arch, folder, *flags)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
     recorder = launches.build_recorder(version, folder)
-    return Program(version, gpu, recorder, sass.parse(text), compiled)
+    code = sass.parse(text)
+    program = version.path, version.label, gpu, code, compiled, True
+    return VersionProgram(*program, version=version, recorder=recorder)
 
 
 # ---- The whole grid ------------------------------------------------------------------------------
@@ -165,9 +186,15 @@ class _Line:
     inputs: float = 1.0
     """Share of the loaded sectors that hold the call's inputs, not an earlier launch's output."""
     alike: int = 1
-    """Blocks of the grid that each position stands for."""
+    """Consecutive blocks of the grid that each position stands for."""
+    repeats: int = 1
+    """How often the positions follow each other in the grid."""
     first: Counter[str] | None = None
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
+    executed: frozenset[int] = frozenset()
+    """Indices of the instructions that were executed."""
+    shared_end: int = 0
+    """Bytes of shared memory up to the highest address that a block accesses."""
     fewest: Counter[int] = field(default_factory=Counter)
     """Most wavefronts of a request if it had no bank conflict, by instruction."""
 
@@ -191,7 +218,8 @@ class _Line:
 
     def total(self, of: str) -> float:
         """Return a count summed over the grid."""
-        return self.alike * sum(self.value(position, of) for position in range(self.length))
+        once = sum(self.value(position, of) for position in range(self.length))
+        return self.alike * self.repeats * once
 
 
 def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
@@ -200,63 +228,125 @@ def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
     are_alike: with a second axis, blocks along the first count as alike, unless none of those that
     are run requests memory.
     """
-    x, y, z = launch.grid
-    if x * y * z > _MAX_GRID:
-        reason = f"a grid of {x * y * z} blocks (predictions take {_MAX_GRID} at most)"
-        raise UnsupportedError(program.version.path.name, [reason])
-    places = [(0, j, k) for k in range(z) for j in range(y)]
-    if y == z == 1 or not are_alike:
-        places = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
-    length = len(places)
-    alike = math.prod(launch.grid) // length
-    base = _PARAMETERS[program.gpu.arch]
-    if "CUtensorMap" in launch.symbol:
-        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
+    if (blocks_in_grid := math.prod(launch.grid)) > _MAX_GRID:
+        reason = f"a grid of {blocks_in_grid} blocks (predictions take {_MAX_GRID} at most)"
+        raise UnsupportedError(program.path.name, [reason])
 
     def run(positions: Iterable[int]) -> tuple[Blocks, dict[int, Counter[str]]]:
         chosen = sorted(positions)
-        indices = [places[position] for position in chosen]
-        code = program.code[launch.symbol]
-        blocks = Blocks(code, constants, launch.block, indices)
-        execution.run(blocks, _MAX_ISSUED)
+        blocks = _run(program, launch, [places[position] for position in chosen])
         return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
 
+    if program.heads_first:
+        _, y, z = launch.grid
+        axes = [1, 2] if are_alike and (y, z) != (1, 1) else [0, 1, 2]
+        is_linear = y > 1 and z == 1 and are_alike
+    else:
+        axes, is_linear = _axes(program, launch)
+    places = _places(launch.grid, axes)
+    length = len(places)
+    alike = math.prod(launch.grid[: min(axes)])
+    repeats = blocks_in_grid // length // alike
     first = None
     if length <= _SAMPLED:
         blocks, ran = run(range(length))
         samples = ran
-    elif y > 1 and z == 1 and are_alike:
-        # A tile of keys may span the queries of the last blocks, so one further away is run, too.
+    elif is_linear:
+        # Neighbours may do the same work, and the last may be partial.
         blocks, ran = run([length - _SAMPLED, length - 2, length - 1])
-        far, *last = [counts["issue"] for counts in ran.values()]
-        if max(abs(far - last[0]), abs(last[0] - last[1])) < 0.001 * last[1]:
-            del ran[length - 1]  # all alike, but the last may be partial
+        far, near = ran[length - _SAMPLED]["issue"], ran[length - 2]["issue"]
+        if abs(far - near) < 0.001 * far:
+            samples = {length - 2: ran[length - 2]}
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
-            is_shortest = far > last[1]
+            is_shortest = far > near
             ends = _ends(length, program.uses_warpgroups(launch))
             blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
-        samples = ran
+            samples = ran
     else:  # nonlinear: as many blocks as a few seconds allow stand for the others
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
-        if max(issued) - min(issued) > 0.001 * max(issued):
+        are_idle = not any(counts["misses"] for counts in ran.values())
+        even = program.heads_first or len(axes) == 1
+        if max(issued) - min(issued) > 0.001 * max(issued) or are_idle or not even:
             limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
-            blocks, ran = run(_spread(min(length, _SPREAD, max(_SAMPLED, limit)), length))
+            count = min(length, _SPREAD, max(_SAMPLED, limit))
+            blocks, ran = run(_spread(count, length) if even else _scattered(count, length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
     # A block without memory requests has no work. Time a few of the others.
-    numbers = {number: counts for number, counts in enumerate(ran.values()) if counts["misses"]}
-    if not numbers and alike > 1:
+    numbers = {
+        number: counts
+        for number, (at, counts) in enumerate(ran.items())
+        if counts["misses"] and at in samples
+    }
+    if not numbers and program.heads_first and alike > 1:
         return _line(program, launch, are_alike=False)
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
-    # The recorder of launches puts q, k and v at 1, 2 and 3 terabytes.
-    inputs = sum(blocks.fetched[tensor] for tensor in (1, 2, 3)) / max(1, blocks.fetched.total())
-    return _Line(length, samples, works, inputs, alike, first, blocks.fewest)
+    # The recorder of launches puts o and scratch at 4 and 5 terabytes.
+    fetched = blocks.fetched.total()
+    inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
+    executed = frozenset(issue.index for issue in blocks.issued)
+    return _Line(
+        length,
+        samples,
+        works,
+        inputs,
+        alike,
+        repeats,
+        first,
+        executed,
+        blocks.shared_end,
+        blocks.fewest,
+    )
+
+
+def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
+    """Return the blocks along some axes of a grid, in starting order."""
+    x, y, z = (range(n) if axis in axes else range(1) for axis, n in enumerate(grid))
+    return [(i, j, k) for k in z for j in y for i in x]
+
+
+def _run(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
+    """Execute some blocks of a launch."""
+    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+    base = _PARAMETERS[program.gpu.arch]
+    if "CUtensorMap" in launch.symbol:
+        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
+    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices)
+    execution.run(blocks, _MAX_ISSUED)
+    return blocks
+
+
+def _axes(program: Program, launch: Launch) -> tuple[list[int], bool]:
+    """Return the axes of a grid along which blocks differ, and whether their work is linear there.
+
+    The last block of an axis may be partial, so it does not count. Work is linear along one axis.
+    """
+    grid = launch.grid
+    x, y, z = (n // 2 for n in grid)
+    of_axis: list[list[Triple]] = [
+        [(n, y, z) for n in (0, grid[0] // 4, x)],
+        [(x, n, z) for n in (0, grid[1] // 4, y)],
+        [(x, y, n) for n in (0, grid[2] // 4, z)],
+    ]
+    probes = [*dict.fromkeys(itertools.chain(*of_axis))]
+    counts = counts_of(_run(program, launch, probes))
+    issued = {at: one["issue"] for at, one in zip(probes, counts, strict=True)}
+    differ = [
+        axis
+        for axis, (start, _, half) in enumerate(of_axis)
+        if abs(issued[half] - issued[start]) > 0.001 * issued[half]
+    ]
+    if len(differ) != 1:
+        return differ or [max(range(3), key=lambda axis: grid[axis])], not differ
+    first, second, third = of_axis[differ[0]]
+    at = [one[differ[0]] for one in (first, second, third)]
+    between = issued[first] + (issued[third] - issued[first]) * at[1] / (at[2] or 1)
+    return differ, abs(between - issued[second]) < _LINEAR * issued[third]
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:
@@ -275,6 +365,12 @@ def _spread(count: int, length: int) -> list[int]:
     return [(2 * i + 1) * length // (2 * count) for i in range(count)]
 
 
+def _scattered(count: int, length: int) -> list[int]:
+    """Return `count` positions without a period, which could be that of the grid."""
+    golden = (5**0.5 - 1) / 2
+    return [*dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))]
+
+
 def _finish(
     line: _Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
@@ -286,6 +382,7 @@ def _finish(
     """
     waiting = [
         line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
+        for _ in range(line.repeats)
         for p in reversed(range(line.length))
         for _ in range(line.alike)
     ]
@@ -413,11 +510,19 @@ class LaunchModel:
     min_bytes: float
     """Bytes that have to pass between the GPU and its memory."""
 
+    def with_shared(self, dynamic: int) -> LaunchModel:
+        """Return the launch with dynamic shared memory in addition; raises UnsupportedError."""
+        shared = self.shared + dynamic
+        launch = dataclasses.replace(self.launch, dynamic_smem=self.launch.dynamic_smem + dynamic)
+        fits = _fits(self.version, self.gpu, launch, self.registers, shared)
+        return dataclasses.replace(self, launch=launch, shared=shared, fits=fits)
+
     @functools.cached_property
     def busy(self) -> int:
         """Blocks that have work."""
         line = self.line
-        return line.alike * sum(1 for p in range(line.length) if line.value(p, "misses"))
+        once = sum(1 for p in range(line.length) if line.value(p, "misses"))
+        return line.alike * line.repeats * once
 
     @functools.cached_property
     def most(self) -> int:
@@ -425,21 +530,25 @@ class LaunchModel:
         return -(-self.busy // self.gpu.multiprocessors)
 
 
+def _fits(name: str, gpu: GpuModel, launch: Launch, registers: int, shared: int) -> int:
+    fits, limit = resident_blocks(gpu.arch, launch.threads, registers, shared)
+    if fits == 0:
+        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
+        raise UnsupportedError(name, [reason])
+    return fits
+
+
 def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
     """Execute some blocks of a launch; raises UnsupportedError if no block fits on the GPU."""
     gpu, code = program.gpu, program.code[launch.symbol]
     compiled = program.compiled[launch.symbol]
     shared = compiled.static_smem + launch.dynamic_smem
-    fits, limit = resident_blocks(gpu.arch, launch.threads, compiled.registers, shared)
-    if fits == 0:
-        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
-        raise UnsupportedError(program.version.path.name, [reason])
+    fits = _fits(program.path.name, gpu, launch, compiled.registers, shared)
     line = _line(program, launch)
     names = {*itertools.chain(*line.samples.values())}
     total = defaultdict(float, {name: line.total(name) for name in names})
-    label = program.version.label
     return LaunchModel(
-        label, gpu, launch, code, compiled.registers, shared, fits, line, total, min_bytes
+        program.label, gpu, launch, code, compiled.registers, shared, fits, line, total, min_bytes
     )
 
 
@@ -496,6 +605,10 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
         instructions=round(total["issue"]),
         load_wavefronts=round(total["loads"]),
         store_wavefronts=round(total["stores"]),
+        assumed=tuple(
+            f"{name} is integer arithmetic with the result 0"
+            for name in execution.assumed([code[at] for at in sorted(line.executed)])
+        ),
     )
 
 
@@ -515,6 +628,11 @@ def predict(
     compiler is missing or the version does not compile, and SassError for an unknown instruction.
     """
     cases = [Case(batch, seqlen, num_heads, head_dim, is_causal) for seqlen in seqlens]
+    return predict_cases(version, gpu, cases)
+
+
+def predict_cases(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> list[Prediction]:
+    """Predict one call of a version in each case; they differ only in length. See predict()."""
     version = checked(version, gpu, cases)
     with tempfile.TemporaryDirectory() as folder:
         program = compile_program(version, gpu, Path(folder))
@@ -555,7 +673,7 @@ def checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> Ver
     return version.builds()[0]
 
 
-def models_of(program: Program, case: Case) -> list[tuple[int, LaunchModel]]:
+def models_of(program: VersionProgram, case: Case) -> list[tuple[int, LaunchModel]]:
     """Execute some blocks of each launch of a call; return how often each launch occurs, too."""
     batch, seqlen, num_heads, head_dim, is_causal = case
     counted = program.launches((batch, seqlen, num_heads, int(is_causal)), head_dim)
@@ -576,6 +694,7 @@ def sum_of(each: Sequence[tuple[int, Prediction]], case: Case) -> Prediction:
     added: dict[str, Any] = {
         field.name: sum(count * getattr(one, field.name) for count, one in each)
         for field in dataclasses.fields(Prediction)
-        if field.name not in ("version", "gpu", "seqlen", "needs_us")
+        if field.name not in ("version", "gpu", "seqlen", "needs_us", "assumed", "choice")
     }
-    return dataclasses.replace(first, seqlen=case.seqlen, needs_us=needs, **added)
+    assumed = tuple(dict.fromkeys(itertools.chain(*(one.assumed for _, one in each))))
+    return dataclasses.replace(first, seqlen=case.seqlen, needs_us=needs, assumed=assumed, **added)

@@ -13,8 +13,9 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import AttentionError
-from attention_kernels.inspection import predict
+from attention_kernels.inspection import predict, pytorch_kernel
 from attention_kernels.inspection.multiprocessor import GpuModel, gpus
+from attention_kernels.inspection.predict import Case
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row
@@ -75,17 +76,23 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
 
 
 class Predictions(Subject[KernelCell]):
-    """Predicts all versions of a ladder; a refused one has a reason."""
+    """Predicts a ladder, Triton's backends or PyTorch's; a refused one has a reason."""
 
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.versions = {
-            name: version
-            for name, version in selection.versions_of(study.family).items()
-            if not version.is_host
-        }
+        self.versions: dict[str, VersionHeader | None] = {}
+        if study.family == "triton":
+            from attention_kernels.inspection import triton_kernel
+
+            self.versions |= dict.fromkeys(triton_kernel.BACKENDS)
+        elif study.family == "pytorch":
+            self.versions |= {pytorch_kernel.BACKEND: None}
+        else:
+            versions = selection.versions_of(study.family)
+            self.versions |= {k: version for k, version in versions.items() if not version.is_host}
+        first = next(iter(self.versions.values()))
+        dtype = first.dtypes[0] if first else study.dtype
         shape = study.batch, study.heads, study.head_dim
-        dtype = next(iter(self.versions.values())).dtypes[0]
         self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
         self.facts = {"gpu": card.name}
 
@@ -96,7 +103,7 @@ class Predictions(Subject[KernelCell]):
 
     @functools.cached_property
     def _rows(self) -> list[list[Row]]:
-        """Predictions by version; its machine code is read once for all cells."""
+        """Predictions by backend; a version's machine code is read once for all cells."""
         predict_one = functools.partial(predict_version, cells=self.cells, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             found = pool.map(predict_one, self.versions.keys(), self.versions.values())
@@ -104,21 +111,23 @@ class Predictions(Subject[KernelCell]):
 
 
 def predict_version(
-    name: str, version: VersionHeader, cells: Sequence[KernelCell], *, gpu: str
+    name: str, version: VersionHeader | None, cells: Sequence[KernelCell], *, gpu: str
 ) -> list[Row]:
-    """Predict a version in cells that differ only in length."""
-    digest = environment.version_digest(version.source)
-    cell = cells[0]
+    """Predict a version, or a Triton backend, in cells that differ only in length."""
+    digest = environment.version_digest(version.source) if version else None
+    cases = [
+        Case(cell.batch, cell.seqlen, cell.num_heads, cell.head_dim, cell.is_causal)
+        for cell in cells
+    ]
     try:
-        found = predict.predict(
-            version,
-            gpus()[gpu],
-            [cell.seqlen for cell in cells],
-            head_dim=cell.head_dim,
-            batch=cell.batch,
-            num_heads=cell.num_heads,
-            is_causal=cell.is_causal,
-        )
+        if version:
+            found = predict.predict_cases(version, gpus()[gpu], cases)
+        elif name == pytorch_kernel.BACKEND:
+            found = pytorch_kernel.predict_backend(gpus()[gpu], cases, cells[0].dtype)
+        else:
+            from attention_kernels.inspection import triton_kernel
+
+            found = triton_kernel.predict_backend(name, gpus()[gpu], cases, cells[0].dtype)
     except AttentionError as error:
         why = str(error)
         return [prediction_row(name, one, digest, reason=why) for one in cells]
@@ -130,6 +139,7 @@ def predict_version(
 
 def figures_of(one: predict.Prediction) -> dict[str, Any]:
     """Return the figures of a prediction for prediction_row()."""
+    notes = {"choice": one.choice, "assumed": [*one.assumed]}
     return {
         "samples": [round(one.time_us, 3)],
         "bound": one.bound,
@@ -139,19 +149,22 @@ def figures_of(one: predict.Prediction) -> dict[str, Any]:
         "launch_us": round(one.launch_us, 3),
         "load_wavefronts": one.load_wavefronts,
         "store_wavefronts": one.store_wavefronts,
-    }
+    } | {name: value for name, value in notes.items() if value}
 
 
 def prediction_row(
     name: str,
     cell: KernelCell,
-    digest: str,
+    digest: str | None = None,
     *,
     samples: Sequence[float] = (),
     reason: str = "",
     **extra: Any,
 ) -> Row:
-    """Return the row of a version's prediction, or of the reason against it; extra: its parts."""
+    """Return the row of a prediction, or of the reason against it.
+
+    digest: of its version file, if it has one. extra: its parts.
+    """
     return Row(
         contender=name,
         cell=msgspec.to_builtins(cell),
@@ -160,5 +173,5 @@ def prediction_row(
         samples=[*samples],
         status="refused" if reason else "ok",
         reason=reason,
-        extra={"version_digest": digest, **extra},
+        extra=({"version_digest": digest} if digest else {}) | extra,
     )

@@ -126,10 +126,12 @@ class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
 
 
 class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
-    """Predicted times of a ladder on a GPU, which need not be present."""
+    """Predicted times of a ladder, or of others' kernels, on a GPU that need not be present."""
 
     subject = "prediction.Predictions"
     gpu: str = "h200"
+    dtype: str = "float32"
+    """The dtype of backends without a version file, the families "triton" and "pytorch"."""
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 

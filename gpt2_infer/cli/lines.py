@@ -24,8 +24,9 @@ def to_json(one: Explanation) -> dict[str, Any]:
 def format_lines(one: Explanation, width: int | None = None) -> str:
     """Format the lines with most stalls as a table, cut to `width` columns if given."""
     found, worst = one.prediction, one.lines[:SHOWN]
+    length = f"N={found.seqlen}, " if found.seqlen else ""
     heading = (
-        f"N={found.seqlen}, {found.time_us:.1f} us: a warp issues in {one.issuing:.0%} of its "
+        f"{length}{found.time_us:.1f} us: a warp issues in {one.issuing:.0%} of its "
         "cycles and stalls in the others"
     )
     cells: list[tuple[str, ...]] = [("line", "stalls", "main reason", "second reason", "source")]

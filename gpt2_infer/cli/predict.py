@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2_infer.cli import lines
+from gpt2_infer.cli import lines, target
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import POSITIVE, add_shape_options
+from gpt2_infer.cli.target import Target, target_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.nsight import Sampled
-    from attention_kernels.inspection.predict import Case, Prediction
-    from attention_kernels.ladder.header import VersionHeader
+    from attention_kernels.inspection.predict import Prediction
     from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
@@ -37,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_shape_options(add, heads=12)
     add("--gpu", default="h200", help=GPU)
     add("--seqlen", type=POSITIVE, nargs="+", default=[1024], help=SEQLENS)
+    target.add_options(add)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--lines", action="store_true", help=LINES)
     add("--profile", type=Path, metavar="CSV", help=PROFILE)
@@ -45,19 +45,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels.inspection import explain, nsight
+    from attention_kernels.inspection import nsight
     from gpt2_infer.bench.prediction import find_gpu, likely
 
     gpu = find_gpu(arguments.gpu)
-    _, version = version_of(arguments.name)
+    wanted = target_of(arguments)
     files = _read_results(arguments.results)
     kernels = _read_profile(arguments)
-    cases = _cases(arguments, version) if arguments.lines or arguments.profile else []
-    explained = [explain.explain(version, gpu, case) for case in cases]
-    found = [one.prediction for one in explained] or find(arguments)
+    explained = wanted.explain(gpu) if arguments.lines or arguments.profile else []
+    found = [one.prediction for one in explained] or wanted.predict(gpu)
     compared = nsight.compare(explained[0], kernels) if arguments.profile else None
     near = likely(files, on_tensor_cores=_on_tensor_cores(found[0]))
-    heading = f"{version.path.name} on {gpu.name}: {describe(shape_of(arguments, version))}"
+    heading = wanted.heading(gpu)
     if arguments.json:
         more = [lines.to_json(one) for one in explained] or [{} for _ in found]
         listed = [
@@ -70,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not explained:
         show(f"{heading}; microseconds\n")
-        _show_table(arguments, found, files, near)
+        _show_table(arguments.gpu, wanted, found, files, near)
+        _show_assumed(found)
         return 0
     show(heading)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -78,7 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
         show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
     if compared:
         show(f"\n{lines.format_comparison(found[0].version, compared, width)}")
+    _show_assumed(found)
     return 0
+
+
+def _show_assumed(found: Sequence[Prediction]) -> None:
+    """Show what was assumed, and the tiles that an autotuner would choose."""
+    for one in found:
+        if one.choice:
+            show(f"\nN={one.seqlen}, fastest of the tiles that are tuned: {one.choice}")
+    for what in dict.fromkeys(what for one in found for what in one.assumed):
+        show(f"\nassumed: {what}")
 
 
 def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
@@ -94,30 +104,28 @@ def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
 
 
 def _show_table(
-    arguments: argparse.Namespace,
+    gpu: str,
+    wanted: Target,
     found: Sequence[Prediction],
     files: Sequence[File],
     near: Likely | None,
 ) -> None:
     from tabulate import tabulate
 
-    from gpt2_infer.bench import environment
-    from gpt2_infer.bench.prediction import find_gpu, prediction_row, timed_on
-    from gpt2_infer.bench.record import KernelCell
+    from gpt2_infer.bench.prediction import find_gpu, timed_on
 
-    name, version = version_of(arguments.name)
-    digest = environment.version_digest(version.source)
-    timings = timed_on(find_gpu(arguments.gpu), files)
+    timings = timed_on(find_gpu(gpu), files)
     table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
     for one in found:
-        cell = KernelCell(one.seqlen, dtype=version.dtypes[0], **shape_of(arguments, version))
-        wanted = prediction_row(name, cell, digest)
-        measured = _measured(wanted, timings)
+        row = wanted.row(one.seqlen)
+        measured = _measured(row, timings) if row else None
         compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
         times = [f"{value:.1f}" for value in _parts(one).values()]
         bounds = _likely_us(one, near)
         shown = "..".join(f"{us:.1f}" for us in bounds) if bounds else ""
-        table.append((str(one.seqlen), f"{one.time_us:.1f}", shown, *compared, one.bound, *times))
+        table.append(
+            (str(one.seqlen or ""), f"{one.time_us:.1f}", shown, *compared, one.bound, *times)
+        )
     align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     if near:
@@ -139,22 +147,11 @@ def _likely_us(one: Prediction, near: Likely | None) -> list[float] | None:
 def find(arguments: argparse.Namespace) -> list[Prediction]:
     """Return a prediction per length for the options of the command.
 
-    Raises RequestError for an unknown GPU, and the errors of predict().
+    Raises RequestError for an unknown GPU, and the errors of target_of() and of predict().
     """
-    from attention_kernels.inspection import predict
     from gpt2_infer.bench.prediction import find_gpu
 
-    gpu = find_gpu(arguments.gpu)
-    _, version = version_of(arguments.name)
-    return predict.predict(version, gpu, arguments.seqlen, **shape_of(arguments, version))
-
-
-def _cases(arguments: argparse.Namespace, version: VersionHeader) -> list[Case]:
-    """Return the shape of the call for each length."""
-    from attention_kernels.inspection.predict import Case
-
-    shape = shape_of(arguments, version)
-    return [Case(seqlen=seqlen, **shape) for seqlen in arguments.seqlen]
+    return target_of(arguments).predict(find_gpu(arguments.gpu))
 
 
 def to_json(one: Prediction) -> dict[str, Any]:

@@ -39,6 +39,7 @@ Name: TypeAlias = Annotated[
     str, Field(description="name of a backend, or path of a version file, *.cu")
 ]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Axes: TypeAlias = tuple[Count, Count, Count]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=threading.TIMEOUT_MAX)]
 INSTRUCTIONS = (
     "Write an attention kernel as a version file, *.cu; verify it; look at its memory accesses, "
@@ -180,14 +181,35 @@ async def predict(
     batch: Count = 1,
     heads: Count = 12,
     full: bool = False,
+    dtype: Dtype | None = None,
+    kernel: str | None = None,
+    grid: Axes | None = None,
+    block: Axes | None = None,
+    shared: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None,
+    args: list[str] | None = None,
 ) -> list[Prediction]:
-    """Predict a version's time on a GPU in microseconds, and what limits it, without that GPU.
+    """Predict a kernel's time on a GPU in microseconds, and what limits it, without that GPU.
 
-    A model of machine code and memory accesses: rarely off by more than 35 %, but no measurement.
-    Needs nvcc. gpu: h200, h100, a100, t4 or rtx4090.
+    A model of machine code and memory accesses: rarely off by more than 35 %, but no measurement;
+    `assumed` says what it did not know. name: a version file or a backend, also of Triton. Or, with
+    `kernel`, any *.cu, cubin or library; then grid, block, shared (bytes) and args replace the
+    shape. args: "f32[COUNT]" for a buffer, "ptr", a number, "hex:BYTES" or "@FILE". Needs nvcc for
+    *.cu. gpu: h200, h100, a100, t4 or rtx4090.
     """
     options = Namespace(
-        name=name, gpu=gpu, seqlen=seqlens, head_dim=head_dim, batch=batch, heads=heads, full=full
+        name=name,
+        gpu=gpu,
+        seqlen=seqlens,
+        head_dim=head_dim,
+        batch=batch,
+        heads=heads,
+        full=full,
+        dtype=dtype,
+        kernel=kernel,
+        grid=grid,
+        block=block,
+        shared=shared,
+        args=args,
     )
     found = await _run(lambda: predict_command.find(options))
     return [Prediction.model_validate(predict_command.to_json(one)) for one in found]

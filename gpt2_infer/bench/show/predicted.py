@@ -10,13 +10,13 @@ from gpt2_infer.bench.show.figures import length
 
 
 def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
-    """Return the measurements of the same version file in the same cell."""
+    """Return the measurements of the same backend, and version file, in the same cell."""
     return [
         row
         for row in timed
         if row.samples
         and (row.contender, row.cell) == (prediction.contender, prediction.cell)
-        and row.extra.get("version_digest") == prediction.extra["version_digest"]
+        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
     ]
 
 

@@ -98,9 +98,16 @@ def test_the_compilers_stalls_and_scoreboards_are_read():
     assert use.waits == (0,)
 
 
-def test_an_unknown_instruction_is_named():
-    with pytest.raises(sass.SassError, match="TELEPORT"):
-        block(CODE.replace("MOV R2, RZ", "TELEPORT R2, RZ"))
+def test_an_unknown_instruction_writes_zero_and_is_named():
+    done = block(CODE.replace("MOV R2, RZ", "TELEPORT.FAR R2, R0"))
+    assert execution.assumed(done.code) == ["TELEPORT.FAR"]
+    assert execution.assumed(block().code) == []
+    assert [issue.index for issue in done.issued].count(5) == 3  # the loop starts at 0
+
+
+def test_an_unknown_branch_is_refused():
+    with pytest.raises(sass.SassError, match="cannot follow the branch BRX"):
+        block(CODE.replace("MOV R2, RZ", "BRX R2 -0x10"))
 
 
 def arithmetic(count, warps):
@@ -162,7 +169,7 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version, H200, ROOT, sass.parse(code), {})
+    program = predict.Program(version.path, "v01", H200, sass.parse(code), {}, heads_first=True)
     launch = launch_of((2, 3, 4))
     line = predict._line(program, launch)
     warps = 2 * 3 * 2
@@ -171,16 +178,49 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     assert line.inputs == inputs
 
 
-def test_the_last_two_blocks_may_be_alike_though_the_others_are_not():
-    """As where a tile of keys spans the queries of two blocks: pairs of blocks run as long."""
-    code = CODE.replace("SR_TID.X", "SR_CTAID.Y")
-    code = code.replace("ISETP.GT.U32.AND P0, PT, R0, 0x1f, PT", "SHF.R.U32.HI R0, RZ, 0x1, R0")
-    code = code.replace("@P0 EXIT", "IADD3 R5, R0, 0x1, RZ").replace("c[0x0][0x18]", "R5")
-    version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version, H200, ROOT, sass.parse(code), {})
-    line = predict._line(program, launch_of((1, 32, 1)))
-    loops = sum(1 + block // 2 for block in range(32))
-    assert line.total("issue") == 2 * (6 * 32 + 4 * loops)
+@pytest.mark.parametrize(
+    ("axis", "grid", "axes"),
+    [("X", (16, 3, 2), [0]), ("Y", (3, 16, 2), [1]), ("Z", (16, 3, 12), [2])],
+)
+def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, grid, axes):
+    """A block with index i along the axis runs max(i, 1) iterations."""
+    code = CODE.replace("IMAD.SHL.U32 R1, R0, 0x80, RZ", f"S2R R5, SR_CTAID.{axis}")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "R5")
+    program = predict.Program(ROOT, "any", H200, sass.parse(code), {})
+    launch = launch_of(grid)
+    assert predict._axes(program, launch)[0] == axes
+    line = predict._line(program, launch)
+    length = grid[axes[0]]
+    loads = sum(max(i, 1) for i in range(length))
+    assert line.total("global") == loads * grid[0] * grid[1] * grid[2] / length
+    assert line.length == length
+    assert line.alike * line.repeats * length == grid[0] * grid[1] * grid[2]
+    assert line.alike == {"X": 1, "Y": 3, "Z": 48}[axis]
+
+
+def test_few_blocks_with_work_are_found_among_many_without():
+    """Blocks with z > 0 end at once; the first few blocks that are run are such."""
+    code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
+    program = predict.Program(ROOT, "v01", H200, sass.parse(code), {}, heads_first=True)
+    line = predict._line(program, launch_of((1, 4, 70)))
+    of_block = 2 * 4  # both warps load four times
+    assert 4 * of_block <= line.total("global") <= 5 * of_block  # every second block is run
+    assert line.works
+
+
+def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
+    """Pairs of blocks do the same work, as with 32 queries per block and 64 keys per tile."""
+    code = CODE.replace("S2R R0, SR_TID.X", "S2R R5, SR_CTAID.Y")
+    code = code.replace("@P0 EXIT", "    SHF.R.U32.HI R5, RZ, 0x1, R5")
+    code = code.replace("MOV R2, RZ", "MOV R2, 0xffffffff")
+    code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
+    code = code.replace("c[0x0][0x18]", "R5")
+    program = predict.Program(ROOT, "any", H200, sass.parse(code), {}, heads_first=True)
+    line = predict._line(program, launch_of((4, 32, 1)))
+    assert line.total("global") == 2 * 4 * sum(i // 2 + 1 for i in range(32))
 
 
 def test_every_number_of_a_gpu_has_its_source():
@@ -269,7 +309,7 @@ def test_a_shape_that_no_launch_takes_is_refused(case, words):
 
 def test_a_grid_with_too_many_blocks_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version, H200, ROOT, sass.parse(CODE), {})
+    program = predict.Program(version.path, "v01", H200, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         predict._line(program, launch)

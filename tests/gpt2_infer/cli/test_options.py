@@ -11,7 +11,7 @@ from gpt2_infer.cli import COMMANDS, main, parse
 from gpt2_infer.cli.options import Parser, current_family
 
 CHECKED_LATER = ("--temperature", "--top-p")  # Sampling checks these
-ZERO_IS_TAKEN = ("--top-k", "--seed")
+ZERO_IS_TAKEN = ("--top-k", "--seed", "--shared")
 
 
 @pytest.fixture

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from attention_kernels.inspection import predict
+from attention_kernels.inspection import binary, predict
+from attention_kernels.inspection.binary import Request
 from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.bench.show.predicted import accuracy
-from gpt2_infer.cli import main
+from gpt2_infer.cli import main, parse
+from gpt2_infer.cli.target import OfKernel, target_of
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
 FOUND = predict.Prediction(
@@ -129,3 +132,60 @@ def test_the_range_of_the_committed_results_is_shown(capsys: pytest.CaptureFixtu
     assert re.search(
         r"kernels without tensor cores that were measured, 8 in 10 took 0\.\d+ to", shown
     )
+
+
+def request_of(*options: str) -> Request:
+    _, arguments = parse(["predict", "any.so", *options])
+    found = target_of(arguments)
+    assert isinstance(found, OfKernel)
+    return found.request
+
+
+def test_a_launch_of_any_kernel_is_taken_from_the_options() -> None:
+    found = request_of(
+        "--kernel", "k", "--grid", "4,12", "--block=128", "--args", "ptr", "-1", "2.5"
+    )
+    assert (found.grid, found.block) == ((4, 12, 1), (128, 1, 1))
+    assert (found.dynamic_smem, found.arguments) == (None, ["ptr", "-1", "2.5"])
+    assert request_of("--kernel=k", "--grid=1", "--block=1", "--shared=0").dynamic_smem == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--grid=1"], "--grid is of a launch: it needs --kernel"),
+        (["--kernel=k", "--grid=1"], "--kernel needs --block"),
+        (
+            ["--kernel=k", "--grid=1", "--block=1", "--head-dim=64"],
+            "--head-dim is of an attention call: give it or --kernel",
+        ),
+    ],
+)
+def test_options_of_a_launch_and_of_a_call_exclude_each_other(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "any.so", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_was_assumed_and_chosen_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = dataclasses.replace(FOUND, assumed=("FOO is an addition",), choice="block_m=64")
+    monkeypatch.setattr(binary, "predict_kernel", lambda *_: found)
+    command = ["predict", "any.so", "--kernel=k", "--grid=3", "--block=64", "--results"]
+    folder = str(Path(__file__).parent)
+    assert main([*command, folder]) == 0
+    shown = capsys.readouterr().out
+    assert "k of any.so on H200 SXM: 3x1x1 blocks of 64x1x1 threads" in shown
+    assert "assumed: FOO is an addition" in shown
+    assert "block_m=64" in shown
+    assert main([*command, folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["assumed"] == ["FOO is an addition"]
+
+
+def test_a_dtype_that_a_version_does_not_take_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["predict", "CUSTOM_CUDA_VERSION_12", "--dtype", "float16"]) == 2
+    assert "dtype float16 (it takes float32)" in capsys.readouterr().err
