@@ -103,7 +103,7 @@ def explain(
         symbol: line_table.own_lines(instructions, program.path)
         for symbol, instructions in table.items()
     }
-    return _explained(models, case, frames, version.source)
+    return _explained(models, case, frames, version.source, what_if=what_if)
 
 
 def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path) -> Explanation:
@@ -121,6 +121,8 @@ def _explained(
     case: Case,
     frames: dict[str, list[tuple[int, ...]]],
     source: str,
+    *,
+    what_if: bool = True,
 ) -> Explanation:
     each = []
     watches = [Watch() for _ in models]
