@@ -41,12 +41,12 @@ register_ladder(
 
 
 # The lengths up to which another version is the fastest: see kernel-fp32, kernel-fp32-later,
-# kernel-shapes and kernel-fp16 in results/.
+# kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
 SHORTEST, SHORT = 128, 256
 FLOAT32_CHOICE = (
-    f"float32: version 15 up to {SHORTEST} tokens; then version 30 on compute capability 9.0 with "
-    f"head_dim 64; then version 15 up to {SHORT} tokens, version 25 for more. On GPUs before 8.0 "
-    "the last version that fits"
+    f"float32: version 15 up to {SHORTEST} tokens; on compute capability 9.0 version 30 with "
+    f"head_dim 64 and, from {SHORT + 1} tokens on, 34 with head_dim 128; otherwise version 15 up to "
+    f"{SHORT} tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
 )
 FLOAT16_CHOICE = (
     f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "
@@ -99,7 +99,9 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        yield "CUSTOM_CUDA_VERSION_30"
+        yield "CUSTOM_CUDA_VERSION_30"  # head_dim 64
+        if most is None:
+            yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
         if most == SHORT:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_25"
