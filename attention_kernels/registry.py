@@ -462,7 +462,7 @@ def attention(
     if backend is not None:
         spec = get_backend(backend)
     else:
-        spec = default_backend(q.device, q.dtype, q.shape[3])
+        spec = default_backend(q.device, q.dtype, q.shape[3] if q.dim() == 4 else 0)
     return spec.attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
 
 

@@ -24,7 +24,7 @@ from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
-COPIED = {".json", ".svg"}
+COPIED = {".json", ".svg", ".gz"}
 EXAMPLE = "What does a report on the whole ladder show?"
 # Sources take the whole width, and the search leaves them out.
 SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"

@@ -45,8 +45,8 @@ register_ladder(
 SHORTEST, SHORT = 128, 256
 FLOAT32_CHOICE = (
     f"float32: version 15 up to {SHORTEST} tokens; on compute capability 9.0 version 30 with "
-    f"head_dim 64 and, from {SHORT + 1} tokens on, 34 with head_dim 128; otherwise version 15 up to "
-    f"{SHORT} tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
+    f"head_dim 64, and 34 with head_dim 128 and more than {SHORT} tokens; otherwise version 15 up "
+    f"to {SHORT} tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
 )
 FLOAT16_CHOICE = (
     f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "

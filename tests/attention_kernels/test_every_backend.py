@@ -126,7 +126,7 @@ THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}
         (
             "fp32",
             [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")],
-            [HEAD_DIMS, (64,)],
+            [HEAD_DIMS, (64,), (128,)],
         ),
         ("wmma_fa2", [{"float16": "fp16"}], [(64,), HEAD_DIMS]),
         ("hopper", [{"float16": "fp16", "bfloat16": "bf16"}], [HEAD_DIMS[1:]]),
@@ -339,7 +339,8 @@ def test_everything_unsupported_is_refused_at_once(spec, dtype, device):
 
 def registers_an_op(spec: BackendSpec) -> bool:
     """Return whether to test the op; those of all version files are registered in one place."""
-    return spec.name in (FP32[0], FP32[-1], STRIDED_HALF[0]) or spec.family in ("triton", "numpy")
+    tested = (FP32[0], "CUSTOM_CUDA_VERSION_30", STRIDED_HALF[0])
+    return spec.name in tested or spec.family in ("triton", "numpy")
 
 
 @each(registers_an_op, dtypes=2)
@@ -385,7 +386,7 @@ def test_torch_compile_fullgraph(spec, dtype, device):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")
-@each(lambda spec: spec.name == FP32[-1])
+@each(lambda spec: spec.name == "CUSTOM_CUDA_VERSION_30")
 def test_inductor_runs_what_it_compiles(spec, dtype, device):
     usable_head_dims(spec, dtype, device)
     if device == "cuda":

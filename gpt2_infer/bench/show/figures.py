@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from attention_kernels import ladder
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row, Shape
 
 WITHIN_SPREAD = "~"  # shown instead of a figure
@@ -239,6 +240,14 @@ def roof(precision: str, limits: dict[str, float]) -> float | None:
 
 
 def roof_share(row: Row, limits: dict[str, float]) -> float | None:
-    """Return the fraction of its precision class's roof that a float32 kernel reaches."""
-    found = roof(row.extra.get("precision", ""), limits) if row.cell["dtype"] == "float32" else None
-    return row.tflops / found if found else None
+    """Return the fraction of its instruction's roof that a float32 kernel reaches.
+
+    For wgmma, which only cuBLAS is timed with, it is that of a float16 matrix product.
+    """
+    if row.cell["dtype"] != "float32":
+        return None
+    version = ladder.versions().get(row.contender)
+    name, products = INSTRUCTIONS.get(row.extra.get("precision", ""), ("", 1))
+    if version is not None and version.needs_exactly:
+        name = "matmul_float16_tflops"
+    return row.tflops / (limits[name] / products) if name in limits else None

@@ -79,7 +79,7 @@ def test_tiles_that_no_row_sees_are_not_visited(name, device):
 
 
 @pytest.mark.parametrize("multiprocessors", ["1", "40"])
-@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_27", FP32[-1]])
+@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_27", "CUSTOM_CUDA_VERSION_30"])
 def test_any_division_of_the_work_is_right(name, multiprocessors, monkeypatch):
     """One multiprocessor is full of large blocks; on forty, blocks or warps share a row's keys."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", multiprocessors)
@@ -135,13 +135,13 @@ def check_equal_scores(spec: BackendSpec, device: str) -> None:
 
 
 @on_every_device
-@for_each([FP32[-1], *STRIDED_HALF])
+@for_each(["CUSTOM_CUDA_VERSION_30", *STRIDED_HALF])
 def test_a_maximum_that_does_not_change_rescales_by_one(name, device):
     check_equal_scores(usable(name, device), device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [FP32[-1], STRIDED_HALF[0]])
+@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_30", STRIDED_HALF[0]])
 def test_fused_arithmetic_is_right(name, tmp_path):
     spec = fused(name, tmp_path)
     if dtype_of(spec) == torch.float32:  # float16 would round the difference away
