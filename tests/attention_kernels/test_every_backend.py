@@ -75,6 +75,10 @@ def is_kernel(spec: BackendSpec) -> bool:
     return spec.version is not None or spec.family == "triton"
 
 
+def usual_head_dim(spec: BackendSpec) -> int:
+    return 64 if 64 in (spec.head_dims or HEAD_DIMS) else spec.head_dims[0]
+
+
 def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[int]:
     """Return the head_dims to test; skip the test if the backend cannot run or refuses all."""
     if reason := spec.unavailable_reason(device):
@@ -403,7 +407,7 @@ def gpu_inputs(spec: BackendSpec, dtype: torch.dtype, seed: int = 0, device: str
     """Return the inputs of a call; those of decode have other lengths for each seed."""
     if attends(spec):
         usable_head_dims(spec, dtype, "cuda")
-        return Case(200, 64, dtype=dtype, seed=seed).inputs(device)
+        return Case(200, usual_head_dim(spec), dtype=dtype, seed=seed).inputs(device)
     if reason := spec.unavailable_reason("cuda"):
         pytest.skip(reason)
     lengths = (EDGES, EDGES[::-1], (1,) * len(EDGES), (257,) * len(EDGES))[seed]
@@ -447,7 +451,7 @@ def test_a_cuda_graph_replays_with_other_inputs(spec, dtype, device):
 @each_kernel_on_a_gpu
 def test_all_runs_are_bit_identical(spec, dtype, device):
     gpu_inputs(spec, dtype)
-    case, runs = Case(1023, 64, batch=2, num_heads=12, dtype=dtype), 5
+    case, runs = Case(1023, usual_head_dim(spec), batch=2, num_heads=12, dtype=dtype), 5
     if not attends(spec):
         lengths = (1023, 700) * 4
         case, runs = DecodeCase(64, dtype, lengths=lengths, max_seqlen=1024, num_heads=12), 1000
