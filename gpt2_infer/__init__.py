@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpt2_infer.request import Request
     from gpt2_infer.sampling import Sampling
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "GPT2",
     "ConfigError",
