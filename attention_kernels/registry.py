@@ -469,7 +469,7 @@ def attention(
 def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendSpec:
     """Return the backend to use if none is named.
 
-    On CUDA it is CUSTOM_CUDA, if nvcc is installed and it takes the dtype and head_dim; otherwise
+    On CUDA it is CUSTOM_CUDA, if it is available and takes the dtype and head_dim; otherwise
     memory-efficient SDPA. On the CPU it is torch's own flash kernel.
     """
     return get_backend(
@@ -501,7 +501,7 @@ def default_decode_backend(
     """Return the backend to decode with if none is named or the one named cannot decode.
 
     heads: rows times heads. On CUDA it is DECODE_SPLIT_KV_VERSION_1, which splits the keys of a
-    head over blocks, or from MANY_HEADS on version 3, with one warp per head, if nvcc is installed
+    head over blocks, or from MANY_HEADS on version 3, with one warp per head, if it is available
     and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products. On the CPU
     it is torch's own flash kernel.
     """
