@@ -20,7 +20,8 @@ from attention_kernels.inspection import explain, predict, sass
 from attention_kernels.inspection.explain import Explanation
 from attention_kernels.inspection.launches import Launch, Triple
 from attention_kernels.inspection.multiprocessor import GpuModel
-from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
+from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
+from attention_kernels.inspection.program import Program, find_disassembler
 from attention_kernels.inspection.resources import LIMITS, Compiled
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
@@ -135,7 +136,7 @@ def _model(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Laun
 
 def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, list[Parameter]]:
     """Return the machine code of a kernel in a cubin, and its parameters."""
-    cuobjdump = predict.find_disassembler()
+    cuobjdump = find_disassembler()
     listed = compilers.output_of([cuobjdump, "-sass", "-fun", symbol, str(cubin)])
     arch = re.search(r"code for sm_(\d+)", listed)
     if arch and not _runs_on(arch[1], gpu.arch):
@@ -187,7 +188,7 @@ def _runs_on(arch: str, gpu: str) -> bool:
 
 def _symbols(path: Path, *options: str) -> list[str]:
     """Return the mangled names of the kernels in a file."""
-    command = [predict.find_disassembler(), *options, "-symbols", str(path)]
+    command = [find_disassembler(), *options, "-symbols", str(path)]
     return _kernels(compilers.output_of(command))
 
 
@@ -216,7 +217,7 @@ def _extract(request: Request, arch: str, folder: Path) -> str:
     cuobjdump lists the symbols of each cubin of an architecture, and the names of all cubins, in
     the same order.
     """
-    cuobjdump, path = predict.find_disassembler(), str(request.path.absolute())
+    cuobjdump, path = find_disassembler(), str(request.path.absolute())
     names = re.findall(r"ELF file\s+\d+: (\S+)", compilers.output_of([cuobjdump, "-lelf", path]))
     archs = {found[1] for name in names if (found := re.search(r"\.sm_(\d+)\.cubin$", name))}
     usable = [one for one in archs if _runs_on(one, arch)]

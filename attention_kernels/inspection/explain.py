@@ -16,7 +16,8 @@ from typing import TypeVar
 from attention_kernels.inspection import line_table, predict
 from attention_kernels.inspection.advice import Advice, Call, Place, advise
 from attention_kernels.inspection.multiprocessor import GpuModel
-from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
+from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
+from attention_kernels.inspection.program import Program, compile_program, find_disassembler
 from attention_kernels.inspection.stalls import BARRIER, EXITED, SELECTED, Watch
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
@@ -96,7 +97,7 @@ def explain(
     version = predict.checked(version, gpu, [case])
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
-        program = predict.compile_program(version, gpu, Path(folder), "-lineinfo")
+        program = compile_program(version, gpu, Path(folder), "-lineinfo")
         table = _line_table(program, Path(folder) / "kernel.cubin")
         models = predict.models_of(program, case)
     frames = {
@@ -158,7 +159,7 @@ def _explained(
 
 def _line_table(program: Program, cubin: Path) -> dict[str, list[line_table.Frames]]:
     """Return the frames of each kernel's instructions, by symbol."""
-    command = [predict.find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]
+    command = [find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]
     table = line_table.parse(compilers.output_of(command))
     for symbol, code in program.code.items():
         if len(table.get(symbol, ())) != len(code):

@@ -11,55 +11,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import importlib.util
 import itertools
-import math
-import os
-import shutil
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import execution, launches, sass
-from attention_kernels.inspection.asynchronous import with_bank_pointer
-from attention_kernels.inspection.blocks import WARP, Blocks
-from attention_kernels.inspection.launches import Launch, Triple
+from attention_kernels.inspection import execution, launches
+from attention_kernels.inspection.blocks import WARP
+from attention_kernels.inspection.grid import Line, line_of
+from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
     GpuModel,
     Work,
-    counts_of,
     cycles_of,
-    work_of,
 )
-from attention_kernels.inspection.resources import Compiled, compile_version, resident_blocks
+from attention_kernels.inspection.program import Program, VersionProgram, compile_program
+from attention_kernels.inspection.resources import resident_blocks
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
-from attention_kernels.ladder import compilers
-from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 
-_MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
 _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
-_SAMPLED = 8  # blocks executed if the work of the others can be interpolated
-_SPREAD = 128  # blocks executed otherwise
-_MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
-_LINEAR = 0.02  # deviation from a line up to which work counts as linear
-_MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
-_MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
 _LOAD_STORE_PARTS = ("shared memory", "L1")
-# Offset of the parameters in constant bank 0, by compute capability.
-_PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
-
-_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 
 
 @dataclass(frozen=True)
@@ -103,276 +85,8 @@ class Prediction:
 # ---- Launches ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Program:
-    """Kernels compiled for a GPU."""
-
-    path: Path
-    """Their source, or the binary that they are in."""
-    label: str
-    """Their name in tables."""
-    gpu: GpuModel
-    code: dict[str, list[Instruction]]
-    """The kernels' instructions, by mangled name."""
-    compiled: dict[str, Compiled]
-    heads_first: bool = False
-    """Whether the first of several axes of the grid counts heads: its blocks are alike."""
-
-    def uses_warpgroups(self, launch: Launch) -> bool:
-        """Return whether a kernel has products of warpgroups (wgmma)."""
-        return any(one.base == "HGMMA" for one in self.code[launch.symbol])
-
-
-@dataclass(kw_only=True)
-class VersionProgram(Program):
-    """A version compiled for a GPU, and the recorder of its launches."""
-
-    version: VersionHeader
-    recorder: Path
-
-    def launches(self, case: Sequence[int], head_dim: int) -> Counter[Launch]:
-        """Count the launches of a call; those that differ only in parameters count as the first."""
-        recorded = launches.record(
-            self.version,
-            self.recorder,
-            [head_dim],
-            case=case,
-            multiprocessors=self.gpu.multiprocessors,
-        )
-        found: Counter[Launch] = Counter()
-        first: dict[Launch, Launch] = {}
-        for launch in recorded:
-            alike = dataclasses.replace(launch, parameters=b"")
-            found[first.setdefault(alike, launch)] += 1
-        return found
-
-
-def find_disassembler(program: str = "cuobjdump") -> str:
-    """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
-    folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
-    folders.append(os.environ.get("PATH", ""))
-    triton = importlib.util.find_spec("triton")
-    for folder in (triton.submodule_search_locations or ()) if triton else ():
-        folders.append(f"{folder}/backends/nvidia/bin")
-    found = shutil.which(program, path=os.pathsep.join(folders))
-    if found is None:
-        raise BuildError(f"needs {program}, from the CUDA toolkit or the triton package")
-    return found
-
-
-def compile_program(
-    version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str
-) -> VersionProgram:
-    """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
-    compiled = compile_version(version, gpu.arch, folder, *flags)
-    text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
-    recorder = launches.build_recorder(version, folder)
-    code = sass.parse(text)
-    program = version.path, version.label, gpu, code, compiled, True
-    return VersionProgram(*program, version=version, recorder=recorder)
-
-
-# ---- The whole grid ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Counts and work of the blocks along the axis on which they differ, in starting order."""
-
-    length: int
-    samples: dict[int, Counter[str]]
-    works: list[Work]
-    """Work of those samples that are timed."""
-    inputs: float = 1.0
-    """Share of the loaded sectors that hold the call's inputs, not an earlier launch's output."""
-    alike: int = 1
-    """Consecutive blocks of the grid that each position stands for."""
-    repeats: int = 1
-    """How often the positions follow each other in the grid."""
-    first: Counter[str] | None = None
-    """Counts of block 0, if it does not fit the line: it may have fewer queries."""
-    executed: frozenset[int] = frozenset()
-    """Indices of the instructions that were executed."""
-    shared_end: int = 0
-    """Bytes of shared memory up to the highest address that a block accesses."""
-    fewest: Counter[int] = field(default_factory=Counter)
-    """Most wavefronts of a request if it had no bank conflict, by instruction."""
-
-    def value(self, position: int, of: str) -> float:
-        """Return a count at a position, on the line through the two nearest samples.
-
-        If a tile of keys spans the queries of two blocks, pairs of blocks do the same work: odd
-        positions lie on one line, even ones on another.
-        """
-        if position == 0 and self.first:
-            return self.first[of]
-        if position in self.samples:
-            return self.samples[position][of]
-        if len(self.samples) == 1:
-            return next(iter(self.samples.values()))[of]
-        alike = [at for at in self.samples if (at - position) % 2 == 0]
-        near = alike if len(alike) > 1 else self.samples
-        a, b = heapq.nsmallest(2, near, key=lambda at: abs(at - position))
-        first, second = self.samples[a][of], self.samples[b][of]
-        return max(0.0, first + (second - first) * (position - a) / (b - a))
-
-    def total(self, of: str) -> float:
-        """Return a count summed over the grid."""
-        once = sum(self.value(position, of) for position in range(self.length))
-        return self.alike * self.repeats * once
-
-
-def _line(program: Program, launch: Launch, *, are_alike: bool = True) -> _Line:
-    """Run some blocks of a launch.
-
-    are_alike: with a second axis, blocks along the first count as alike, unless none of those that
-    are run requests memory.
-    """
-    if (blocks_in_grid := math.prod(launch.grid)) > _MAX_GRID:
-        reason = f"a grid of {blocks_in_grid} blocks (predictions take {_MAX_GRID} at most)"
-        raise UnsupportedError(program.path.name, [reason])
-
-    def run(positions: Iterable[int]) -> tuple[Blocks, dict[int, Counter[str]]]:
-        chosen = sorted(positions)
-        blocks = _run(program, launch, [places[position] for position in chosen])
-        return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
-
-    if program.heads_first:
-        _, y, z = launch.grid
-        axes = [1, 2] if are_alike and (y, z) != (1, 1) else [0, 1, 2]
-        is_linear = y > 1 and z == 1 and are_alike
-    else:
-        axes, is_linear = _axes(program, launch)
-    places = _places(launch.grid, axes)
-    length = len(places)
-    alike = math.prod(launch.grid[: min(axes)])
-    repeats = blocks_in_grid // length // alike
-    first = None
-    if length <= _SAMPLED:
-        blocks, ran = run(range(length))
-        samples = ran
-    elif is_linear:
-        # Neighbours may do the same work, and the last may be partial.
-        blocks, ran = run([length - _SAMPLED, length - 2, length - 1])
-        far, near = ran[length - _SAMPLED]["issue"], ran[length - 2]["issue"]
-        if abs(far - near) < 0.001 * far:
-            samples = {length - 2: ran[length - 2]}
-        else:
-            # The last is the shortest or the longest; from there, work changes linearly.
-            is_shortest = far > near
-            ends = _ends(length, program.uses_warpgroups(launch))
-            blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
-            first = run([0])[1][0] if length <= _MAX_WHOLE else None
-            samples = ran
-    else:  # nonlinear: as many blocks as a few seconds allow stand for the others
-        blocks, ran = run(_spread(_SAMPLED, length))
-        issued = [counts["issue"] for counts in ran.values()]
-        are_idle = not any(counts["misses"] for counts in ran.values())
-        even = program.heads_first or len(axes) == 1
-        if max(issued) - min(issued) > 0.001 * max(issued) or are_idle or not even:
-            limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
-            count = min(length, _SPREAD, max(_SAMPLED, limit))
-            blocks, ran = run(_spread(count, length) if even else _scattered(count, length))
-        samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
-    # A block without memory requests has no work. Time a few of the others.
-    numbers = {
-        number: counts
-        for number, (at, counts) in enumerate(ran.items())
-        if counts["misses"] and at in samples
-    }
-    if not numbers and program.heads_first and alike > 1:
-        return _line(program, launch, are_alike=False)
-    busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
-    timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
-    works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
-    # The recorder of launches puts o and scratch at 4 and 5 terabytes.
-    fetched = blocks.fetched.total()
-    inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
-    executed = frozenset(issue.index for issue in blocks.issued)
-    return _Line(
-        length,
-        samples,
-        works,
-        inputs,
-        alike,
-        repeats,
-        first,
-        executed,
-        blocks.shared_end,
-        blocks.fewest,
-    )
-
-
-def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
-    """Return the blocks along some axes of a grid, in starting order."""
-    x, y, z = (range(n) if axis in axes else range(1) for axis, n in enumerate(grid))
-    return [(i, j, k) for k in z for j in y for i in x]
-
-
-def _run(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
-    """Execute some blocks of a launch."""
-    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    base = _PARAMETERS[program.gpu.arch]
-    if "CUtensorMap" in launch.symbol:
-        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
-    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices)
-    execution.run(blocks, _MAX_ISSUED)
-    return blocks
-
-
-def _axes(program: Program, launch: Launch) -> tuple[list[int], bool]:
-    """Return the axes of a grid along which blocks differ, and whether their work is linear there.
-
-    The last block of an axis may be partial, so it does not count. Work is linear along one axis.
-    """
-    grid = launch.grid
-    x, y, z = (n // 2 for n in grid)
-    of_axis: list[list[Triple]] = [
-        [(n, y, z) for n in (0, grid[0] // 4, x)],
-        [(x, n, z) for n in (0, grid[1] // 4, y)],
-        [(x, y, n) for n in (0, grid[2] // 4, z)],
-    ]
-    probes = [*dict.fromkeys(itertools.chain(*of_axis))]
-    counts = counts_of(_run(program, launch, probes))
-    issued = {at: one["issue"] for at, one in zip(probes, counts, strict=True)}
-    differ = [
-        axis
-        for axis, (start, _, half) in enumerate(of_axis)
-        if abs(issued[half] - issued[start]) > 0.001 * issued[half]
-    ]
-    if len(differ) != 1:
-        return differ or [max(range(3), key=lambda axis: grid[axis])], not differ
-    first, second, third = of_axis[differ[0]]
-    at = [one[differ[0]] for one in (first, second, third)]
-    between = issued[first] + (issued[third] - issued[first]) * at[1] / (at[2] or 1)
-    return differ, abs(between - issued[second]) < _LINEAR * issued[third]
-
-
-def _ends(length: int, uses_warpgroups: bool) -> set[int]:
-    """Return the distances from the end of a line of the blocks whose work tells that of all.
-
-    Products of warpgroups make few instructions, so only longer blocks show the pace.
-    """
-    if not uses_warpgroups:
-        return {0, 1, _SAMPLED - 2, _SAMPLED - 1}
-    far = min(length, _MAX_WHOLE)
-    return {0, *(far * i // _SAMPLED for i in range(2, _SAMPLED)), 1, far - 2, far - 1}
-
-
-def _spread(count: int, length: int) -> list[int]:
-    """Return the middle of each of `count` equal parts of a length."""
-    return [(2 * i + 1) * length // (2 * count) for i in range(count)]
-
-
-def _scattered(count: int, length: int) -> list[int]:
-    """Return `count` positions without a period, which could be that of the grid."""
-    golden = (5**0.5 - 1) / 2
-    return [*dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))]
-
-
 def _finish(
-    line: _Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
+    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
 ) -> tuple[float, float]:
     """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
 
@@ -504,7 +218,7 @@ class LaunchModel:
     """Bytes of shared memory per block."""
     fits: int
     """Blocks that a multiprocessor has room for."""
-    line: _Line
+    line: Line
     total: dict[str, float]
     """Counts of the whole grid."""
     min_bytes: float
@@ -544,7 +258,7 @@ def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
     compiled = program.compiled[launch.symbol]
     shared = compiled.static_smem + launch.dynamic_smem
     fits = _fits(program.path.name, gpu, launch, compiled.registers, shared)
-    line = _line(program, launch)
+    line = line_of(program, launch)
     names = {*itertools.chain(*line.samples.values())}
     total = defaultdict(float, {name: line.total(name) for name in names})
     return LaunchModel(

@@ -24,7 +24,8 @@ from attention_kernels.inspection.blocks import WARP
 from attention_kernels.inspection.explain import Explanation
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import GpuModel
-from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, Program
+from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
+from attention_kernels.inspection.program import Program
 
 _TYPES = {
     torch.float64: "*fp64",

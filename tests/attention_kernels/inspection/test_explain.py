@@ -11,6 +11,7 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import advice, explain, line_table, multiprocessor, predict
 from attention_kernels.inspection.advice import Call, Place
+from attention_kernels.inspection.grid import Line
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import Work
 from attention_kernels.inspection.predict import Case, LaunchModel
@@ -67,7 +68,7 @@ def model(code, requests=((0, 0, 0),), blocks=132, **changes):
     counts = Counter(issue=8 * len(warp), misses=1, loads=8 * sum(one[1] for one in warp))
     work = Work([warp] * 8, [[0] * 8] * 8, counts)
     fewest = Counter(dict.fromkeys(range(len(code)), 1))
-    line = predict._Line(1, {0: counts}, [work], alike=blocks, fewest=fewest)
+    line = Line(1, {0: counts}, [work], alike=blocks, fewest=fewest)
     total = defaultdict(float, {name: line.total(name) for name in counts})
     launch = Launch(64, "kernel", "kernel", (blocks, 1, 1), (256, 1, 1), 0, b"")
     found = LaunchModel("v01", H200, launch, code, 32, 0, 1, line, total, 0.0)

@@ -14,7 +14,9 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection import execution, multiprocessor, predict, sass
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.grid import Line, axes_of, line_of
 from attention_kernels.inspection.launches import Launch
+from attention_kernels.inspection.program import Program, find_disassembler
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
@@ -26,7 +28,7 @@ H200 = multiprocessor.gpus()["h200"]
 def missing_program():
     """Return why nothing can be predicted here, or an empty string."""
     try:
-        predict.find_disassembler()
+        find_disassembler()
     except BuildError as error:
         return str(error)
     return compilers.missing_compiler("cuda") or ""
@@ -147,7 +149,7 @@ def test_a_bank_conflict_costs_its_wavefronts():
 @pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (264, 2), (265, 3)])
 def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     _, work = arithmetic(10, 4)
-    line = predict._Line(1, {0: work.counts}, [work], alike=blocks)
+    line = Line(1, {0: work.counts}, [work], alike=blocks)
     end, equal = predict._finish(line, H200, 2.0, [2.0], 0.0)
     assert end == pytest.approx(waves * 40 * 2.0)
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
@@ -157,7 +159,7 @@ def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
     """Pairs of blocks are alike with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
     samples = {at: Counter(issue=issued[at]) for at in (0, 1, 6, 7)}
-    line = predict._Line(32, samples, [])
+    line = Line(32, samples, [])
     assert [line.value(at, "issue") for at in range(32)] == issued
 
 
@@ -169,9 +171,9 @@ def test_blocks_along_every_axis_are_counted(address, inputs):
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version.path, "v01", H200, sass.parse(code), {}, heads_first=True)
+    program = Program(version.path, "v01", H200, sass.parse(code), {}, heads_first=True)
     launch = launch_of((2, 3, 4))
-    line = predict._line(program, launch)
+    line = line_of(program, launch)
     warps = 2 * 3 * 2
     assert line.total("global") == 3 * warps
     assert line.total("issue") == (6 + 3 * 4) * warps + 3 * 3 * warps
@@ -187,10 +189,10 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     code = CODE.replace("IMAD.SHL.U32 R1, R0, 0x80, RZ", f"S2R R5, SR_CTAID.{axis}")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
     code = code.replace("c[0x0][0x18]", "R5")
-    program = predict.Program(ROOT, "any", H200, sass.parse(code), {})
+    program = Program(ROOT, "any", H200, sass.parse(code), {})
     launch = launch_of(grid)
-    assert predict._axes(program, launch)[0] == axes
-    line = predict._line(program, launch)
+    assert axes_of(program, launch)[0] == axes
+    line = line_of(program, launch)
     length = grid[axes[0]]
     loads = sum(max(i, 1) for i in range(length))
     assert line.total("global") == loads * grid[0] * grid[1] * grid[2] / length
@@ -204,8 +206,8 @@ def test_few_blocks_with_work_are_found_among_many_without():
     code = CODE.replace("SR_TID.X", "SR_CTAID.Z").replace("0x1f", "0x0")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
     code = code.replace("c[0x0][0x18]", "c[0x0][0x10]")  # gridDim.y
-    program = predict.Program(ROOT, "v01", H200, sass.parse(code), {}, heads_first=True)
-    line = predict._line(program, launch_of((1, 4, 70)))
+    program = Program(ROOT, "v01", H200, sass.parse(code), {}, heads_first=True)
+    line = line_of(program, launch_of((1, 4, 70)))
     of_block = 2 * 4  # both warps load four times
     assert 4 * of_block <= line.total("global") <= 5 * of_block  # every second block is run
     assert line.works
@@ -218,8 +220,8 @@ def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
     code = code.replace("MOV R2, RZ", "MOV R2, 0xffffffff")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
     code = code.replace("c[0x0][0x18]", "R5")
-    program = predict.Program(ROOT, "any", H200, sass.parse(code), {}, heads_first=True)
-    line = predict._line(program, launch_of((4, 32, 1)))
+    program = Program(ROOT, "any", H200, sass.parse(code), {}, heads_first=True)
+    line = line_of(program, launch_of((4, 32, 1)))
     assert line.total("global") == 2 * 4 * sum(i // 2 + 1 for i in range(32))
 
 
@@ -309,10 +311,10 @@ def test_a_shape_that_no_launch_takes_is_refused(case, words):
 
 def test_a_grid_with_too_many_blocks_is_refused():
     version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
-    program = predict.Program(version.path, "v01", H200, sass.parse(CODE), {})
+    program = Program(version.path, "v01", H200, sass.parse(CODE), {})
     launch = launch_of((2**20, 2, 1))
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
-        predict._line(program, launch)
+        line_of(program, launch)
 
 
 @pytest.mark.parametrize(
