@@ -118,6 +118,14 @@ def check_tensors(arguments: Mapping[str, object]) -> None:
         raise ArgumentError("; ".join(wrong))
 
 
+def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with as many heads as q, copied if they have fewer."""
+    if k.shape[2] == q.shape[2]:
+        return k, v
+    group = q.shape[2] // k.shape[2]
+    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+
+
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """Return the scale, 1 / sqrt(head_dim) for None; raise ArgumentError if it is not finite."""
     if softmax_scale is None:

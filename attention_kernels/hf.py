@@ -45,6 +45,7 @@ from transformers.masking_utils import (
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
+from attention_kernels.contract import per_query_head
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.registry import (
     BackendSpec,
@@ -336,10 +337,7 @@ def _decode(
 
 def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return k and v with as many heads as the backend needs: those of q, or fewer."""
-    group = q.shape[2] // k.shape[2]
-    if group == 1 or spec.supports_gqa:
-        return k, v
-    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    return (k, v) if spec.supports_gqa else per_query_head(q, k, v)
 
 
 def _by_parts(

@@ -174,9 +174,7 @@ class BackendSpec:
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
     ) -> list[str]:
         """Return every reason to refuse this call, with what is supported; loads the backend."""
-        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        reasons += self._head_reasons(q, k)
-        if reasons:
+        if reasons := self._early_reasons(q, k):
             return reasons
         if not self.has_attention():
             return [DECODES_ONLY]
@@ -195,11 +193,15 @@ class BackendSpec:
             reasons.append(f"device {device_type} (it takes {', '.join(self.device_types)})")
         return reasons
 
-    def _head_reasons(self, q: Tensor, k: Tensor) -> list[str]:
-        num_heads, kv_heads = q.shape[2], k.shape[2]
-        if kv_heads == num_heads or self.supports_gqa:
-            return []
-        return [f"{kv_heads} key heads for {num_heads} query heads (it takes as many of both)"]
+    def _early_reasons(self, q: Tensor, k: Tensor) -> list[str]:
+        """Return the unsupported_reasons() that do not need loading."""
+        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
+        heads, kv_heads = q.shape[2], k.shape[2]
+        if kv_heads != heads and not self.supports_gqa:
+            reasons.append(
+                f"{kv_heads} key heads for {heads} query heads (it takes as many of both)"
+            )
+        return reasons
 
     def load(self) -> Kernels:
         """Return the kernels, compiled or imported on first use; raises UnavailableBackendError."""
@@ -251,8 +253,7 @@ class BackendSpec:
         KernelError or OutputError.
         """
         scale = contract.check_attention(q, k, v, softmax_scale, is_causal)
-        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        if reasons := reasons + self._head_reasons(q, k):
+        if reasons := self._early_reasons(q, k):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -305,8 +306,7 @@ class BackendSpec:
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         device_type = q.device.type
-        reasons = self.static_reasons(q.dtype, q.shape[3], device_type)
-        if reasons := reasons + self._head_reasons(q, k_cache):
+        if reasons := self._early_reasons(q, k_cache):
             raise UnsupportedError(self.name, reasons)
         kernel = self.load().decode_on(device_type)
         if kernel is None:
@@ -472,25 +472,12 @@ def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     On CUDA it is CUSTOM_CUDA, if it is available and takes the dtype and head_dim; otherwise
     memory-efficient SDPA. On the CPU it is torch's own flash kernel.
     """
-    return get_backend(
-        _default_on_cuda(device, dtype, head_dim)
-        if device.type == "cuda"
-        else "PYTORCH_SDPA_FLASH_ATTENTION"
-    )
+    if device.type != "cuda":
+        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
+    other = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
+    return get_backend(_first_or("CUSTOM_CUDA", other, device, dtype, head_dim))
 
 
-@untraced
-def _default_on_cuda(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    key = device, dtype, head_dim
-    if key not in _cuda_defaults:  # called for every layer
-        ours = get_backend("CUSTOM_CUDA")
-        takes = not ours.static_reasons(dtype, head_dim, "cuda")
-        serves = takes and not ours.unavailable_reason(device)
-        _cuda_defaults[key] = ours.name if serves else "PYTORCH_SDPA_EFFICIENT_ATTENTION"
-    return _cuda_defaults[key]
-
-
-_cuda_defaults: dict[tuple[torch.device, torch.dtype, int], str] = {}
 MANY_HEADS = 1024
 """Rows times heads from which one warp per head reads a cache fastest."""
 
@@ -505,27 +492,26 @@ def default_decode_backend(
     and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products. On the CPU
     it is torch's own flash kernel.
     """
-    return get_backend(
-        _default_cuda_decoder(device, dtype, head_dim, heads >= MANY_HEADS)
-        if device.type == "cuda"
-        else "PYTORCH_SDPA_FLASH_ATTENTION"
-    )
+    if device.type != "cuda":
+        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
+    ours = f"DECODE_SPLIT_KV_VERSION_{3 if heads >= MANY_HEADS else 1}"
+    return get_backend(_first_or(ours, "NAIVE_PYTORCH", device, dtype, head_dim))
 
 
 @untraced
-def _default_cuda_decoder(
-    device: torch.device, dtype: torch.dtype, head_dim: int, has_many: bool
+def _first_or(
+    first: str, other: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
-    key = device, dtype, head_dim, has_many
-    if key not in _cuda_decoders:  # called for every token
-        ours = get_backend(f"DECODE_SPLIT_KV_VERSION_{3 if has_many else 1}")
-        takes = not ours.static_reasons(dtype, head_dim, "cuda")
-        serves = takes and not ours.unavailable_reason(device)
-        _cuda_decoders[key] = ours.name if serves else "NAIVE_PYTORCH"
-    return _cuda_decoders[key]
+    """Return the first name if that backend serves on a CUDA device, otherwise the other."""
+    key = first, device, dtype, head_dim
+    if key not in _serving:  # called for every layer and token
+        spec = get_backend(first)
+        takes = not spec.static_reasons(dtype, head_dim, "cuda")
+        _serving[key] = takes and not spec.unavailable_reason(device)
+    return first if _serving[key] else other
 
 
-_cuda_decoders: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
+_serving: dict[tuple[str, torch.device, torch.dtype, int], bool] = {}
 _discovered: bool | None = False  # None during discovery
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -58,29 +59,21 @@ IEEE_CHOICE = (
 
 
 def choose(
-    dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
+    alias: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device,
+    seqlen: int | None = None,
 ) -> BackendSpec:
-    """Return the backend behind CUSTOM_CUDA: the fastest version that serves such calls.
+    """Return the backend behind an alias: the fastest version that serves such calls.
 
-    In float32 it is the fastest of those whose rows are as exact as plain PyTorch's, by three
-    products of float16 numbers or in float32 throughout. A version is skipped if the GPU lacks its
-    instructions, or if it refuses the head_dim, for example for lack of shared memory. On a CPU
-    every version runs emulated. If none is left, raises UnsupportedError with the reasons of the
-    first; if one cannot be built, raises UnavailableBackendError instead of trying the next.
+    In float32 CUSTOM_CUDA is the fastest of those whose rows are as exact as plain PyTorch's, by
+    three products of float16 numbers or in float32 throughout; CUSTOM_CUDA_IEEE has only the
+    latter. A version is skipped if the GPU lacks its instructions, or if it refuses the head_dim,
+    for example for lack of shared memory. On a CPU every version runs emulated. If none is left,
+    raises UnsupportedError with the reasons of the first; if one cannot be built, raises
+    UnavailableBackendError instead of trying the next.
     """
-    return _choose("CUSTOM_CUDA", dtype, head_dim, device, seqlen)
-
-
-def choose_ieee(
-    dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
-) -> BackendSpec:
-    """Return the backend behind CUSTOM_CUDA_IEEE: the same as choose(), all in float32."""
-    return _choose("CUSTOM_CUDA_IEEE", dtype, head_dim, device, seqlen)
-
-
-def _choose(
-    alias: str, dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None
-) -> BackendSpec:
     # A call for each, so that torch.compile sees a constant in each branch when seqlen varies.
     if seqlen is not None and seqlen <= SHORTEST:
         return get_backend(_chosen_name(alias, dtype, head_dim, device, SHORTEST))
@@ -136,11 +129,11 @@ def _chosen_name(
     raise UnsupportedError(alias, refused)
 
 
-def _forwards(choose: Callable[..., BackendSpec]) -> Kernels:
+def _load(alias: str) -> Kernels:
     """Return a kernel that forwards each call to the chosen backend."""
 
     def chosen(q: Tensor) -> BackendSpec:
-        return choose(q.dtype, q.shape[3], q.device, q.shape[1])
+        return choose(alias, q.dtype, q.shape[3], q.device, q.shape[1])
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
         return chosen(q).attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
@@ -151,37 +144,31 @@ def _forwards(choose: Callable[..., BackendSpec]) -> Kernels:
     return Kernels(attention, explain=explain)
 
 
-def _probe(device_type: str) -> str | None:
-    return get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device_type)
+def _register_alias(
+    name: str, summary: str, precisions: Mapping[str, str], choices: tuple[str, ...]
+) -> None:
+    register(
+        name=name,
+        family="alias",
+        summary=summary,
+        precisions=precisions,
+        head_dims=HEAD_DIMS,
+        probe=lambda device: get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device),
+        emulated_on=("cpu",),
+        chooses=functools.partial(choose, name),
+        choices=choices,
+    )(functools.partial(_load, name))
 
 
-@register(
-    name="CUSTOM_CUDA",
-    family="alias",
-    summary="The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
-    precisions={"float32": "3xfp16", "float16": "fp16"},
-    head_dims=HEAD_DIMS,
-    probe=_probe,
-    emulated_on=("cpu",),
-    chooses=choose,
-    choices=(FLOAT32_CHOICE, FLOAT16_CHOICE),
+_register_alias(
+    "CUSTOM_CUDA",
+    "The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
+    {"float32": "3xfp16", "float16": "fp16"},
+    (FLOAT32_CHOICE, FLOAT16_CHOICE),
 )
-def load() -> Kernels:
-    """Return a kernel that forwards each call to the chosen backend."""
-    return _forwards(choose)
-
-
-@register(
-    name="CUSTOM_CUDA_IEEE",
-    family="alias",
-    summary="The fastest version that computes in float32 throughout.",
-    precisions=IEEE,
-    head_dims=HEAD_DIMS,
-    probe=_probe,
-    emulated_on=("cpu",),
-    chooses=choose_ieee,
-    choices=(IEEE_CHOICE,),
+_register_alias(
+    "CUSTOM_CUDA_IEEE",
+    "The fastest version that computes in float32 throughout.",
+    IEEE,
+    (IEEE_CHOICE,),
 )
-def load_ieee() -> Kernels:
-    """Return a kernel that forwards each call to the chosen backend."""
-    return _forwards(choose_ieee)

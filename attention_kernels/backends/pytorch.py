@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_kernels.contract import Kernels
+from attention_kernels.contract import Kernels, per_query_head
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import register
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-    k, v = _per_query_head(q, k, v)
+    k, v = per_query_head(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * softmax_scale
     if is_causal:
@@ -27,14 +27,6 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: boo
         scores.masked_fill_(position > position[:, None], -torch.inf)
     weights = torch.softmax(scores, dim=3)
     return (weights @ v).transpose(1, 2).contiguous()
-
-
-def _per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with as many heads as q, copied if they have fewer."""
-    if k.shape[2] == q.shape[2]:
-        return k, v
-    group = q.shape[2] // k.shape[2]
-    return k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
@@ -57,7 +49,7 @@ def _naive_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
 ) -> Tensor:
     positions, visible = _visible(k_cache, seqlens)
-    k, v = _per_query_head(q, k_cache[:, :positions], v_cache[:, :positions])
+    k, v = per_query_head(q, k_cache[:, :positions], v_cache[:, :positions])
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
     if visible is not None:

@@ -125,9 +125,7 @@ def _model(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Laun
     size += request.min_bytes
     model = predict.model_of(program, launch, size)
     assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]
-    # From sm_90 on, a block's own shared memory follows the part that is reserved.
-    reserved = LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
-    dynamic = model.line.shared_end - reserved - model.shared
+    dynamic = model.line.shared_end - _reserved_first(gpu) - model.shared
     if request.dynamic_smem is None and dynamic > 0:
         model = model.with_shared(dynamic)
         assumed.append(f"{dynamic} bytes of dynamic shared memory: the kernel accesses no more")
@@ -147,11 +145,18 @@ def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, 
     found = re.search(rf"Function {re.escape(symbol)}:\s+REG:(\d+).*?SHARED:(\d+)", usage)
     assert found is not None
     registers, shared = map(int, found.groups())
-    # From sm_90 on, the listed shared memory includes the part that is reserved in each block.
-    static = shared - (LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0)
-    compiled = {symbol: Compiled(registers, 0, 0, max(0, static))}
+    static = max(0, shared - _reserved_first(gpu))
+    compiled = {symbol: Compiled(registers, 0, 0, static)}
     elf = compilers.output_of([cuobjdump, "-elf", "-fun", symbol, str(cubin)])
     return Program(path, path.stem, gpu, code, compiled), _parameters(elf, symbol)
+
+
+def _reserved_first(gpu: GpuModel) -> int:
+    """Return the bytes of shared memory that are reserved before a block's own.
+
+    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
+    """
+    return LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
 
 
 def _parameters(elf: str, symbol: str) -> list[Parameter]:

@@ -61,7 +61,7 @@ class _Params(ctypes.Structure):
 
 
 def library() -> Path:
-    """Return libtorch_cuda.so; raises UnsupportedError if there is none."""
+    """Return the path of libtorch_cuda.so; raises UnsupportedError if the file does not exist."""
     given = os.environ.get(LIBRARY)
     path = Path(given) if given else Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
     if not path.is_file():
@@ -94,7 +94,7 @@ def parameters(case: Case) -> bytes:
 
 
 def request_of(gpu: GpuModel, case: Case, dtype: str) -> Request:
-    """Return the launch that PyTorch makes; raises UnsupportedError for what is not known of it."""
+    """Return PyTorch's launch; raises UnsupportedError for a GPU or shape with unknown kernels."""
     batch, seqlen, num_heads, head_dim, _ = case
     reasons = []
     if int(gpu.arch) < 80:

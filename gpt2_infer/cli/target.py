@@ -99,6 +99,8 @@ def target_of(arguments: argparse.Namespace) -> Target:
 
 
 def _call_of(arguments: argparse.Namespace) -> Target:
+    import torch
+
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import pytorch_kernel
 
@@ -116,10 +118,7 @@ def _call_of(arguments: argparse.Namespace) -> Target:
     reasons = [missing] if missing else []
     dtype = arguments.dtype or "float32"
     head_dim = arguments.head_dim or usual_head_dim(spec)
-    if dtype not in spec.precisions:
-        reasons.append(f"dtype {dtype} (it takes {', '.join(spec.precisions)})")
-    if spec.head_dims and head_dim not in spec.head_dims:
-        reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, spec.head_dims))})")
+    reasons += spec.static_reasons(getattr(torch, dtype), head_dim, "cuda")
     if reasons:
         raise UnsupportedError(spec.name, reasons)
     shape = {

@@ -61,7 +61,7 @@ def test_public_names_are_sorted_and_exist():
     ],
 )
 def test_the_default_on_cuda_is_ours_where_it_serves(dtype, head_dim, reason, name, monkeypatch):
-    monkeypatch.setattr(registry, "_cuda_defaults", {})
+    monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
     device, dtype = torch.device("cuda", 0), getattr(torch, dtype)
     assert registry.default_backend(device, dtype, head_dim).name == name
@@ -230,7 +230,7 @@ def test_a_backend_that_only_decodes_says_so():
     ],
 )
 def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expected, monkeypatch):
-    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
     cuda, cpu = (
         registry.default_decode_backend(torch.device(device), dtype, head_dim)
@@ -241,7 +241,7 @@ def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expect
 
 
 def test_many_heads_have_a_warp_each(monkeypatch):
-    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: None)
     cuda = torch.device("cuda:0")
     names = [
@@ -252,7 +252,7 @@ def test_many_heads_have_a_warp_each(monkeypatch):
 
 
 def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
-    monkeypatch.setattr(registry, "_cuda_decoders", {})
+    monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda _, d: "old" if d.index else None)
     names = [
         registry.default_decode_backend(torch.device("cuda", i), torch.float32, 64).name
