@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -43,6 +43,11 @@ def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
     ]
 
 
+def uses_tensor_cores(needs_us: Mapping[str, float]) -> bool:
+    """Return whether a kernel uses tensor cores, given the time that each resource needs."""
+    return needs_us.get("tensor cores", 0.0) > 0
+
+
 class Likely(NamedTuple):
     """How far measured times were from the predictions of one class of kernels."""
 
@@ -66,7 +71,7 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
             timings = timed_on(by_name[file.study["gpu"]], files)
             timed = [row for timing in timings for row in timing.of("time")]
             rows = (row for row in file.rows if row.samples)
-            alike = [x for x in rows if ("tensor cores" in x.extra["needs_us"]) == on_tensor_cores]
+            alike = [x for x in rows if uses_tensor_cores(x.extra["needs_us"]) == on_tensor_cores]
             medians = ((row, timings_of(row, timed)) for row in alike)
             ratios += [found[0].median / row.median for row, found in medians if found]
     if len(ratios) < 10:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gpt2_infer.request import Request
 
 BACKEND = (
-    "see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA, or without nvcc or if the model is "
-    "not supported PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
+    "see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if it is available and takes the "
+    "model, else PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
 )
 DECODE_BACKEND = (
     "attention backend for decoding with --kv-cache (default: the given --backend if it has a "

@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from attention_kernels.inspection import nsight
-    from gpt2_infer.bench.prediction import find_gpu, likely
+    from gpt2_infer.bench.prediction import find_gpu, likely, uses_tensor_cores
 
     gpu = find_gpu(arguments.gpu)
     wanted = target_of(arguments)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     explained = wanted.explain(gpu) if arguments.lines or arguments.profile else []
     found = [one.prediction for one in explained] or wanted.predict(gpu)
     compared = nsight.compare(explained[0], kernels) if arguments.profile else None
-    near = likely(files, on_tensor_cores=_on_tensor_cores(found[0]))
+    near = likely(files, on_tensor_cores=uses_tensor_cores(found[0].needs_us))
     heading = wanted.heading(gpu)
     if arguments.json:
         more = [lines.to_json(one) for one in explained] or [{} for _ in found]
@@ -112,7 +112,7 @@ def _show_table(
 ) -> None:
     from tabulate import tabulate
 
-    from gpt2_infer.bench.prediction import find_gpu, timed_on
+    from gpt2_infer.bench.prediction import find_gpu, timed_on, uses_tensor_cores
 
     timings = timed_on(find_gpu(gpu), files)
     table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
@@ -129,15 +129,11 @@ def _show_table(
     align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
     show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
     if near:
-        kind = "on" if _on_tensor_cores(found[0]) else "without"
+        kind = "on" if uses_tensor_cores(found[0].needs_us) else "without"
         show(
             f"\nlikely: of {near.cells} kernels {kind} tensor cores that were measured, 8 in 10 "
             f"took {near.low:.2f} to {near.high:.2f} times as long as predicted."
         )
-
-
-def _on_tensor_cores(one: Prediction) -> bool:
-    return one.needs_us.get("tensor cores", 0.0) > 0
 
 
 def _likely_us(one: Prediction, near: Likely | None) -> list[float] | None:

@@ -163,11 +163,13 @@ def _stands_for(name: str, device: str | None) -> list[str]:
         return [name]
     import torch
 
+    from attention_kernels.backends import cuda
+
     device = device or registry.preferred_device(spec)
     rungs = {
         spec.chosen(getattr(torch, dtype), head_dim, device, seqlen).name
         for dtype, head_dim, seqlen in itertools.product(
-            spec.precisions, spec.head_dims, (128, 256, None)
+            spec.precisions, spec.head_dims, (cuda.SHORTEST, cuda.SHORT, None)
         )
     }
     return sorted(rungs)
