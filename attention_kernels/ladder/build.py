@@ -119,10 +119,12 @@ def build_many(
         cache = _writable(cache)
         one = missing[0] if len(missing) == 1 else None
         name, label = (one.stem, one.label) if one else (target, f"{len(missing)} kernels")
-        lock, awaited = name, label
-        if not _find(cache / f"{missing[0].binding}.o"):  # it takes longer than most versions
-            lock, awaited = missing[0].binding, "binding.cpp"
-        with _lock(cache / f"{lock}.lock", awaited) as held:
+        binding = cache / f"{missing[0].binding}.o"
+        # binding.cpp takes longer than most versions.
+        once: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if not _find(binding):
+            once = _lock(binding.with_suffix(".lock"), "binding.cpp")
+        with _lock(cache / f"{name}.lock", label) as held, once:
             for left in cache.glob(f"{name}.build-*") if held else ():  # of killed processes
                 shutil.rmtree(left, ignore_errors=True)
             if missing := _missing(missing, cache, built):  # another process may have built it

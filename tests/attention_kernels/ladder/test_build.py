@@ -11,6 +11,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import filelock
 import pytest
 
 from attention_kernels.ladder import build, compilers, header
@@ -203,7 +204,7 @@ def test_the_cache_is_listed_and_emptied(first, calls):
 def build_elsewhere(version, file: Path, gate: Path) -> None:
     """Build in this process; the path and standard error are written to a file."""
     os.environ["GATE"] = str(gate)
-    with file.open("w") as sys.stderr:
+    with file.open("w", buffering=1) as sys.stderr:
         print(build.build(version, "emulator"), file=sys.stderr)
 
 
@@ -223,24 +224,27 @@ def wait_for(calls) -> list[str]:
     return begun
 
 
+class Opening(io.StringIO):
+    """Standard error that lets the compilers go on once something is written to it."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def write(self, text: str) -> int:
+        self.gate.touch()
+        return super().write(text)
+
+
 @forks
 @pytest.mark.parametrize("other", [False, True])
 def test_two_processes_build_once(other, csrc, first, calls, tmp_path, monkeypatch):
     """Or the binding alone, if they build different versions."""
     gate = tmp_path / "gate"
-
-    class Opening(io.StringIO):
-        """Standard error that lets the compilers go on once something is written to it."""
-
-        def write(self, text: str) -> int:
-            gate.touch()
-            return super().write(text)
-
-    told = Opening()
     builder = start_build(first, tmp_path / "told", gate)
     begun = wait_for(calls)
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", told)
+        patch.setattr(sys, "stderr", told := Opening(gate))
         library = build.build(header.versions(csrc / "fp32")[other], "emulator")
     builder.join(timeout=240)
     assert len(begun + calls()) == (5 if other else 3)
@@ -248,8 +252,36 @@ def test_two_processes_build_once(other, csrc, first, calls, tmp_path, monkeypat
     line, built = (tmp_path / "told").read_text().splitlines(keepends=True)
     assert line == building.format("v01_first.cu")
     assert (built == f"{library}\n") != other
-    waiting = "waiting for another process that builds binding.cpp ...\n"
-    assert told.getvalue() == waiting + building.format("v02_second.cu") * other
+    waiting = "waiting for another process that builds {} ...\n"
+    assert told.getvalue() == (
+        waiting.format("binding.cpp") + building.format("v02_second.cu")
+        if other
+        else waiting.format("v01_first.cu for the CPU emulator")
+    )
+
+
+@forks
+def test_a_build_that_waited_for_the_binding_is_not_deleted(
+    csrc, first, calls, tmp_path, monkeypatch
+):
+    """By another process, which finds the binding."""
+    second = header.versions(csrc / "fp32")[1]
+    cache = build.build(second, "emulator").parent
+    (binding,) = cache.glob("binding-*.o")
+    hidden, gate, told = binding.rename(tmp_path / "hidden"), tmp_path / "gate", tmp_path / "told"
+    with filelock.FileLock(binding.with_suffix(".lock")):
+        builder = start_build(first, told, gate)
+        while not told.exists() or "binding.cpp" not in told.read_text():
+            assert builder.is_alive()
+            time.sleep(0.01)
+        hidden.rename(binding)
+        calls()
+    wait_for(calls)
+    monkeypatch.setattr(sys, "stderr", Opening(gate))
+    library = build.build(first, "emulator")
+    gate.touch()  # for a build that did not wait
+    builder.join(timeout=240)
+    assert told.read_text().splitlines()[-1] == str(library)
 
 
 @forks
@@ -268,10 +300,8 @@ def test_a_killed_build_leaves_nothing_in_the_way(first, calls, tmp_path):
 
 
 def test_a_lock_that_is_never_released_only_costs_time(first, calls, monkeypatch, capsys):
-    import filelock
-
     library = build.build(first, "emulator")
-    (lock,) = (path for path in build.cache_entries() if path.suffix == ".lock")
+    lock = library.with_suffix(".lock")
     for path in build.cache_entries():
         if path != lock:
             path.unlink()
