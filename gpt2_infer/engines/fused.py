@@ -35,6 +35,10 @@ SPLIT = 128  # keys per split of attention
 # Limits on the bytes of weights per block where the columns are free; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
+# Of the heads' projection, if attention computes it in parts, which all blocks of the hidden units
+# read. On an H200, GPT-2 small in bfloat16 is slower with twice as many, and slower in float32.
+PART_ROWS = 128
+MAX_PARTS = 6
 MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
@@ -194,10 +198,29 @@ class StepShape:
         warps = 10 if width % 320 == 0 and width % 256 else 8  # the rows divide evenly
         return {
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
-            "PROJ": BlockedMatrix(width, width, 8, warps),
+            "PROJ": BlockedMatrix(width, width, 8, self._parts or warps),
             "FC": self._widest(width, inner, warps, FC_BYTES),
             "FC2": BlockedMatrix(inner, width, 8, 2 * warps),
         }
+
+    @property
+    def _parts(self) -> int:
+        """The parts of the heads' projection, which are summed in order; 0 if it has none.
+
+        Batches and the portable step have them, too, because they give the same bits.
+        """
+        width, head_dim = self.config.n_embd, self.config.head_dim
+        heads = PART_ROWS // head_dim
+        blocks = heads * min(self.max_splits, 8 // heads)  # of a part
+        divides = width % PART_ROWS == 0 and width % (8 * blocks) == 0
+        if self.dtype == torch.float32 or not divides or not 2 <= width // PART_ROWS <= MAX_PARTS:
+            return 0
+        return width // PART_ROWS
+
+    @property
+    def projected_parts(self) -> int:
+        """The parts of the heads' projection, if attention computes it; else 0."""
+        return 0 if self.is_portable or self.batch > 1 else self._parts
 
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
@@ -257,7 +280,8 @@ class StepShape:
                 f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
                 f"has {self.shared_bytes // 1024} KB"
             )
-        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
+        cluster_heads = self.config.n_head // (self.projected_parts or self.config.n_head)
+        partials = 8 + self.max_splits * cluster_heads  # of attention's warps and of its splits
         if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
             reasons.append(f"a context of {self.config.n_positions} tokens")
         return reasons
@@ -278,7 +302,8 @@ class StepShape:
         width, heads = self.config.n_embd, self.config.n_head
         splits = self.max_splits * (width + 2 * heads)
         row = 3 * width + self.config.inner_dim + 2 * self.head_blocks + splits
-        return self.batch * row + 2 * 4  # padding to 16 bytes before and after the splits
+        projected = max(self.projected_parts, 1) * width
+        return self.batch * row + projected + 2 * 4  # padding to 16 bytes around the splits
 
     def version(self) -> header.VersionHeader:
         """Return the kernels' header, with the shape as macros and its own op name."""
@@ -293,6 +318,7 @@ class StepShape:
             "MAX_SPLITS": self.max_splits,
             "SMEM": self.shared_bytes,
             "PORTABLE": int(self.is_portable),
+            "PARTS": self.projected_parts,
         }
         for name, one in self.products.items():
             macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}

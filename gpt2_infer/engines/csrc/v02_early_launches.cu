@@ -5,6 +5,8 @@
 //         ones end (programmatic dependent launch) and loads what no kernel of the step writes: a
 //         block its weights, in one bulk copy; attention the keys and values of earlier steps. Then
 //         it waits. LayerNorm, bias, GELU and residual are part of the products.
+//         If STEP_PARTS > 0, attention projects the heads, so there are four kernels: each cluster
+//         leaves one part of the sums, and the later kernels add the parts up.
 // Why:    the end of a kernel is a cheaper way to exchange data than words that all blocks poll: it
 //         takes the same time whatever the batch. It needs no tags, and no grid whose blocks must
 //         all run at once.
@@ -50,6 +52,8 @@ constexpr int kHeadBlocks = STEP_BLOCKS;     // blocks of the product with the e
 constexpr int kMaxSplits = STEP_MAX_SPLITS;  // splits of the longest row's keys
 constexpr int kSmemBytes = STEP_SMEM;        // available to a block
 constexpr bool kIsPortable = STEP_PORTABLE;  // no early launches, bulk copies or clusters
+constexpr int kParts = STEP_PARTS;           // of the heads' projection, if attention computes it
+constexpr bool kProjects = kParts > 0;
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
@@ -89,6 +93,8 @@ struct Best {
 };
 
 constexpr bool kUsesTensorCores = sizeof(Element) == 2;
+static_assert(!kProjects || (kHeads % kParts == 0 && kBatch == 1 && !kIsPortable));
+static_assert(!kProjects || kUsesTensorCores);
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
 // A product's input: (batch, K) for tensor cores, otherwise (K, batch).
@@ -112,6 +118,7 @@ struct Scratch {
   alignas(16) Factor o[kEmbd * kBatch];
   alignas(16) Factor hidden[kInner * kBatch];
   Best best[kHeadBlocks][kBatch];
+  float projected[max_of(kParts, 1)][kEmbd];  // the parts of the heads' projection
   Splits splits;
 };
 
@@ -208,7 +215,8 @@ struct Norm {
 
   float weight[kEach], bias[kEach];
 
-  static __device__ int k_of(int i) { return threadIdx.x + i * kThreads; }
+  // Signed, so that the compiler may add i * kThreads to an address
+  static __device__ int k_of(int i) { return static_cast<int>(threadIdx.x) + i * kThreads; }
   static __device__ bool has(int i) {
     return kEmbd % kThreads == 0 || i < kEach - 1 || k_of(i) < kEmbd;
   }
@@ -219,15 +227,18 @@ struct Norm {
       if (has(i)) weight[i] = all_weights[k_of(i)], bias[i] = all_biases[k_of(i)];
   }
 
-  // Calls store(k, rows) with the normalized x[...][k].
-  template <typename Store>
-  __device__ void apply(const float (*x)[kEmbd], float epsilon, Shared& shared, Store store) const {
+  // Calls add(v), which may add to v[i][...] = x[...][k_of(i)], and store(k, rows) with the
+  // normalized x[...][k].
+  template <typename Add, typename Store>
+  __device__ void apply(const float (*x)[kEmbd], Add add, float epsilon, Shared& shared,
+                        Store store) const {
     float v[kEach][kBatch];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r) v[i][r] = has(i) ? __ldcg(&x[r][k_of(i)]) : 0.0f;
     }
+    add(v);
     // In float64 the variance can be E[x^2] - E[x]^2, so the threads wait only once.
     double moments[kMoments] = {};
 #pragma unroll
@@ -276,9 +287,9 @@ struct Columns {
   static constexpr int K = K_, N = N_, kColumns = kColumns_, kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBytes = sizeof(Element) * K * kColumns;
-  static_assert(N % kColumns == 0 && kColumns % 8 == 0 && kThreads >= kColumns * kBatch);
+  static_assert(N % kColumns == 0 && kColumns % 8 == 0);
 
-  using Sums = float[kWarps][kColumns * kBatch];  // (column, row of the batch)
+  using Sums = float[kColumns * kBatch];  // a warp's: (column, row of the batch)
 };
 
 // The product in float32. Packed, W is (N / kColumns, K, kColumns). A lane has four floats of a
@@ -330,14 +341,14 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
         weights.replace(first + i);
       }
     }
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     float folded[kFolded];
     fold<kRowLanes, 16>(acc, folded);
     constexpr int kSame = max_of(1, kWarpK / kSums);  // lanes with the same sum
     if (lane / kRowLanes % kSame == 0) {
 #pragma unroll
       for (int i = 0; i < kFolded; ++i)
-        sums[warp][lane % kRowLanes * kSums + lane / kRowLanes / kSame * kFolded + i] = folded[i];
+        sums[lane % kRowLanes * kSums + lane / kRowLanes / kSame * kFolded + i] = folded[i];
     }
   }
 };
@@ -361,13 +372,13 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
   static_assert(K % kStepK == 0);
 
+  // A warp's rows are consecutive. If kWarps is 1, each warp of the block has a product of its own.
   static __device__ int group_of(int step) {
-    const int warp = threadIdx.x / 32;
-    return step * kWarps + warp;
+    const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
+    return warp * kSteps + step;
   }
   static __device__ bool has(int step) {
-    return step < kSteps - 1 ||
-           (step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups));
+    return step < kSteps && (kGroups % kWarps == 0 || group_of(step) < kGroups);
   }
   // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
   static constexpr int kPieces = 2 * kTiles;
@@ -379,7 +390,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   template <bool kFromL2, typename Weights>
   static __device__ void multiply(Weights& weights, const Element* x,
                                   typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     const int row = kSharesB ? lane / 4 % 4 : lane / 4;
     const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
     constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x in flight
@@ -429,7 +440,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
         if (y_row >= kBatch) continue;
 #pragma unroll
         for (int half = 0; half < (kIsPaired ? 1 : 2); ++half)
-          sums[warp][(tile * 16 + half * 8 + lane / 4) * kBatch + y_row] = y[half];
+          sums[(tile * 16 + half * 8 + lane / 4) * kBatch + y_row] = y[half];
       }
     }
   }
@@ -508,9 +519,9 @@ template <Kind kKind>
 struct ThreadWeights {
   using P = Product<kKind>;
   static constexpr size_t kStageBytes = sizeof(uint4) * P::kPieces * P::kThreads;
-  static constexpr size_t kRoom = kSmemBytes - kXBytes<kKind> - sizeof(typename P::Sums) -
-                                  (P::kHasNorm ? sizeof(typename Norm<P::kWarps>::Shared) : 0) -
-                                  128;
+  static constexpr size_t kRoom =
+      kSmemBytes - kXBytes<kKind> - P::kWarps * sizeof(typename P::Sums) -
+      (P::kHasNorm ? sizeof(typename Norm<P::kWarps>::Shared) : 0) - 128;
   static constexpr bool kIsRing = P::kSteps * kStageBytes > kRoom;
   // __pipeline_wait_prior() knows at most 8 groups.
   static constexpr int kStages = kIsRing ? min_of(9, kRoom / kStageBytes) : P::kSteps;
@@ -598,13 +609,45 @@ __device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, 
   return p.kv + head_of_all * p.max_seqlen * kHeadDim;
 }
 
+// The heads' projection, with its bias, at columns at(i) where has(i). Attention leaves it in parts,
+// and later kernels add these up.
+template <int kCount>
+struct Projected {
+  float bias[kCount], parts[max_of(kParts, 1)][kCount];
+
+  template <typename Has, typename At>
+  __device__ Projected(const float* biases, Has has, At at) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bias[i] = has(i) ? biases[at(i)] : 0.0f;
+  }
+  // All loads are in flight at once.
+  template <typename Has, typename At>
+  __device__ void load(const Scratch& scratch, Has has, At at) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        parts[part][i] = has(i) ? __ldcg(&scratch.projected[part][at(i)]) : 0.0f;
+    }
+  }
+  __device__ float sum(int i) const {
+    float y = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) y += parts[part][i];
+    return y + bias[i];
+  }
+};
+
+// With a minimum of blocks, the compiler keeps all loads of Projected in flight instead of few
+// registers.
 template <Kind kKind>
-__global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepParams p, int layer) {
+__global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind == kFc ? 2 : 0)
+    product(const StepParams p, int layer) {
   using P = Product<kKind>;
   using LayerNorm = Norm<P::kWarps>;
   ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
   auto* const s_x = reinterpret_cast<Factor*>(s_weights + Weights<kKind>::kBytes / 16);
-  __shared__ typename P::Sums sums;
+  __shared__ typename P::Sums sums[P::kWarps];
   __shared__ typename LayerNorm::Shared s_norm;
   __shared__ typename Weights<kKind>::Shared arrived;
   const LayerWeights& layer_weights = p.weights[layer];
@@ -623,8 +666,15 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
                        kKind == kQkv ? vectors.ln_1_bias : vectors.ln_2_bias);
   // This thread's output, if it has one
   const int n = blockIdx.x * P::kColumns + t % P::kColumns, row = t / P::kColumns;
+  static_assert(P::kThreads >= P::kColumns * kBatch);
   const bool has_output = t < P::kColumns * kBatch;
   const float my_bias = has_output ? bias[n] : 0.0f;
+  // If attention projects, the projection is added here: to all of x before its LayerNorm, and to
+  // the residual of the outputs.
+  constexpr bool kAdds = kProjects && (kKind == kFc || kKind == kFc2);
+  const auto adds = [&](int i) { return kAdds && (P::kHasNorm ? LayerNorm::has(i) : has_output); };
+  const auto added_at = [&](int i) { return P::kHasNorm ? LayerNorm::k_of(i) : n; };
+  Projected<P::kHasNorm ? LayerNorm::kEach : 1> projected(vectors.proj_bias, adds, added_at);
   const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
   __syncthreads();  // the barrier is initialized
 
@@ -633,14 +683,21 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   ptx::wait_for_previous();
   if (kBatch > 1) ptx::allow_next();
   Scratch& scratch = *p.scratch;
-  const float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
+  float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
+  typename P::Sums& my_sums = sums[t / 32];
+  projected.load(scratch, adds, added_at);
   if constexpr (P::kHasNorm) {
-    norm.apply(scratch.x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+    const auto add = [&](float (&x)[LayerNorm::kEach][kBatch]) {
+#pragma unroll
+      for (int i = 0; i < LayerNorm::kEach; ++i)
+        if (kAdds) x[i][0] += projected.sum(i);
+    };
+    norm.apply(scratch.x, add, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r)
         s_x[factor_at<kEmbd, P::kPadding>(k, r)] = from_float<Factor>(rows[r]);
     });
-    P::template multiply<false>(weights, s_x, sums);
+    P::template multiply<false>(weights, s_x, my_sums);
   } else if constexpr (kComputesX<kKind>) {
     for (int i = t; i < kBatch * kEmbd / 4; i += P::kThreads) {
       const int x_row = i / (kEmbd / 4), k = i % (kEmbd / 4) * 4;
@@ -651,13 +708,14 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
         s_x[factor_at<kEmbd, P::kPadding>(k + c, x_row)] = from_float<Factor>(columns[c]);
     }
     __syncthreads();
-    P::template multiply<false>(weights, s_x, sums);
+    P::template multiply<false>(weights, s_x, my_sums);
   } else {
     const Factor* const x = kKind == kProj ? scratch.o : scratch.hidden;
-    P::template multiply<true>(weights, x, sums);
+    P::template multiply<true>(weights, x, my_sums);
   }
   __syncthreads();
   if (!has_output) return;
+  if (kAdds && !P::kHasNorm) residual += projected.sum(0);
   float y = 0.0f;
 #pragma unroll
   for (int w = 0; w < P::kWarps; ++w) y += sums[w][t % P::kColumns * kBatch + row];
@@ -681,8 +739,38 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
+constexpr int kClusterHeads = kProjects ? kHeads / kParts : 1;
 // Blocks that share the splits of a row and head: fewer with more rows, so that all run at once.
-constexpr int kCluster = kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8, 16 / kBatch));
+constexpr int kHeadCluster =
+    kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8 / kClusterHeads, 16 / kBatch));
+constexpr int kCluster = kClusterHeads * kHeadCluster;
+
+// The heads' projection, if attention computes it: a cluster multiplies its heads' O by their rows
+// of the weights. A block has kPieces times 8 columns, and a warp multiplies 8 at a time.
+using HeadsProduct = TensorProduct<kProjects ? kEmbd / kParts : 64, kEmbd, 8, 1>;
+struct HeadsWeights {
+  static constexpr int kPieces = kEmbd / 8 / kCluster;
+  static_assert(!kProjects || kEmbd % (8 * kCluster) == 0);
+  static constexpr size_t kBytes = kProjects ? kPieces * HeadsProduct::kBytes : 0;
+
+  const uint4* s_weights;
+  __device__ void await(int) {}
+  __device__ uint4 at(int step, int i) const { return *HeadsProduct::piece(s_weights, step, i); }
+  __device__ void replace(int) {}
+
+  // Called by one thread: requests the block's weights.
+  static __device__ void request(uint4* to, const Element* proj, ptx::Barrier* arrived) {
+    ptx::barrier_init(arrived, 1);
+    ptx::barrier_init_fence();
+    ptx::barrier_expect(arrived, kBytes);
+    const int first_k = blockIdx.y * HeadsProduct::K;
+    for (int i = 0; i < kPieces; ++i) {
+      const int64_t matrix = blockIdx.x * kPieces + i;  // packed as kProj's: (kEmbd, 8) each
+      ptx::copy_bulk(to + i * HeadsProduct::kBytes / 16, proj + (matrix * kEmbd + first_k) * 8,
+                     HeadsProduct::kBytes, arrived);
+    }
+  }
+};
 
 // The result of a split: O before the division, row_max and row_sum.
 struct Partial {
@@ -707,18 +795,25 @@ struct Join {
   }
 };
 
-// Grid: kCluster, heads, rows. Consecutive lanes have the chunks of a key.
+// Grid: kCluster, heads / kClusterHeads, rows. Consecutive lanes have the chunks of a key.
 __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
   constexpr int kKeyLanes = kHeadDim / kPerChunk;    // lanes that share a key
   constexpr int kKeys = kAttendThreads / kKeyLanes;  // keys that the block reads at a time
   constexpr int kSteps = kSplit / kKeys;
   __shared__ Partial warps[kAttendWarps];
-  __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
-  // Later all wait for this: the first block runs.
+  // The cluster's, in its first block or, if each projects, in all.
+  __shared__ Partial splits[kClusterHeads][kMaxSplits];
+  constexpr int kJoining = kProjects ? kCluster : 1;
+  ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
+  __shared__ ptx::Barrier arrived;
+  alignas(16) __shared__ Factor s_o[kClusterHeads * kHeadDim * kBatch];
+  // Later all wait for this: the blocks that they write to run.
   if (!kIsPortable) ptx::cluster_arrive();
 
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int head = blockIdx.y, row = blockIdx.z;
+  if (kProjects && t == 0) HeadsWeights::request(s_weights, p.weights[layer].proj, &arrived);
+  const int cluster_head = blockIdx.x / kHeadCluster, row = blockIdx.z;
+  const int head = blockIdx.y * kClusterHeads + cluster_head;
   const int column = t % kKeyLanes * kPerChunk;
   const int newest = p.seqlens[row];
   const Element* const keys = cache_of(p, layer, 0, row, head) + column;
@@ -736,7 +831,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
     }
   };
   uint4 k[kSteps], v[kSteps];
-  int split = blockIdx.x;
+  int split = blockIdx.x % kHeadCluster;
   load(keys, split, k);
   load(values, split, v);
 
@@ -756,7 +851,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(keys + at));
   const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(values + at));
   bool is_first = true;
-  for (; split * kSplit <= newest; split += kCluster) {
+  for (; split * kSplit <= newest; split += kHeadCluster) {
     // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
     // that a warp without keys does not compute inf - inf.
     const float scale = p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
@@ -775,7 +870,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
       s[step] = n <= newest ? scale * s[step] : -INFINITY;
       row_max = fmaxf(row_max, s[step]);
     }
-    if constexpr (kCluster < kMaxSplits) load(keys, split + kCluster, k);
+    if constexpr (kHeadCluster < kMaxSplits) load(keys, split + kHeadCluster, k);
 #pragma unroll
     for (int width = kKeyLanes; width < 32; width *= 2)
       row_max = fmaxf(row_max, __shfl_xor_sync(kWarp, row_max, width));
@@ -791,7 +886,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
 #pragma unroll
       for (int i = 0; i < kPerChunk; ++i) o[i] += weight * value[i];
     }
-    if constexpr (kCluster < kMaxSplits) load(values, split + kCluster, v);
+    if constexpr (kHeadCluster < kMaxSplits) load(values, split + kHeadCluster, v);
 #pragma unroll
     for (int width = kKeyLanes; width < 32; width *= 2) {
       row_sum += __shfl_xor_sync(kWarp, row_sum, width);
@@ -807,8 +902,9 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
     __syncthreads();
     if (!kIsPortable && is_first) ptx::cluster_wait();
     is_first = false;
-    if (t < kHeadDim) {
-      const Join join(warps, kAttendWarps, t);
+    const int o_column = t % kHeadDim;
+    if (t / kHeadDim < kJoining) {
+      const Join join(warps, kAttendWarps, o_column);
       if (kIsPortable) {
         Splits& out = p.scratch->splits;
         out.o[row][split][head * kHeadDim + t] = join.o;
@@ -818,22 +914,39 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
         }
         return;  // every split has its block
       }
-      ptx::store_to_block(&splits[split].o[t], 0, join.o);
-      if (t == 0) {
-        ptx::store_to_block(&splits[split].row_max, 0, join.row_max);
-        ptx::store_to_block(&splits[split].row_sum, 0, join.row_sum);
+      Partial& there = splits[cluster_head][split];
+      for (int to = t / kHeadDim; to < kJoining; to += kAttendThreads / kHeadDim) {
+        ptx::store_to_block(&there.o[o_column], to, join.o);
+        if (o_column != 0) continue;
+        ptx::store_to_block(&there.row_max, to, join.row_max);
+        ptx::store_to_block(&there.row_sum, to, join.row_sum);
       }
     }
   }
   if (kIsPortable) return;
   if (is_first) ptx::cluster_wait();
   ptx::cluster_arrive();
-  if (blockIdx.x != 0) return;
+  if (blockIdx.x >= kJoining) return;
   ptx::cluster_wait();
-  if (t >= kHeadDim) return;
-  const Join join(splits, newest / kSplit + 1, t);
-  p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] =
-      from_float<Factor>(join.o / join.row_sum);
+  if (t < kClusterHeads * kHeadDim) {
+    const Join join(splits[t / kHeadDim], newest / kSplit + 1, t % kHeadDim);
+    const auto o = from_float<Factor>(join.o / join.row_sum);
+    if (kProjects)
+      s_o[t] = o;
+    else
+      p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] = o;
+  }
+  if constexpr (kProjects) {
+    __syncthreads();
+    while (!ptx::barrier_test(&arrived, 0)) {
+    }
+    for (int i = warp; i < HeadsWeights::kPieces; i += kAttendWarps) {
+      HeadsWeights weights{s_weights + i * HeadsProduct::kBytes / 16};
+      float* const sums =
+          &p.scratch->projected[blockIdx.y][(blockIdx.x * HeadsWeights::kPieces + i) * 8];
+      HeadsProduct::multiply<false>(weights, s_o, reinterpret_cast<HeadsProduct::Sums&>(*sums));
+    }
+  }
 }
 
 // ---- The first and the last ---------------------------------------------------------------------
@@ -1020,7 +1133,8 @@ __global__ void __launch_bounds__(kThreads) head(const StepParams p) {
 
   ptx::wait_for_previous();
   ptx::allow_next();
-  norm.apply(p.scratch->x, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+  const auto nothing = [](auto&) {};
+  norm.apply(p.scratch->x, nothing, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r)
       s_x[r * (kEmbd + Logits::kPadding) + k] = from_float<Factor>(rows[r]);
@@ -1088,8 +1202,9 @@ cudaError_t launch(const StepParams& p, cudaStream_t stream) {
               launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
   for (int layer = 0; layer < p.layers; ++layer) {
     chain.add_product<kQkv>(p, layer);
-    chain.add(attend, dim3(kCluster, kHeads, kBatch), kCluster, kAttendThreads, 0, p, layer);
-    chain.add_product<kProj>(p, layer);
+    chain.add(attend, dim3(kCluster, kHeads / kClusterHeads, kBatch), kCluster, kAttendThreads,
+              HeadsWeights::kBytes, p, layer);
+    if (!kProjects) chain.add_product<kProj>(p, layer);
     chain.add_product<kFc>(p, layer);
     chain.add_product<kFc2>(p, layer);
   }

@@ -30,6 +30,8 @@ CONFIG = GPT2Config(
     n_inner=192,
     scale_attn_by_inverse_layer_idx=True,
 )
+# In 16 bits, attention projects the heads of a single row, in two parts.
+PROJECTING = dataclasses.replace(CONFIG, n_embd=256, n_head=4)
 HEAD_BLOCKS = 3
 
 
@@ -146,15 +148,18 @@ def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lengths"),
+    ("config", "dtype", "lengths"),
     [
-        (torch.float32, [127]),
-        pytest.param(torch.float32, [3, 127], marks=pytest.mark.slow),
-        pytest.param(torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], marks=pytest.mark.slow),
+        (CONFIG, torch.float32, [127]),
+        (PROJECTING, torch.bfloat16, [127]),
+        pytest.param(CONFIG, torch.float32, [3, 127], marks=pytest.mark.slow),
+        pytest.param(
+            CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], marks=pytest.mark.slow
+        ),
     ],
 )
-def test_the_portable_step_gives_the_same_bits(dtype, lengths):
-    check_portable(random_model(CONFIG, dtype), lengths, 2, shared_kb=99)
+def test_the_portable_step_gives_the_same_bits(config, dtype, lengths):
+    check_portable(random_model(config, dtype), lengths, 2, shared_kb=99)
 
 
 @pytest.mark.slow
@@ -170,23 +175,24 @@ def test_weights_that_do_not_fit_go_through_a_ring(dtype, inner, shared_kb):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "lengths", "tolerance", "portable"),
+    ("config", "dtype", "lengths", "tolerance", "portable"),
     [
-        (torch.float32, [3, 127], 2e-4, False),
-        (torch.float32, [3, 127], 2e-4, True),
+        (CONFIG, torch.float32, [3, 127], 2e-4, False),
+        (CONFIG, torch.float32, [3, 127], 2e-4, True),
         # Up to 4 rows, tensor cores multiply in a different way.
-        (torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05, False),
+        (CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05, False),
+        (PROJECTING, torch.float16, [3, 127], 0.1, False),
     ],
 )
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_others_and_nothing_races(
-    dtype, lengths, tolerance, portable, monkeypatch
+    config, dtype, lengths, tolerance, portable, monkeypatch
 ):
     def load(version, *rest):
         return load_op(header.race_checked(version), *rest)
 
     monkeypatch.setattr(fused, "load_op", load)
-    model = random_model(CONFIG, dtype)
+    model = random_model(config, dtype)
     last = state_after(model, lengths)
     last = State(
         KVCache(last.cache.kv[:, :, -1:].clone(), last.cache.seqlens[-1:].clone()),
