@@ -87,13 +87,8 @@ class Explanation:
     """The lines of the version file, after an empty line 0."""
 
 
-def explain(
-    version: VersionHeader, gpu: GpuModel, case: Case, *, what_if: bool = True
-) -> Explanation:
-    """Predict one call of a version and explain it; raises the errors of predict().
-
-    what_if: whether to simulate the call without each of the largest causes, for the advice.
-    """
+def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
+    """Predict one call of a version and explain it; raises the errors of predict()."""
     version = predict.checked(version, gpu, [case])
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
@@ -104,7 +99,7 @@ def explain(
         symbol: line_table.own_lines(instructions, program.path)
         for symbol, instructions in table.items()
     }
-    return _explained(models, case, frames, version.source, what_if=what_if)
+    return _explained(models, case, frames, version.source)
 
 
 def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path) -> Explanation:
@@ -122,8 +117,6 @@ def _explained(
     case: Case,
     frames: dict[str, list[tuple[int, ...]]],
     source: str,
-    *,
-    what_if: bool = True,
 ) -> Explanation:
     each = []
     watches = [Watch() for _ in models]
@@ -148,7 +141,7 @@ def _explained(
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
         _lines(text, models, shares, frames),
-        advise(Call(case, models, lines, shares), prediction) if what_if else [],
+        advise(Call(case, models, lines, shares), prediction),
         [
             KernelCode(model.launch.kernel, [one.base for one in model.code], of)
             for (_, model), of in zip(models, lines, strict=True)

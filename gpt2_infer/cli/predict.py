@@ -93,7 +93,7 @@ def _show_assumed(found: Sequence[Prediction]) -> None:
 
 def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
     """Read the kernels of --profile; raises RequestError if it has none."""
-    from gpt2_infer.bench.explanations import read_report
+    from gpt2_infer.bench.stalls import read_report
 
     path: Path | None = arguments.profile
     if path is None:

@@ -85,7 +85,8 @@ class Step(NamedTuple):
 def step(one: Step, file: File, timed: Sequence[Row]) -> tuple[str, ...]:
     """Return the line of a table of steps: times without the cause, and with the next version."""
     row = next(row for row in file.of("predicted time") if row.contender == one.version)
-    advice: list[dict[str, Any]] = [x for x in row.extra["advice"] if x["cause"] == one.cause]
+    what_ifs: list[dict[str, Any]] = row.extra["what_ifs"]
+    advice = [x for x in what_ifs if x["cause"] == one.cause]
     before, after = (
         next(x.median for x in timed if x.contender == name and x.cell.items() >= row.cell.items())
         for name in (one.version, one.next_version)

@@ -39,7 +39,7 @@ from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
 from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
-from gpt2_infer.bench.stalls import explain_version, recorded
+from gpt2_infer.bench.stalls import explain_backend, recorded, what_ifs
 
 __all__ = ["make_page"]
 
@@ -70,7 +70,8 @@ def make_page(
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
             row = _predicted(kernel, gpu, shape, results, makes=kernel.name in predict)
             predictions[kernel.name] = _chart(row, gpu, results) if row else NO_PREDICTION
-            kernel.stalls = recorded(row) if row else None
+            if row:
+                kernel.stalls, kernel.what_ifs = recorded(row), what_ifs(row)
     by_name = {kernel.name: kernel for kernel in kernels}
     steps = [
         (by_name[before], by_name[name])
@@ -208,7 +209,7 @@ def _predicted(
         if (row.contender, row.kernel, row.extra["version_digest"]) == (kernel.name, cell, digest)
     ]
     if makes and not any("stalls" in row.extra for row in found):
-        return explain_version(kernel.name, version, cell, gpu=gpu)
+        return explain_backend(kernel.name, version, cell, gpu=gpu)[0]
     return found[-1] if found else None
 
 

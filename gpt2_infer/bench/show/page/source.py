@@ -15,6 +15,7 @@ from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access, Recording
+from attention_kernels.inspection.advice import Advice
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import stalls
 from gpt2_infer.bench.show.figures import group_by
@@ -66,6 +67,7 @@ class Kernel:
     recording: Recording | None
     refused: str = ""
     stalls: Stalls | None = None
+    what_ifs: Sequence[Advice] = ()
 
     @property
     def slug(self) -> str:
