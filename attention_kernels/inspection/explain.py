@@ -84,7 +84,7 @@ class Explanation:
     """What the call would gain without one cause, the largest gain first."""
     code: list[KernelCode]
     text: list[str]
-    """The lines of the version file, after an empty line 0."""
+    """The lines of the source file, after an empty line 0."""
 
 
 def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
@@ -107,6 +107,8 @@ def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path
     symbol = model.launch.symbol
     instructions = _line_table(program, cubin)[symbol]
     path = next((Path(frames[0][0]) for frames in instructions if frames), None)
+    if path and path.name == program.path.name:
+        path = program.path  # machine code from Triton's cache may name another checkout
     frames = {symbol: line_table.own_lines(instructions, path or program.path)}
     source = path.read_text("utf-8", "replace") if path and path.is_file() else ""
     return _explained([(1, model)], case, frames, source)
@@ -187,6 +189,11 @@ def _sorted(found: dict[_Key, float]) -> dict[_Key, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def source_of(text: Sequence[str], line: int) -> str:
+    """Return a line of Explanation.text; empty if the source file is not here."""
+    return text[line].strip() if line < len(text) else ""
+
+
 def _lines(
     text: Sequence[str],
     models: Sequence[tuple[int, LaunchModel]],
@@ -215,7 +222,7 @@ def _lines(
             LineStalls(
                 line,
                 max(chains, key=lambda chain: chains[chain]),
-                text[line].strip() if line < len(text) else "",
+                source_of(text, line),
                 sum(place.share for place in mine),
                 _by_reason(mine),
                 _sorted(waits_for),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import stalls
-from attention_kernels.inspection.explain import Explanation
+from attention_kernels.inspection.explain import Explanation, source_of
 
 _NAMES = {
     "barrier": stalls.BARRIER,
@@ -148,7 +148,7 @@ def compare(one: Explanation, kernels: Sequence[Sampled]) -> Comparison:
         found.append(
             ComparedLine(
                 line,
-                one.text[line].strip(),
+                source_of(one.text, line),
                 sum(reasons.values()) / total,
                 mine.share if mine else 0.0,
                 max(reasons, key=lambda name: reasons[name], default=""),
