@@ -86,6 +86,14 @@ class Comparison:
     reasons_equal: int
     """Number of those whose main reason is the predicted one."""
 
+    def __str__(self) -> str:
+        correlation = self.rank_correlation
+        ranks = "" if correlation is None else f"rank correlation of all lines {correlation:.2f}; "
+        return (
+            f"{ranks}{self.worst_found} of the {self.worst} worst lines found; the main reason "
+            f"agrees in {self.reasons_equal} of the worst {self.reasons}"
+        )
+
 
 def parse(lines: Iterable[str]) -> list[Sampled]:
     """Return the kernels of a source page that ncu exported as CSV."""

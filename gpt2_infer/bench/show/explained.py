@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2_infer.bench.record import File, Row
@@ -55,8 +55,13 @@ def worst_lines(name: str, file: File, contender: str) -> Table:
     """Return the lines of a version with the most measured stalls, and what was predicted."""
     rows = [row for row in file.rows if row.contender == contender]
     lines = next(row.extra["lines"] for row in rows if "lines" in row.extra)
+    return lines_table(f"The worst lines of `{contender}` ({name})", lines)
+
+
+def lines_table(title: str, lines: Iterable[Mapping[str, Any]]) -> Table:
+    """Return the measured and the predicted stalls of lines, given the fields of ComparedLine."""
     return Table(
-        f"The worst lines of `{contender}` ({name})",
+        title,
         ["line", "measured", "predicted", "measured reason", "predicted reason", "source"],
         [
             (
