@@ -31,8 +31,8 @@ def compared(earlier: File) -> Layout:
 
     def first(get: Getter) -> Getter:
         def value(line: Entry) -> Value:
-            rows = before[line.first.contender]
-            return get(Entry(earlier, earlier.rows, rows, rows[0]))
+            rows = before.get(line.first.contender)  # the earlier model may not have been asked
+            return get(Entry(earlier, earlier.rows, rows, rows[0])) if rows else None
 
         return value
 
@@ -70,7 +70,7 @@ def lines_table(title: str, lines: Iterable[Mapping[str, Any]]) -> Table:
                 f"{line['predicted']:.1%}",
                 line["measured_reason"],
                 line["predicted_reason"],
-                f"`{line['source']}`",
+                f"`{line['source']}`" if line["source"] else "",
             )
             for line in lines
         ],

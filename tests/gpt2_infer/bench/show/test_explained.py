@@ -23,6 +23,7 @@ def explanation(*, found: float, correlation: float):
 
 def test_an_earlier_model_is_shown_next_to_the_present_one():
     earlier, now = explanation(found=2, correlation=0.5), explanation(found=4, correlation=0.9)
+    now.rows.append(Row(contender="B", metric="samples", unit="1", samples=[9.0], cell=CELL))
     (table,) = pivot("FILE", now, explained.compared(earlier))
     found = dict(zip(table.head, table.rows[0], strict=True))
     assert (found["worst lines found, first"], found["worst lines found, now"]) == (
@@ -30,6 +31,7 @@ def test_an_earlier_model_is_shown_next_to_the_present_one():
         "4 of 5",
     )
     assert (found["rank correlation, first"], found["rank correlation, now"]) == ("0.50", "0.90")
+    assert table.rows[1] == ("`B`", "9", *[""] * 4)
 
 
 @pytest.mark.parametrize(
