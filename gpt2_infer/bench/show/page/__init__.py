@@ -212,14 +212,15 @@ def _predicted(
     cell = KernelCell(
         1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=shape.is_causal
     )
-    digest = environment.version_digest(version.path.read_text("utf-8"))
+    wanted = kernel.name, cell, environment.version_digest(version.path.read_text("utf-8"))
     found = [
         row
         for kind in ("prediction", "stalls")
         for file in files
         if file.study["kind"] == kind and file.study["gpu"] == card.name
-        for row in file.rows
-        if (row.contender, row.kernel, row.extra["version_digest"]) == (kernel.name, cell, digest)
+        for row in file.of("predicted time")
+        if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
+        and (row.reason or "needs_us" in row.extra)  # converted files have only the time
     ]
     if makes and (profiled or not any("stalls" in row.extra for row in found)):
         row, kernel.compared = explain_backend(
