@@ -84,16 +84,11 @@ class Explanation:
     """What the call would gain without one cause, the largest gain first."""
     code: list[KernelCode]
     text: list[str]
-    """The lines of the version file, after an empty line 0."""
+    """The lines of the source file, after an empty line 0."""
 
 
-def explain(
-    version: VersionHeader, gpu: GpuModel, case: Case, *, what_if: bool = True
-) -> Explanation:
-    """Predict one call of a version and explain it; raises the errors of predict().
-
-    what_if: whether to simulate the call without each of the largest causes, for the advice.
-    """
+def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
+    """Predict one call of a version and explain it; raises the errors of predict()."""
     version = predict.checked(version, gpu, [case])
     with tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
@@ -104,7 +99,7 @@ def explain(
         symbol: line_table.own_lines(instructions, program.path)
         for symbol, instructions in table.items()
     }
-    return _explained(models, case, frames, version.source, what_if=what_if)
+    return _explained(models, case, frames, version.source)
 
 
 def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path) -> Explanation:
@@ -112,6 +107,8 @@ def explain_launch(program: Program, model: LaunchModel, case: Case, cubin: Path
     symbol = model.launch.symbol
     instructions = _line_table(program, cubin)[symbol]
     path = next((Path(frames[0][0]) for frames in instructions if frames), None)
+    if path and path.name == program.path.name:
+        path = program.path  # machine code from Triton's cache may name another checkout
     frames = {symbol: line_table.own_lines(instructions, path or program.path)}
     source = path.read_text("utf-8", "replace") if path and path.is_file() else ""
     return _explained([(1, model)], case, frames, source)
@@ -122,8 +119,6 @@ def _explained(
     case: Case,
     frames: dict[str, list[tuple[int, ...]]],
     source: str,
-    *,
-    what_if: bool = True,
 ) -> Explanation:
     each = []
     watches = [Watch() for _ in models]
@@ -148,7 +143,7 @@ def _explained(
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
         _lines(text, models, shares, frames),
-        advise(Call(case, models, lines, shares), prediction) if what_if else [],
+        advise(Call(case, models, lines, shares), prediction),
         [
             KernelCode(model.launch.kernel, [one.base for one in model.code], of)
             for (_, model), of in zip(models, lines, strict=True)
@@ -194,6 +189,11 @@ def _sorted(found: dict[_Key, float]) -> dict[_Key, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def source_of(text: Sequence[str], line: int) -> str:
+    """Return a line of Explanation.text; empty if the source file is not here."""
+    return text[line].strip() if line < len(text) else ""
+
+
 def _lines(
     text: Sequence[str],
     models: Sequence[tuple[int, LaunchModel]],
@@ -222,7 +222,7 @@ def _lines(
             LineStalls(
                 line,
                 max(chains, key=lambda chain: chains[chain]),
-                text[line].strip() if line < len(text) else "",
+                source_of(text, line),
                 sum(place.share for place in mine),
                 _by_reason(mine),
                 _sorted(waits_for),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import stalls
-from attention_kernels.inspection.explain import Explanation
+from attention_kernels.inspection.explain import Explanation, source_of
 
 _NAMES = {
     "barrier": stalls.BARRIER,
@@ -86,6 +86,14 @@ class Comparison:
     reasons_equal: int
     """Number of those whose main reason is the predicted one."""
 
+    def __str__(self) -> str:
+        correlation = self.rank_correlation
+        ranks = "" if correlation is None else f"rank correlation of all lines {correlation:.2f}; "
+        return (
+            f"{ranks}{self.worst_found} of the {self.worst} worst lines found; the main reason "
+            f"agrees in {self.reasons_equal} of the worst {self.reasons}"
+        )
+
 
 def parse(lines: Iterable[str]) -> list[Sampled]:
     """Return the kernels of a source page that ncu exported as CSV."""
@@ -148,7 +156,7 @@ def compare(one: Explanation, kernels: Sequence[Sampled]) -> Comparison:
         found.append(
             ComparedLine(
                 line,
-                one.text[line].strip(),
+                source_of(one.text, line),
                 sum(reasons.values()) / total,
                 mine.share if mine else 0.0,
                 max(reasons, key=lambda name: reasons[name], default=""),

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -326,27 +326,13 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     )
 
 
-def predict(
-    version: VersionHeader,
-    gpu: GpuModel,
-    seqlens: Iterable[int],
-    *,
-    head_dim: int = 64,
-    batch: int = 1,
-    num_heads: int = 12,
-    is_causal: bool = True,
-) -> list[Prediction]:
-    """Predict one call of a version at each sequence length, in the version's first dtype.
+def predict(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> list[Prediction]:
+    """Predict one call of a version in each case, in the version's first dtype.
 
-    Raises UnsupportedError for a version or a case that cannot be predicted, BuildError if a
-    compiler is missing or the version does not compile, and SassError for an unknown instruction.
+    cases: they differ only in length. Raises UnsupportedError for a version or a case that cannot
+    be predicted, BuildError if a compiler is missing or the version does not compile, and SassError
+    for an unknown instruction.
     """
-    cases = [Case(batch, seqlen, num_heads, head_dim, is_causal) for seqlen in seqlens]
-    return predict_cases(version, gpu, cases)
-
-
-def predict_cases(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> list[Prediction]:
-    """Predict one call of a version in each case; they differ only in length. See predict()."""
     version = checked(version, gpu, cases)
     with tempfile.TemporaryDirectory() as folder:
         program = compile_program(version, gpu, Path(folder))

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from attention_kernels import AttentionError
-from attention_kernels.inspection import predict, pytorch_kernel
+from attention_kernels import AttentionError, list_backends
 from attention_kernels.inspection.multiprocessor import GpuModel, gpus
-from attention_kernels.inspection.predict import Case
+from attention_kernels.inspection.predict import Case, Prediction
+from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row
@@ -85,16 +85,7 @@ class Predictions(Subject[KernelCell]):
 
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.versions: dict[str, VersionHeader | None] = {}
-        if study.family == "triton":
-            from attention_kernels.inspection import triton_kernel
-
-            self.versions |= dict.fromkeys(triton_kernel.BACKENDS)
-        elif study.family == "pytorch":
-            self.versions |= {pytorch_kernel.BACKEND: None}
-        else:
-            versions = selection.versions_of(study.family)
-            self.versions |= {k: version for k, version in versions.items() if not version.is_host}
+        self.versions = predicted_in(study.family)
         first = next(iter(self.versions.values()))
         dtype = first.dtypes[0] if first else study.dtype
         shape = study.batch, study.heads, study.head_dim
@@ -109,30 +100,32 @@ class Predictions(Subject[KernelCell]):
     @functools.cached_property
     def _rows(self) -> list[list[Row]]:
         """Predictions by backend; a version's machine code is read once for all cells."""
-        predict_one = functools.partial(predict_version, cells=self.cells, gpu=self.gpu)
+        predict_one = functools.partial(predict_backend, cells=self.cells, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             found = pool.map(predict_one, self.versions.keys(), self.versions.values())
             return [*tqdm(found, "predicting", len(self.versions), unit="", disable=None)]
 
 
-def predict_version(
+def predicted_in(family: str) -> dict[str, VersionHeader | None]:
+    """Return the backends of a family that can be predicted, with their versions, if any.
+
+    Raises the errors of selection.versions_of().
+    """
+    others = [x.name for x in list_backends() if x.family == family and predicts_without_version(x)]
+    if others:
+        return dict.fromkeys(others)
+    versions = selection.versions_of(family)
+    return {name: version for name, version in versions.items() if not version.is_host}
+
+
+def predict_backend(
     name: str, version: VersionHeader | None, cells: Sequence[KernelCell], *, gpu: str
 ) -> list[Row]:
-    """Predict a version, or a Triton backend, in cells that differ only in length."""
+    """Predict a backend in cells that differ only in length; a refused one has a reason."""
     digest = environment.version_digest(version.source) if version else None
-    cases = [
-        Case(cell.batch, cell.seqlen, cell.num_heads, cell.head_dim, cell.is_causal)
-        for cell in cells
-    ]
     try:
-        if version:
-            found = predict.predict_cases(version, gpus()[gpu], cases)
-        elif name == pytorch_kernel.BACKEND:
-            found = pytorch_kernel.predict_backend(gpus()[gpu], cases, cells[0].dtype)
-        else:
-            from attention_kernels.inspection import triton_kernel
-
-            found = triton_kernel.predict_backend(name, gpus()[gpu], cases, cells[0].dtype)
+        predictor = predictor_of(name, version, cells[0].dtype)
+        found = predictor.predict(gpus()[gpu], [*map(case_of, cells)])
     except AttentionError as error:
         why = str(error)
         return [prediction_row(name, one, digest, reason=why) for one in cells]
@@ -142,7 +135,12 @@ def predict_version(
     ]
 
 
-def figures_of(one: predict.Prediction) -> dict[str, Any]:
+def case_of(cell: KernelCell) -> Case:
+    """Return the shape of a cell's call."""
+    return Case(cell.batch, cell.seqlen, cell.num_heads, cell.head_dim, cell.is_causal)
+
+
+def figures_of(one: Prediction) -> dict[str, Any]:
     """Return the figures of a prediction for prediction_row()."""
     notes = {"choice": one.choice, "assumed": [*one.assumed]}
     return {

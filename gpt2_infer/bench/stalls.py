@@ -1,23 +1,35 @@
-"""Stalls by source line: how explanations of a ladder's versions are recorded."""
+"""Stalls by source line and what-ifs, as they are recorded; a profiler's samples next to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+import dataclasses
+import gzip
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
-from attention_kernels import AttentionError
-from attention_kernels.inspection import explain
+from attention_kernels import AttentionError, ladder
+from attention_kernels.inspection import nsight
+from attention_kernels.inspection.advice import Advice
 from attention_kernels.inspection.explain import Explanation, LineStalls
 from attention_kernels.inspection.multiprocessor import gpus
-from attention_kernels.inspection.predict import Case
+from attention_kernels.inspection.nsight import ComparedLine, Comparison, Sampled
+from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.prediction import figures_of, find_gpu, prediction_row
+from gpt2_infer.bench import environment
+from gpt2_infer.bench.prediction import (
+    case_of,
+    figures_of,
+    find_gpu,
+    predicted_in,
+    prediction_row,
+)
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import Contender, StallStudy, Subject
+from gpt2_infer.errors import RequestError
 
 _Key = TypeVar("_Key", int, str)
 _LEAST = 0.001  # share of the call's stalls from which an instruction is listed
@@ -61,17 +73,6 @@ class Line(msgspec.Struct, frozen=True):
         return dict([*self.reasons.items()][:2])
 
 
-class WhatIf(msgspec.Struct, frozen=True):
-    """The call without one cause of its stalls; see advice.Advice."""
-
-    line: int
-    share: float
-    reason: str
-    change: str
-    price: str
-    time_us: float
-
-
 class Stalls(msgspec.Struct, frozen=True):
     """Why a call's warps do not issue, by source line."""
 
@@ -84,8 +85,6 @@ class Stalls(msgspec.Struct, frozen=True):
     kernels: list[str]
     lines: list[Line]
     """Lines with stalls, the worst first."""
-    what_ifs: list[WhatIf]
-    """The largest gain first."""
 
     def us(self, share: float) -> float:
         """Return the part of the predicted time that warps spend in a share of the stalls."""
@@ -112,17 +111,6 @@ def stalls_of(one: Explanation) -> Stalls:
         {reason: _rounded(share) for reason, share in one.reasons.items()},
         kernels,
         [_line(line, kernels) for line in one.lines if line.share > 0],
-        [
-            WhatIf(
-                advice.line,
-                _rounded(advice.share),
-                advice.reason,
-                advice.change,
-                advice.price,
-                round(advice.time_us, 3),
-            )
-            for advice in one.advice
-        ],
     )
 
 
@@ -159,17 +147,35 @@ def _rounded(share: float) -> float:
     return round(share, 5)
 
 
-def explain_version(name: str, version: VersionHeader, cell: KernelCell, *, gpu: str) -> Row:
-    """Predict a version in a cell, with its stalls; a refused version has a reason."""
-    digest = environment.version_digest(version.source)
-    case = Case(cell.batch, cell.seqlen, cell.num_heads, cell.head_dim, is_causal=cell.is_causal)
+def _fields(one: Advice | ComparedLine) -> dict[str, Any]:
+    fields = dataclasses.asdict(one)
+    return {
+        k: _rounded(value) if isinstance(value, float) else value for k, value in fields.items()
+    }
+
+
+def explain_backend(
+    name: str,
+    version: VersionHeader | None,
+    cell: KernelCell,
+    *,
+    gpu: str,
+    kernels: Sequence[Sampled] = (),
+) -> tuple[Row, Comparison | None]:
+    """Predict a backend in a cell, with its stalls and what-ifs; a refused one has a reason.
+
+    kernels: of a report, to compare the stalls with.
+    """
+    digest = environment.version_digest(version.source) if version else None
     try:
-        found = explain.explain(version, gpus()[gpu], case)
+        found = predictor_of(name, version, cell.dtype).explain(gpus()[gpu], case_of(cell))
+        compared = nsight.compare(found, kernels) if kernels else None
     except AttentionError as error:
-        return prediction_row(name, cell, digest, reason=str(error))
+        return prediction_row(name, cell, digest, reason=str(error)), None
     row = prediction_row(name, cell, digest, **figures_of(found.prediction))
     row.extra["stalls"] = msgspec.to_builtins(stalls_of(found), str_keys=True)
-    return row
+    row.extra["what_ifs"] = [*map(_fields, found.advice)]
+    return row, compared
 
 
 def recorded(row: Row) -> Stalls | None:
@@ -178,23 +184,71 @@ def recorded(row: Row) -> Stalls | None:
     return msgspec.convert(found, Stalls, strict=False) if found else None
 
 
+def what_ifs(row: Row) -> list[Advice]:
+    """Return the what-ifs in a row, the largest gain first."""
+    return msgspec.convert(row.extra.get("what_ifs", []), list[Advice])
+
+
+def read_report(path: Path) -> list[Sampled]:
+    """Return the kernels of a source page that ncu exported as CSV; raises RequestError."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+            found = nsight.parse(file)
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}") from error
+    if not found:
+        wanted = "the CSV that `ncu --import REPORT --page source --csv` prints"
+        raise RequestError(f"{path} is not {wanted}")
+    return found
+
+
 class StallsByLine(Subject[KernelCell]):
-    """Explains all versions of a ladder; a refused one has a reason."""
+    """Explains a ladder, or the named backends; a refused one has a reason."""
 
     def __init__(self, study: StallStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.versions = {
-            name: version
-            for name, version in selection.versions_of(study.family).items()
-            if not version.is_host
-        }
-        cell = KernelCell(
-            study.seqlen, study.batch, study.heads, study.head_dim, is_causal=not study.full
-        )
-        self.cells = [cell]
+        self.versions = _named(study.backends) if study.backends else predicted_in(study.family)
+        self.kernels = read_report(Path(study.report)) if study.report else []
+        shape = study.seqlen, study.batch, study.heads, study.head_dim
+        self.dtypes = {k: x.dtypes[0] if x else study.dtype for k, x in self.versions.items()}
+        self.cells = [
+            KernelCell(*shape, dtype, is_causal=not study.full)
+            for dtype in dict.fromkeys(self.dtypes.values())
+        ]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Yield every version's prediction; each keeps all cores busy."""
-        for name, version in tqdm(self.versions.items(), "explaining", unit="", disable=None):
-            yield Contender(explain_version(name, version, cell, gpu=self.gpu))
+        """Yield the prediction of each backend in that dtype; each keeps all cores busy."""
+        names = [name for name, dtype in self.dtypes.items() if dtype == cell.dtype]
+        for name in tqdm(names, "explaining", unit="", disable=None):
+            row, compared = explain_backend(
+                name, self.versions[name], cell, gpu=self.gpu, kernels=self.kernels
+            )
+            yield Contender(row, beside=[*_agreement(name, compared)] if compared else [])
+
+
+def _named(names: Sequence[str]) -> dict[str, VersionHeader | None]:
+    specs = ladder.resolve_all(names)
+    for spec in specs:
+        if spec.version is None and not predicts_without_version(spec):
+            raise RequestError(f"{spec.name} has no version file")
+    return {spec.name: spec.version for spec in specs}
+
+
+def _agreement(name: str, found: Comparison) -> Iterator[Row]:
+    """Yield how well the stalls were predicted; `extra` of the first row has the worst lines."""
+    figures = {
+        "worst found": found.worst_found,
+        "worst": found.worst,
+        "reasons equal": found.reasons_equal,
+        "reasons": found.reasons,
+        "samples": found.samples,
+        "rank correlation": found.rank_correlation,
+    }
+    extra = {"lines": [*map(_fields, found.lines[: nsight.WORST])]}
+    for metric, value in figures.items():
+        if value is not None:
+            samples = [_rounded(value)]
+            yield Row(contender=name, metric=metric, unit="1", samples=samples, extra=extra)
+            extra = {}

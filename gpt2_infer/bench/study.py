@@ -136,25 +136,15 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
 
 
 class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
-    """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
+    """Predicted stalls by source line, and what-ifs, on a GPU that need not be present."""
 
     subject = "stalls.StallsByLine"
+    backends: list[str] = []
+    """Names or version files; empty selects the ladder."""
     gpu: str = "h200"
+    dtype: str = "float32"
+    """The dtype of backends without a version file."""
     seqlen: AtLeastOne = 1024
-
-
-class ExplanationStudy(Study, kw_only=True, tag="explanation"):
-    """Stalls and what-ifs of versions on a GPU, which need not be present."""
-
-    subject = "explanations.Explanations"
-    backends: list[str]
-    gpu: str = "h200"
-    batch: AtLeastOne = 1
-    heads: AtLeastOne = 12
-    head_dim: AtLeastOne = 64
-    seqlen: AtLeastOne = 1024
-    full: bool = False
-    """Whether to omit the causal mask."""
     report: str = ""
     """Source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
 
@@ -242,7 +232,6 @@ AnyStudy: TypeAlias = (
     | InspectionStudy
     | PredictionStudy
     | StallStudy
-    | ExplanationStudy
     | BuildStudy
     | DecodeStudy
     | BatchStudy

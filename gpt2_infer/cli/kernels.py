@@ -110,12 +110,12 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
     return versions
 
 
-def shape_of(arguments: argparse.Namespace, version: VersionHeader) -> dict[str, Any]:
+def shape_of(arguments: argparse.Namespace, takes: BackendSpec | VersionHeader) -> dict[str, Any]:
     """Return the shape given by add_shape_options(), as keyword arguments."""
     return {
         "batch": arguments.batch,
         "num_heads": arguments.heads,
-        "head_dim": arguments.head_dim or usual_head_dim(version),
+        "head_dim": arguments.head_dim or usual_head_dim(takes),
         "is_causal": not arguments.full,
     }
 

@@ -76,10 +76,5 @@ def format_comparison(version: str, found: Comparison, width: int | None = None)
         shares = f"{line.measured:.1%}", f"{line.predicted:.1%}"
         reasons = line.measured_reason, line.predicted_reason
         cells.append((f"{version}:{line.line}", *shares, *reasons, line.source))
-    correlation = found.rank_correlation
-    ranks = "" if correlation is None else f"rank correlation of all lines {correlation:.2f}; "
-    return (
-        f"Stalls in the report, beside the predicted ones:\n\n{_table(cells, width, 2)}\n\n"
-        f"{ranks}{found.worst_found} of the {found.worst} worst lines found; the main reason "
-        f"agrees in {found.reasons_equal} of the worst {found.reasons}."
-    )
+    title = "Stalls in the report, beside the predicted ones"
+    return f"{title}:\n\n{_table(cells, width, 2)}\n\n{found}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli import lines, target
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import POSITIVE, add_shape_options
+from gpt2_infer.cli.options import POSITIVE, PROFILE, add_shape_options
 from gpt2_infer.cli.target import Target, target_of
 from gpt2_infer.errors import RequestError
 
@@ -26,7 +26,6 @@ GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
 LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
-PROFILE = "source page of an Nsight Compute report, exported as CSV, to compare the stalls with"
 NO_RESULTS = ("no results", "")
 
 
@@ -93,7 +92,7 @@ def _show_assumed(found: Sequence[Prediction]) -> None:
 
 def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
     """Read the kernels of --profile; raises RequestError if it has none."""
-    from gpt2_infer.bench.explanations import read_report
+    from gpt2_infer.bench.stalls import read_report
 
     path: Path | None = arguments.profile
     if path is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2_infer.cli.console import show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
-from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, SEQLEN, TIMEOUT, seconds
+from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, PROFILE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
 
 NAMES = "backend names, version files, *.cu, or results files, *.json"
@@ -23,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
     add("--full", action="store_true", help="omit the causal mask")
     add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
+    add("--profile", type=Path, metavar="CSV", help=PROFILE)
     add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
     add("--json", action="store_true", help="print one JSON object")
 
@@ -38,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     versions |= own
     if not versions and not files:
         raise RequestError("nothing to report: give backends, version files, results or --family")
+    gpu = None if arguments.gpu == "none" else arguments.gpu
+    if arguments.profile and not (own and gpu):
+        raise RequestError("--profile is compared with predictions: name a version, and a GPU")
     first = next(iter(versions.values()), None)
     shape = Shape(
         batch=1,
@@ -48,14 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         from gpt2_infer.bench.show.page import make_page
+        from gpt2_infer.bench.stalls import read_report
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
     page = make_page(
         versions,
         files,
         shape,
-        gpu=None if arguments.gpu == "none" else arguments.gpu,
+        gpu=gpu,
         predict=own,
+        profiled=read_report(arguments.profile) if arguments.profile else (),
         timeout_s=arguments.timeout,
     )
     arguments.out.write_text(page, "utf-8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpt2_infer.cli.kernels import describe, shape_of, usual_head_dim, version_of
+from gpt2_infer.cli.kernels import describe, shape_of, version_of
 from gpt2_infer.cli.options import integer
 from gpt2_infer.errors import RequestError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attention_kernels.inspection.explain import Explanation
     from attention_kernels.inspection.multiprocessor import GpuModel
     from attention_kernels.inspection.predict import Case, Prediction
+    from attention_kernels.inspection.predictors import Predictor
     from attention_kernels.ladder.header import VersionHeader
     from gpt2_infer.bench.record import Row
 
@@ -102,60 +103,49 @@ def _call_of(arguments: argparse.Namespace) -> Target:
     import torch
 
     from attention_kernels import UnsupportedError, ladder
-    from attention_kernels.inspection import pytorch_kernel
+    from attention_kernels.inspection.predictors import predicts_without_version
 
     spec = ladder.resolve(arguments.name)
-    if spec.family != "triton" and spec.name != pytorch_kernel.BACKEND:
+    if not predicts_without_version(spec):
         _, version = version_of(arguments.name)
-        if arguments.dtype:
-            builds = {build.dtype: build for build in version.builds()}
-            if arguments.dtype not in builds:
-                reason = f"dtype {arguments.dtype} (it takes {', '.join(builds)})"
-                raise UnsupportedError(version.path.name, [reason])
-            version = builds[arguments.dtype]
-        return OfVersion(spec.name, version, arguments.seqlen, shape_of(arguments, version))
+        builds = {build.dtype: build for build in version.builds()}
+        dtype = arguments.dtype or next(iter(builds))
+        if dtype not in builds:
+            reason = f"dtype {dtype} (it takes {', '.join(builds)})"
+            raise UnsupportedError(version.path.name, [reason])
+        shape = shape_of(arguments, version)
+        return OfCalls(spec.name, builds[dtype], dtype, arguments.seqlen, shape)
     missing = spec.probe("cuda") if spec.probe and spec.family == "triton" else None
     reasons = [missing] if missing else []
-    dtype = arguments.dtype or "float32"
-    head_dim = arguments.head_dim or usual_head_dim(spec)
-    reasons += spec.static_reasons(getattr(torch, dtype), head_dim, "cuda")
+    dtype, shape = arguments.dtype or "float32", shape_of(arguments, spec)
+    reasons += spec.static_reasons(getattr(torch, dtype), shape["head_dim"], "cuda")
     if reasons:
         raise UnsupportedError(spec.name, reasons)
-    shape = {
-        "batch": arguments.batch,
-        "num_heads": arguments.heads,
-        "head_dim": head_dim,
-        "is_causal": not arguments.full,
-    }
-    return OfBackend(spec.name, arguments.seqlen, shape, dtype)
+    return OfCalls(spec.name, None, dtype, arguments.seqlen, shape)
 
 
 @dataclass(frozen=True)
-class OfVersion:
-    """Calls of a version file."""
+class OfCalls:
+    """Calls of a version file, of a Triton backend, or of PyTorch's memory-efficient attention."""
 
     name: str
-    version: VersionHeader
+    version: VersionHeader | None
+    dtype: str
     seqlens: Sequence[int]
     shape: dict[str, Any]
 
     def heading(self, gpu: GpuModel) -> str:
-        """Return the file and the shape."""
-        return f"{self.version.path.name} on {gpu.name}: {describe(self.shape)}"
+        """Return the file or the backend, and the shape."""
+        name, dtype = (self.version.path.name, "") if self.version else (self.name, self.dtype)
+        return f"{name} on {gpu.name}: {describe(self.shape)} {dtype}".rstrip()
 
     def predict(self, gpu: GpuModel) -> list[Prediction]:
         """Return a prediction per length."""
-        from attention_kernels.inspection import predict
-
-        return predict.predict(self.version, gpu, self.seqlens, **self.shape)
+        return self._predictor.predict(gpu, self._cases)
 
     def explain(self, gpu: GpuModel) -> list[Explanation]:
         """Return an explained prediction per length."""
-        from attention_kernels.inspection import explain
-
-        return [
-            explain.explain(self.version, gpu, case) for case in _cases(self.seqlens, self.shape)
-        ]
+        return [self._predictor.explain(gpu, case) for case in self._cases]
 
     def row(self, seqlen: int) -> Row:
         """Return the row of a prediction without samples."""
@@ -163,52 +153,21 @@ class OfVersion:
         from gpt2_infer.bench.prediction import prediction_row
         from gpt2_infer.bench.record import KernelCell
 
-        cell = KernelCell(seqlen, dtype=self.version.builds()[0].dtype, **self.shape)
-        return prediction_row(self.name, cell, version_digest(self.version.source))
-
-
-@dataclass(frozen=True)
-class OfBackend:
-    """Calls of a Triton backend, or of PyTorch's memory-efficient attention."""
-
-    name: str
-    seqlens: Sequence[int]
-    shape: dict[str, Any]
-    dtype: str
-
-    def heading(self, gpu: GpuModel) -> str:
-        """Return the backend and the shape."""
-        return f"{self.name} on {gpu.name}: {describe(self.shape)} {self.dtype}"
-
-    def predict(self, gpu: GpuModel) -> list[Prediction]:
-        """Return a prediction per length."""
-        from attention_kernels.inspection import pytorch_kernel
-
-        cases = _cases(self.seqlens, self.shape)
-        if self.name == pytorch_kernel.BACKEND:
-            return pytorch_kernel.predict_backend(gpu, cases, self.dtype)
-        from attention_kernels.inspection import triton_kernel
-
-        return triton_kernel.predict_backend(self.name, gpu, cases, self.dtype)
-
-    def explain(self, gpu: GpuModel) -> list[Explanation]:
-        """Return an explained prediction per length."""
-        from attention_kernels.inspection import pytorch_kernel
-
-        cases = _cases(self.seqlens, self.shape)
-        if self.name == pytorch_kernel.BACKEND:
-            return [pytorch_kernel.explain_backend(gpu, case, self.dtype) for case in cases]
-        from attention_kernels.inspection import triton_kernel
-
-        return [triton_kernel.explain_backend(self.name, gpu, case, self.dtype) for case in cases]
-
-    def row(self, seqlen: int) -> Row:
-        """Return the row of a prediction without samples."""
-        from gpt2_infer.bench.prediction import prediction_row
-        from gpt2_infer.bench.record import KernelCell
-
         cell = KernelCell(seqlen, dtype=self.dtype, **self.shape)
-        return prediction_row(self.name, cell)
+        digest = version_digest(self.version.source) if self.version else None
+        return prediction_row(self.name, cell, digest)
+
+    @property
+    def _predictor(self) -> Predictor:
+        from attention_kernels.inspection.predictors import predictor_of
+
+        return predictor_of(self.name, self.version, self.dtype)
+
+    @property
+    def _cases(self) -> list[Case]:
+        from attention_kernels.inspection.predict import Case
+
+        return [Case(seqlen=seqlen, **self.shape) for seqlen in self.seqlens]
 
 
 @dataclass(frozen=True)
@@ -239,9 +198,3 @@ class OfKernel:
 
     def row(self, seqlen: int) -> None:
         """Return None: a launch is not in the results."""
-
-
-def _cases(seqlens: Sequence[int], shape: dict[str, Any]) -> list[Case]:
-    from attention_kernels.inspection.predict import Case
-
-    return [Case(seqlen=seqlen, **shape) for seqlen in seqlens]

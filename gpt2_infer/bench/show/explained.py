@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpt2_infer.bench.record import File, Row
@@ -31,8 +31,8 @@ def compared(earlier: File) -> Layout:
 
     def first(get: Getter) -> Getter:
         def value(line: Entry) -> Value:
-            rows = before[line.first.contender]
-            return get(Entry(earlier, earlier.rows, rows, rows[0]))
+            rows = before.get(line.first.contender)  # the earlier model may not have been asked
+            return get(Entry(earlier, earlier.rows, rows, rows[0])) if rows else None
 
         return value
 
@@ -55,8 +55,13 @@ def worst_lines(name: str, file: File, contender: str) -> Table:
     """Return the lines of a version with the most measured stalls, and what was predicted."""
     rows = [row for row in file.rows if row.contender == contender]
     lines = next(row.extra["lines"] for row in rows if "lines" in row.extra)
+    return lines_table(f"The worst lines of `{contender}` ({name})", lines)
+
+
+def lines_table(title: str, lines: Iterable[Mapping[str, Any]]) -> Table:
+    """Return the measured and the predicted stalls of lines, given the fields of ComparedLine."""
     return Table(
-        f"The worst lines of `{contender}` ({name})",
+        title,
         ["line", "measured", "predicted", "measured reason", "predicted reason", "source"],
         [
             (
@@ -65,7 +70,7 @@ def worst_lines(name: str, file: File, contender: str) -> Table:
                 f"{line['predicted']:.1%}",
                 line["measured_reason"],
                 line["predicted_reason"],
-                f"`{line['source']}`",
+                f"`{line['source']}`" if line["source"] else "",
             )
             for line in lines
         ],
@@ -85,7 +90,8 @@ class Step(NamedTuple):
 def step(one: Step, file: File, timed: Sequence[Row]) -> tuple[str, ...]:
     """Return the line of a table of steps: times without the cause, and with the next version."""
     row = next(row for row in file.of("predicted time") if row.contender == one.version)
-    advice: list[dict[str, Any]] = [x for x in row.extra["advice"] if x["cause"] == one.cause]
+    what_ifs: list[dict[str, Any]] = row.extra["what_ifs"]
+    advice = [x for x in what_ifs if x["cause"] == one.cause]
     before, after = (
         next(x.median for x in timed if x.contender == name and x.cell.items() >= row.cell.items())
         for name in (one.version, one.next_version)

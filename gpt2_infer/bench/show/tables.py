@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
 from gpt2_infer.bench.show import columns
@@ -392,18 +393,6 @@ LAYOUTS["inspection"] = Layout(
 )
 
 
-LAYOUTS["explanation"] = Layout(
-    title=lambda name, file, block: f"{shape_of(block[0])}, {file.study['gpu']} ({name})",
-    rows=_all_rows,
-    columns=[
-        columns.BACKEND,
-        Column("predicted, us", columns.metric("predicted time"), "{:.1f}"),
-        Column("samples", columns.metric("samples"), "{:,.0f}"),
-        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
-    ],
-)
-
-
 def _standard_errors(line: Entry) -> Value:
     apart, error = line.value("difference"), line.value("standard error")
     return apart / error if apart is not None and error else None
@@ -490,18 +479,23 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 LAYOUTS["prediction"] = predictions()
 
 
+def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
+    """Return a value of a prediction's stalls; blank if they were not recorded."""
+    return columns.timed(lambda row: value(row.extra["stalls"]) if "stalls" in row.extra else None)
+
+
 def _reason(number: int) -> Getter:
     """Return how much of the stalls has the main reason, 0, or the next one."""
 
-    def value(row: Row) -> Value:
-        reasons = [*row.extra["stalls"]["reasons"].items()]
+    def value(stalls: Mapping[str, Any]) -> Value:
+        reasons = [*stalls["reasons"].items()]
         return "{}, {:.0%}".format(*reasons[number]) if number < len(reasons) else None
 
-    return columns.timed(value)
+    return _of_stalls(value)
 
 
-def _worst_line(row: Row) -> Value:
-    line = max(row.extra["stalls"]["lines"], key=lambda one: one["share"])
+def _worst_line(stalls: Mapping[str, Any]) -> Value:
+    line = max(stalls["lines"], key=lambda one: one["share"])
     return f"line {line['line']}, {next(iter(line['reasons']))}, {line['share']:.0%}"
 
 
@@ -510,16 +504,19 @@ LAYOUTS["stalls"] = Layout(
         f"{block[0].kernel}, {file.study['gpu']}: why warps are predicted to stall ({name})"
     ),
     rows=_all_rows,
+    block=lambda row: str(row.kernel),
     columns=[
         columns.BACKEND,
-        Column("predicted, us", columns.timed(lambda row: row.median), "{:.4g}"),
+        Column("predicted, us", columns.metric("predicted time"), "{:.4g}"),
         Column(
             "stalls, % of warp-cycles",
-            columns.timed(lambda row: 100 * (1 - row.extra["stalls"]["issuing"])),
+            _of_stalls(lambda stalls: 100 * (1 - stalls["issuing"])),
             "{:.0f}",
         ),
         Column("main reason", _reason(0)),
         Column("second reason", _reason(1)),
-        Column("worst line", columns.timed(_worst_line)),
+        Column("worst line", _of_stalls(_worst_line)),
+        Column("samples", columns.metric("samples"), "{:,.0f}"),
+        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
     ],
 )

@@ -16,6 +16,7 @@ from attention_kernels.inspection import execution, multiprocessor, predict, sas
 from attention_kernels.inspection.blocks import Blocks
 from attention_kernels.inspection.grid import Line, axes_of, line_of
 from attention_kernels.inspection.launches import Launch
+from attention_kernels.inspection.predict import Case
 from attention_kernels.inspection.program import Program, find_disassembler
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
@@ -23,6 +24,7 @@ from attention_kernels.ladder.header import parse_header
 
 ROOT = Path(__file__).parents[3]
 H200 = multiprocessor.gpus()["h200"]
+CASE = Case(1, 128, 12, 64, is_causal=True)
 
 
 def missing_program():
@@ -247,7 +249,8 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
     rows = json.loads(file.read_text("utf-8"))["rows"]
     mine = (row for row in rows if row["contender"] == "CUSTOM_CUDA_VERSION_2")
     metrics = {row["metric"]: row["samples"][0] for row in mine}
-    (found,) = predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_2"], H200, [128], num_heads=1)
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_2"]
+    (found,) = predict.predict(version, H200, [CASE._replace(num_heads=1)])
     assert found.load_wavefronts == metrics["shared_load_wavefronts"]
     assert found.store_wavefronts == metrics["shared_store_wavefronts"]
     # From L2: Q once, and K and V once by each of three blocks of 48 rows.
@@ -263,7 +266,7 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
 def test_a_kernel_that_starts_early_is_predicted_as_well():
     """Block 0 of v17's second kernel joins nothing, so blocks along the first axis differ."""
     version = ladder.versions()["CUSTOM_CUDA_VERSION_17"]
-    (found,) = predict.predict(version, H200, [512])
+    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=512)])
     assert found.launches == 2
 
 
@@ -273,7 +276,8 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     """The second block multiplies 192 queries, of which 64 exist and are copied."""
     list_backends()
     version = ladder.versions()["HOPPER_VERSION_5"]
-    (found,) = predict.predict(version, H200, [256], num_heads=2, is_causal=False)
+    case = CASE._replace(seqlen=256, num_heads=2, is_causal=False)
+    (found,) = predict.predict(version, H200, [case])
     products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
     rate = 4096 * 132 * H200.clock_ghz * 1e3
     assert found.needs_us["tensor cores"] * rate == pytest.approx(products)
@@ -286,27 +290,25 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
-        predict.predict(version, multiprocessor.gpus()["t4"], [64], head_dim=48)
+        predict.predict(version, multiprocessor.gpus()["t4"], [CASE._replace(head_dim=48)])
     version = ladder.versions()["HOPPER_VERSION_2"]
     with pytest.raises(UnsupportedError, match=r"head_dim 32.*sm_90a, and A100 SXM is sm_80"):
-        predict.predict(version, multiprocessor.gpus()["a100"], [64], head_dim=32)
+        predict.predict(version, multiprocessor.gpus()["a100"], [CASE._replace(head_dim=32)])
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("change", "words"),
     [
-        ({"seqlens": [64, 0]}, "seqlen 0 (1 or more)"),
-        ({"seqlens": [10**12]}, "seqlen 1000000000000 (1048560 or less)"),
-        ({"seqlens": [64], "num_heads": -1}, "num_heads -1 (1 or more)"),
-        (
-            {"seqlens": [64], "batch": 10**11},
-            "batch * num_heads 1200000000000 (2147483647 or less)",
-        ),
+        ({"seqlen": 0}, "seqlen 0 (1 or more)"),
+        ({"seqlen": 10**12}, "seqlen 1000000000000 (1048560 or less)"),
+        ({"num_heads": -1}, "num_heads -1 (1 or more)"),
+        ({"batch": 10**11}, "batch * num_heads 1200000000000 (2147483647 or less)"),
     ],
 )
-def test_a_shape_that_no_launch_takes_is_refused(case, words):
+def test_a_shape_that_no_launch_takes_is_refused(change, words):
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_1"]
     with pytest.raises(UnsupportedError, match=re.escape(words)):
-        predict.predict(ladder.versions()["CUSTOM_CUDA_VERSION_1"], H200, **case)
+        predict.predict(version, H200, [CASE._replace(**change), CASE])
 
 
 def test_a_grid_with_too_many_blocks_is_refused():
@@ -341,7 +343,7 @@ def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bo
 def test_a_version_without_shared_memory_needs_no_time_for_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     version = parse_header(folder / "v01_warp_per_row.cu")
-    (found,) = predict.predict(version, H200, [256], head_dim=32)
+    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=256, head_dim=32)])
     assert found.needs_us["shared memory"] == 0
     assert found.needs_us["load-store unit"] > found.needs_us["L1"] > 0
     assert found.bound != "shared memory"
@@ -355,4 +357,4 @@ def test_a_version_that_launches_nothing_is_refused(tmp_path):
     (tmp_path / "v01_idle.cu").write_text(f"{text[:start]}\n  return cudaSuccess;\n{text[start:]}")
     version = parse_header(tmp_path / "v01_idle.cu")
     with pytest.raises(UnsupportedError, match=r"launch\(\) launches no kernel"):
-        predict.predict(version, H200, [64])
+        predict.predict(version, H200, [CASE])

@@ -17,9 +17,7 @@ H200 = multiprocessor.gpus()["h200"]
 
 @pytest.mark.slow
 @needs_cuda_programs
-def test_the_tile_with_the_shortest_prediction_counts(monkeypatch, tmp_path):
-    # Another checkout's cubin would do, but its line table names files there.
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_the_tile_with_the_shortest_prediction_counts(monkeypatch):
     every = flash_attention.candidates
 
     def two(q, **options):

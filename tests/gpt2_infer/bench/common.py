@@ -260,6 +260,7 @@ def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
             for line, share in shares
         ]
         what_if = {
+            "cause": "conflicts",
             "line": shares[0][0],
             "share": shares[0][1],
             "reason": "short scoreboard",
@@ -285,8 +286,8 @@ def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
                         "reasons": reasons,
                         "kernels": ["attention<32>", "combine<32>"],
                         "lines": lines,
-                        "what_ifs": [what_if],
                     },
+                    "what_ifs": [what_if],
                 },
             )
         )

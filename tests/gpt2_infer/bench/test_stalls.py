@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -15,8 +18,11 @@ from attention_kernels.inspection.explain import (
 )
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.show import tables
-from gpt2_infer.bench.stalls import explain_version, recorded
+from gpt2_infer.bench.stalls import StallsByLine, explain_backend, recorded, what_ifs
+from gpt2_infer.bench.study import Contender, StallStudy
+from gpt2_infer.errors import RequestError
 from tests.gpt2_infer.bench.common import file_of, stalls
+from tests.gpt2_infer.cli import test_lines
 from tests.gpt2_infer.cli.test_predict import FOUND
 
 NAME = "CUSTOM_CUDA_VERSION_12"
@@ -57,10 +63,17 @@ def version():
     return ladder.versions()[NAME]
 
 
+def contender(**settings: str) -> Contender:
+    subject = StallsByLine(StallStudy(backends=[NAME], **settings))
+    (found,) = subject.contenders(subject.cells[0])
+    return found
+
+
 def test_an_explanation_is_recorded_with_its_largest_parts(monkeypatch, version):
     monkeypatch.setattr(explain, "explain", lambda *_: EXPLAINED)
-    row = explain_version(NAME, version, KernelCell(1024), gpu="h200")
-    found = recorded(msgspec.json.decode(msgspec.json.encode(row), type=Row))
+    row, _ = explain_backend(NAME, version, KernelCell(1024), gpu="h200")
+    row = msgspec.json.decode(msgspec.json.encode(row), type=Row)
+    found = recorded(row)
     assert (row.samples, row.extra["bound"]) == ([90.0], "shared memory")
     assert found is not None
     (line,) = found.lines
@@ -71,7 +84,7 @@ def test_an_explanation_is_recorded_with_its_largest_parts(monkeypatch, version)
     assert found.us(line.share) == pytest.approx(0.8 * 0.75 * 90)
     time, *parts = found.times_us.values()
     assert time == pytest.approx(sum(parts))
-    assert [(one.line, one.time_us) for one in found.what_ifs] == [(7, 80.0)]
+    assert [(one.line, one.time_us) for one in what_ifs(row)] == [(7, 80.0)]
 
 
 def test_a_version_that_cannot_be_explained_has_the_reason(monkeypatch, version):
@@ -79,7 +92,7 @@ def test_a_version_that_cannot_be_explained_has_the_reason(monkeypatch, version)
         raise UnsupportedError("A", ["not this"])
 
     monkeypatch.setattr(explain, "explain", refuse)
-    row = explain_version(NAME, version, KernelCell(1024), gpu="h200")
+    row, _ = explain_backend(NAME, version, KernelCell(1024), gpu="h200")
     assert (row.status, row.samples, recorded(row)) == ("refused", [], None)
     assert "not this" in row.reason
     (table,) = tables.tables("FILE", file_of("stalls", [row], settings={"gpu": "H200 SXM"}))
@@ -90,3 +103,32 @@ def test_the_table_of_stalls_names_the_worst_line():
     (table,) = tables.tables("FILE", stalls({NAME: ("1", [(9, 0.25), (7, 0.75)])}))
     reasons = ("short scoreboard, 75%", "wait, 25%", "line 7, short scoreboard, 75%")
     assert table.rows == [(f"`{NAME}`", "100", "80", *reasons)]
+
+
+def test_a_report_gives_the_agreement_and_the_worst_lines(monkeypatch, tmp_path):
+    monkeypatch.setattr(explain, "explain", lambda *_: test_lines.EXPLAINED)
+    path = tmp_path / "report.csv.gz"
+    path.write_bytes(gzip.compress(test_lines.REPORT.encode()))
+    found = contender(report=str(path))
+    figures = {row.metric: row.samples[0] for row in found.beside}
+    assert (figures["worst found"], figures["worst"], figures["samples"]) == (2, 2, 2000)
+    lines = found.beside[0].extra["lines"]
+    assert [(line["line"], line["measured"], line["predicted"]) for line in lines][:2] == [
+        (158, 0.75, 0.41),
+        (3, 0.25, 0.01),
+    ]
+
+
+def test_each_backend_is_explained_in_its_own_dtype():
+    study = StallStudy(backends=[NAME, "HOPPER_VERSION_5", "TRITON_FLASH_ATTENTION"])
+    subject = StallsByLine(study)
+    assert [cell.dtype for cell in subject.cells] == ["float32", "float16"]
+    assert [*subject.dtypes.values()] == ["float32", "float16", "float32"]
+
+
+def test_only_backends_with_a_predictor_and_reports_can_be_explained(tmp_path: Path):
+    with pytest.raises(RequestError, match="NAIVE_PYTORCH has no version file"):
+        StallsByLine(StallStudy(backends=["NAIVE_PYTORCH"]))
+    (tmp_path / "x.csv").write_text("a,b\n")
+    with pytest.raises(RequestError, match=r"x\.csv is not the CSV that `ncu"):
+        contender(report=str(tmp_path / "x.csv"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def test_measured_stalls_are_shown_beside_the_predicted_ones(
     (row,) = json.loads(capsys.readouterr().out)
     assert row["profile"]["lines"][0]["measured"] == 0.75
     assert 0 < row["profile"]["rank_correlation"] <= 1
+
+
+def test_a_kernel_without_its_source_is_compared_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "report.csv"
+    path.write_text(REPORT)
+    unread = dataclasses.replace(EXPLAINED, text=["", ""])
+    monkeypatch.setattr(explain, "explain", lambda *_: unread)
+    assert main([*COMMAND, "--profile", str(path)]) == 0
+    found = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "v12:158 75.0% 41.0% short scoreboard short scoreboard" in found
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,21 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError, ladder
+from attention_kernels.inspection import nsight
 from attention_kernels.inspection.accesses import Access, Recording, record
+from attention_kernels.inspection.nsight import Comparison, Sampled
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, timed_on
 from gpt2_infer.bench.record import File, KernelCell, Row, Shape, read
-from gpt2_infer.bench.show import charts
+from gpt2_infer.bench.show import charts, explained
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
 from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
-from gpt2_infer.bench.stalls import explain_version, recorded
+from gpt2_infer.bench.stalls import explain_backend, recorded, what_ifs
 
 __all__ = ["make_page"]
 
@@ -51,14 +53,16 @@ def make_page(
     *,
     gpu: str | None = None,
     predict: Collection[str] = (),
+    profiled: Sequence[Sampled] = (),
     timeout_s: float = 600.0,
 ) -> str:
     """Return the HTML page on versions, given by name, and on results files.
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
     and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. If a version's accesses cannot be counted, the reason is
-    shown. Raises ResultsError, RequestError, or BuildError if a version does not compile.
+    the results have no stalls of them. profiled: kernels of a report, to compare the stalls of
+    those versions with. If a version's accesses cannot be counted, the reason is shown. Raises
+    ResultsError, RequestError, or BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
@@ -68,9 +72,11 @@ def make_page(
     if gpu:
         results = [one.file for one in measured]
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
-            row = _predicted(kernel, gpu, shape, results, makes=kernel.name in predict)
+            makes = kernel.name in predict
+            row = _predicted(kernel, gpu, shape, results, profiled, makes=makes)
             predictions[kernel.name] = _chart(row, gpu, results) if row else NO_PREDICTION
-            kernel.stalls = recorded(row) if row else None
+            if row:
+                kernel.stalls, kernel.what_ifs = recorded(row), what_ifs(row)
     by_name = {kernel.name: kernel for kernel in kernels}
     steps = [
         (by_name[before], by_name[name])
@@ -111,6 +117,7 @@ def make_page(
         lane_map=lanes.lane_map,
         runs=source.runs,
         turns=_turns,
+        compared_lines=_compared_lines,
         tie=TIE,
         counts=_download(_counts(kernels, shape)),
         json_of=lambda one: _download(msgspec.json.encode(one.file)),
@@ -188,27 +195,38 @@ def _words(value: Any) -> str:
 
 
 def _predicted(
-    kernel: Kernel, gpu: str, shape: Shape, files: Sequence[File], *, makes: bool
+    kernel: Kernel,
+    gpu: str,
+    shape: Shape,
+    files: Sequence[File],
+    profiled: Sequence[Sampled] = (),
+    *,
+    makes: bool,
 ) -> Row | None:
     """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
 
-    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
+    makes: whether to predict if the files have no stalls, or to compare them with those of a
+    report. Returns None if there is no prediction.
     """
     card, version = find_gpu(gpu), kernel.version
     cell = KernelCell(
         1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=shape.is_causal
     )
-    digest = environment.version_digest(version.path.read_text("utf-8"))
+    wanted = kernel.name, cell, environment.version_digest(version.path.read_text("utf-8"))
     found = [
         row
         for kind in ("prediction", "stalls")
         for file in files
         if file.study["kind"] == kind and file.study["gpu"] == card.name
-        for row in file.rows
-        if (row.contender, row.kernel, row.extra["version_digest"]) == (kernel.name, cell, digest)
+        for row in file.of("predicted time")
+        if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
+        and (row.reason or "needs_us" in row.extra)  # converted files have only the time
     ]
-    if makes and not any("stalls" in row.extra for row in found):
-        return explain_version(kernel.name, version, cell, gpu=gpu)
+    if makes and (profiled or not any("stalls" in row.extra for row in found)):
+        row, kernel.compared = explain_backend(
+            kernel.name, version, cell, gpu=gpu, kernels=profiled
+        )
+        return row
     return found[-1] if found else None
 
 
@@ -258,6 +276,11 @@ def _turns(found: Recording) -> Picture:
         rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
     return Picture(title, charts.turns(found.turns), table=Table(title, head, rows))
+
+
+def _compared_lines(found: Comparison) -> Table:
+    lines = map(dataclasses.asdict, found.lines[: nsight.WORST])
+    return explained.lines_table(f"Of {found.samples:,} samples of stalls", lines)
 
 
 def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:

@@ -15,12 +15,14 @@ from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access, Recording
+from attention_kernels.inspection.advice import Advice
+from attention_kernels.inspection.nsight import ComparedLine, Comparison
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import stalls
 from gpt2_infer.bench.show.figures import group_by
 from gpt2_infer.bench.stalls import Stalls
 
-STALLS = "stalls"
+STALLS, MEASURED = "stalls", "measured"
 COUNTERS = {
     "requests": "warps executing an access",
     "wavefronts": "deliveries of shared memory",
@@ -49,6 +51,8 @@ class Line:
     heat: dict[str, int] = field(default_factory=dict)
     """The line's figure relative to the largest of any line, 0 to 8, by column."""
     stalls: stalls.Line | None = None
+    measured: ComparedLine | None = None
+    """Its stalls in a profiler's report."""
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -66,6 +70,8 @@ class Kernel:
     recording: Recording | None
     refused: str = ""
     stalls: Stalls | None = None
+    what_ifs: Sequence[Advice] = ()
+    compared: Comparison | None = None
 
     @property
     def slug(self) -> str:
@@ -85,6 +91,10 @@ class Kernel:
         for one in self.stalls.lines if self.stalls else ():
             if one.line:
                 found[one.line - 1].stalls = one
+        for compared in self.compared.lines if self.compared else ():
+            if compared.line and compared.measured:
+                found[compared.line - 1].measured = compared
+        _heat(found, MEASURED, [line.measured.measured if line.measured else 0.0 for line in found])
         _heat(found, STALLS, [line.stalls.share if line.stalls else 0.0 for line in found])
         while found and not found[-1].text:
             found.pop()
