@@ -157,7 +157,9 @@ struct InFlight {
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
-  unsigned idle = 0;  // failed waits since anything has happened
+  unsigned idle = 0;               // failed waits since anything has happened
+  bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
+  uint64_t events = 0;             // of the cluster, at the last of them
 
   void clear() {
     barriers.clear();
@@ -172,6 +174,7 @@ struct InFlight {
     fenced.clear();
     registers.clear();
     idle = 0;
+    events = 0;
   }
 };
 

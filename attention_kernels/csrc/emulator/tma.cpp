@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cluster.h"
 #include "report.h"
 #include "wgmma.h"
 
@@ -109,11 +110,34 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   emulator::Block& block = *emulator::this_fiber().block;
   check_tile(map, to, site);
   check_use(barrier, site);
+  receive_messages();
   if (block.races != nullptr) {
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
+}
+
+void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
+                        Barrier* barrier, const void* code, const emulator::Site& site) {
+  const emulator::Block& self = *emulator::this_fiber().block;
+  const unsigned count = std::max(self.launch->cluster, 1u);
+  if (blocks == 0 || blocks >> count != 0)
+    copy_failure(cudaErrorIllegalInstruction, site,
+                 "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
+                     std::to_string(count));
+  check_tile(map, to, site);
+  if (!self.shared.has(barrier))
+    copy_failure(cudaErrorIllegalAddress, site, "the barrier is not in shared memory");
+  for (unsigned block = 0; block < count; ++block) {
+    if ((blocks >> block & 1) == 0) continue;
+    if (block == emulator::rank_of(self)) {
+      load_box(to, map, at, barrier, code, site);
+    } else {
+      send(block, {to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}},
+           code);
+    }
+  }
 }
 
 void fill_tile(const emulator::BulkCopy& copy) {

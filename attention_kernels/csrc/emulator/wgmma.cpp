@@ -207,6 +207,7 @@ const emulator::Site* product_that_reads(const void* memory, size_t bytes) {
 }
 
 inline void check_operands(const emulator::Product& product, unsigned warp) {
+  receive_messages();
   const auto& copies = emulator::this_fiber().block->in_flight.copies;
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
     for (const emulator::BulkCopy& copy : copies) {
