@@ -40,7 +40,7 @@ void take_message(const emulator::Message& message, unsigned rank);
 
 // Checks that nothing in flight uses the copy's destination, and begins it; or copies a box. Defined
 // in tma.cpp.
-void begin_copy(const emulator::BulkCopy& copy);
+void begin_copy(const emulator::BulkCopy& copy, const void* code);
 void fill_tile(const emulator::BulkCopy& copy);
 
 ATTENTION_EMULATOR_INLINE void yield() {

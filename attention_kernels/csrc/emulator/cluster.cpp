@@ -221,7 +221,7 @@ void receive_messages() {
     if (block.races != nullptr)
       block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge.of[rank],
                                    copy.barrier);
-    begin_copy(copy);
+    begin_copy(copy, message.code);
   }
 }
 

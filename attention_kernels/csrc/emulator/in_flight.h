@@ -144,6 +144,11 @@ struct ProductsOfWarp {
   size_t begun = 0;    // products
 };
 
+// Set by the recorder of accesses, which counts copies and products; else null. For a store, `to` is
+// the tile that it reads. `code` is the call's return address.
+inline void (*on_copy)(const BulkCopy& copy, bool is_store, const void* code) = nullptr;
+inline void (*on_product)(const Product& product, unsigned warp) = nullptr;
+
 struct InFlight {
   std::vector<KnownBarrier> barriers;
   std::vector<BulkCopy> copies;

@@ -28,7 +28,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
     block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
-  begin_copy({to, from, bytes, barrier, site});
+  begin_copy({to, from, bytes, barrier, site}, __builtin_return_address(0));
 }
 
 inline void prefetch(const void*) {}

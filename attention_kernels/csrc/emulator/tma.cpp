@@ -23,7 +23,7 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
-void begin_copy(const emulator::BulkCopy& copy) {
+void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
   for (const emulator::BulkCopy& other : in_flight.copies) {
@@ -42,6 +42,7 @@ void begin_copy(const emulator::BulkCopy& copy) {
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
   in_flight.view.update(block.shared, block.launch->poison, copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
+  if (emulator::on_copy != nullptr) emulator::on_copy(copy, /*is_store=*/false, code);
 }
 
 // ---- Tensor maps --------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
-  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
+  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}}, code);
 }
 
 void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
@@ -167,6 +168,11 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
   const size_t bytes = box_bytes(map);
   if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kRead, code);
   check_visible(tile, bytes, site);
+  if (emulator::on_copy != nullptr) {
+    emulator::on_copy(
+        {const_cast<void*>(from), nullptr, bytes, nullptr, site, map, {at[0], at[1], at[2], at[3]}},
+        /*is_store=*/true, code);
+  }
   in_flight.store_groups.resize(block.threads);
   const unsigned thread = emulator::this_fiber().thread;
   in_flight.stores.push_back({thread,

@@ -286,6 +286,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   }
   check_warpgroup(product, warp);
   check_operands(product, warp);
+  if (emulator::on_product != nullptr) emulator::on_product(product, warp);
   gather(product, warp, product.operands);
   emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
   if (sums == nullptr) {

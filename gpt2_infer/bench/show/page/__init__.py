@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError, ladder
-from attention_kernels.inspection.accesses import Access, Recording, record
+from attention_kernels.inspection.accesses import BY_LANE, Access, Recording, record
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, timed_on
@@ -109,6 +109,7 @@ def make_page(
         files=measured,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
+        by_lane=BY_LANE,
         runs=source.runs,
         turns=_turns,
         tie=TIE,
