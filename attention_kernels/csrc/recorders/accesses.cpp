@@ -130,8 +130,8 @@ struct Place {
   // Counts what a copy or a product accesses in shared memory. There are no bank conflicts: a copy
   // accesses rows of 128 bytes, in which a swizzle only permutes chunks, and a product, whose tiles
   // have the 128-byte swizzle, 8 chunks of as many rows.
-  void count_tile(size_t bytes) {
-    wavefronts += (bytes + kWavefrontBytes - 1) / kWavefrontBytes;
+  void count_tile(uintptr_t begin, size_t bytes) {
+    wavefronts += (begin + bytes - 1) / kWavefrontBytes - begin / kWavefrontBytes + 1;
     ways = 1;
   }
 
@@ -347,7 +347,7 @@ struct Recorder {
     global.end_request(sectors, block, warp);
     Place& shared = place_of(code, copy.bytes, true, kind, {0, 0, "dynamic"});
     const uint64_t wavefronts = shared.wavefronts;
-    shared.count_tile(copy.bytes);
+    shared.count_tile(reinterpret_cast<uintptr_t>(copy.to), copy.bytes);
     shared.end_request(wavefronts, block, warp);
   }
 
@@ -358,7 +358,7 @@ struct Recorder {
     Place& place = place_of(product.code, rows * ptx::kDepth * sizeof(uint16_t), true,
                             Kind::kProduct, {0, 0, "dynamic"});
     const uint64_t wavefronts = place.wavefronts;
-    place.count_tile(place.size);
+    place.count_tile(0, place.size);
     place.end_request(wavefronts, block, warp);
   }
 
