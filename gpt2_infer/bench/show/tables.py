@@ -368,9 +368,9 @@ def _sectors(line: Entry, kind: str) -> Value:
     return count if count == fewest else f"{count:,.0f} ({fewest:,.0f} would do)"
 
 
-def _tiles(line: Entry) -> Value:
-    tiles, sectors = (line.value(f"tma_load_{what}") for what in ("requests", "sectors"))
-    return None if tiles is None else f"{tiles:,.0f}, {sectors:,.0f} sectors"
+def _copies(line: Entry) -> Value:
+    copies, sectors = (line.value(f"tma_load_{what}") for what in ("requests", "sectors"))
+    return None if copies is None else f"{copies:,.0f}, {sectors:,.0f} sectors"
 
 
 def _operands(line: Entry) -> Value:
@@ -398,7 +398,7 @@ LAYOUTS["inspection"] = Layout(
         Column("shared stores", lambda line: _shared(line, "store"), "{:,.0f}"),
         Column("sectors loaded", lambda line: _sectors(line, "load"), "{:,.0f}"),
         Column("sectors stored", lambda line: _sectors(line, "store"), "{:,.0f}"),
-        Column("tiles loaded by TMA", _tiles),
+        Column("loads by TMA", _copies),
         Column("operands of wgmma", _operands),
     ],
 )
