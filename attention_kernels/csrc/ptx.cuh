@@ -161,6 +161,18 @@ inline __device__ void store_to_block(float* here, unsigned block, float value) 
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
+// Arrives at the barrier in another block of the cluster that corresponds to `here`.
+inline __device__ void barrier_arrive_at_block(Barrier* here, unsigned block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(here)),
+      "r"(block)
+      : "memory");
+}
+
 // For kernels launched by launch_early(). The next kernel in the stream may start once all blocks
 // of this one have called allow_next(). wait_for_previous() returns when the previous kernels have
 // ended and what they wrote can be read.

@@ -86,6 +86,19 @@ inline __device__ void load_tile(void* to, const TensorMap& map, int c0, int c1,
       : "memory");
 }
 
+// The same for the blocks of the cluster in `blocks`, bit i for block i: each gets the box at the
+// address in its shared memory that corresponds to `to`, and the bytes count at its barrier that
+// corresponds to `barrier`. The tensor is read once.
+inline __device__ void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, int c0,
+                                           int c1, int c2, int c3, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier)),
+      "h"(static_cast<unsigned short>(blocks))
+      : "memory");
+}
+
 // Copies a box from shared memory, without what is out of bounds; no coordinate may be negative.
 // Threads that wrote the tile call proxy_fence() first.
 inline __device__ void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3,

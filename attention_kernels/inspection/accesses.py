@@ -2,10 +2,11 @@
 
 The version's file runs in the emulator, so no GPU is needed and every run gives the same counts.
 They cover the loads and stores in the source; only a profiler can tell which of them nvcc moves out
-of a loop, joins into a wider load or replaces with a register. What TMA copies, and what tensor
-cores read from shared memory, is not counted; not_counted() names it. Shared memory has 32 banks of
-4 bytes and delivers 128 bytes at once (CUDA C++ Programming Guide, "Shared Memory"); global memory
-moves in sectors of 32 bytes.
+of a loop, joins into a wider load or replaces with a register. A copy by TMA is a request of global
+and one of shared memory, where it fills whole rows of 128 bytes. A product of a warpgroup (wgmma)
+is a request of shared memory for the operands that are there. Shared memory has 32 banks of 4 bytes
+and delivers 128 bytes at once (CUDA C++ Programming Guide, "Shared Memory"); global memory moves in
+sectors of 32 bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ class MemoryRequest:
     """Name of the array: "dynamic" or "static" in shared memory; "q", "k", "v", "qkv" (all three in
     one), "o" or "scratch" in global memory."""
     offsets: tuple[int | None, ...]
-    """Offset into the array in bytes, by lane; None for an inactive lane."""
+    """Offset into the array in bytes, by lane; None for an inactive lane, and for all lanes of a
+    copy by TMA or a product."""
+
+
+BY_LANE = ("load", "store", "atomic")
+KINDS = (*BY_LANE, "TMA load", "TMA store", "wgmma")
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,12 @@ class Access:
     memory: str
     """"shared" or "global"."""
     kind: str
-    """"load", "store" or "atomic"."""
+    """One of KINDS."""
     bytes: int
-    """Bytes per lane."""
+    """Bytes per lane; of a copy by TMA all of its bytes, of a product its operands in shared
+    memory."""
     requests: int
-    """Number of times that warps execute it."""
+    """Number of times that warps execute it; a product is executed by four at once."""
     wavefronts: int
     """Deliveries of shared memory, which a profiler calls wavefronts; 0 for global memory."""
     conflicts: int
@@ -189,15 +196,6 @@ def _accesses(
             request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
-
-
-def not_counted(version: VersionHeader) -> list[str]:
-    """Return what reads or writes shared memory in a version without being counted."""
-    parts = {
-        "tiles copied by TMA": r"\bptx::(load_tile|store_tile|copy_bulk)\(",
-        "operands that wgmma reads": r"\bptx::multiply<",
-    }
-    return [name for name, call in parts.items() if re.search(call, version.source)]
 
 
 def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:

@@ -93,7 +93,10 @@ def resources(rows: Sequence[Resources]) -> dict[str, float]:
 
 
 def totals(accesses: list[Access]) -> dict[str, float]:
-    """Return a version's counts by memory and kind: sums, but the maximum of `ways`."""
+    """Return a version's counts by memory and kind: sums, but the maximum of `ways`.
+
+    Of copies by TMA and products of warpgroups, only kinds that the version has.
+    """
     found: Counter[str] = Counter()
     for memory, numbers in (
         ("shared", ("requests", "conflicts", "ways")),
@@ -105,4 +108,15 @@ def totals(accesses: list[Access]) -> dict[str, float]:
                 values = [getattr(access, number) for access in mine]
                 total = max(values, default=0) if number == "ways" else sum(values)
                 found[f"{memory}_{kind}_{number}"] = total
+    for kind in ("TMA load", "TMA store"):
+        for a in accesses:
+            if (a.memory, a.kind) == ("global", kind):
+                name = kind.lower().replace(" ", "_")
+                found[f"{name}_requests"] += a.requests
+                found[f"{name}_bytes"] += a.requests * a.bytes
+                found[f"{name}_sectors"] += a.sectors
+    for a in accesses:
+        if a.kind == "wgmma":
+            for number in ("requests", "wavefronts"):
+                found[f"wgmma_{number}"] += getattr(a, number)
     return dict(found)

@@ -38,8 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     show(f"{version.path.name}, emulated: {describe(shape)}\n")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     show(accesses.format_table(found, width))
-    if missing := accesses.not_counted(version):
-        show(f"\nNot counted: {' and '.join(missing)}.")
     if any(len(access.lines) > 1 for access in found):
         show("\nLine a>b: line a of the kernel calls a function, which accesses memory in line b.")
     return 0

@@ -1,4 +1,4 @@
-"""The probe: C functions that use the emulator without a backend."""
+"""The probe, C functions that use the emulator without a backend, and a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def probe(tmp_path_factory) -> Callable[..., str]:
         return function(*pointers).decode()
 
     return call
+
+
+@pytest.fixture
+def hopper() -> str:
+    """Return the device, or skip the test."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return "cuda"
 
 
 def probe_line(marker: str) -> str:

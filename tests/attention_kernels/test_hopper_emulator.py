@@ -165,13 +165,6 @@ def test_a_product_gives_the_bits_of_the_hardware(dtype, name, transposed, regis
         assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32)), columns
 
 
-@pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    return "cuda"
-
-
 # Tiles
 
 NONE, SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = range(4)

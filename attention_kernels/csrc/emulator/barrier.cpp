@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "cluster.h"
 #include "ptx.h"
 #include "report.h"
 
@@ -78,22 +79,46 @@ void check_use(const Barrier* barrier, const emulator::Site& site) {
     barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
 }
 
-int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  const emulator::KnownBarrier& known = find_initialized(barrier, site);
+inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   if (barrier->left == 0)
     barrier_failure(barrier, site,
                     "has all of its " + std::to_string(barrier->expected) +
                         " arrivals, and waits only for " + std::to_string(barrier->bytes) +
                         " bytes");
   if (bytes > kMostBytes) barrier_failure(barrier, site, "cannot wait for so many bytes");
-  if (block.races != nullptr) block.races->release(barrier);
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
-  const unsigned phase = barrier->phase;
   complete_if_due(barrier);
-  block.in_flight.idle = 0;
+  emulator::this_fiber().block->in_flight.idle = 0;
+}
+
+int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+  const emulator::Block& block = *emulator::this_fiber().block;
+  const emulator::KnownBarrier& known = find_initialized(barrier, site);
+  if (block.races != nullptr) block.races->release(barrier);
+  const unsigned phase = barrier->phase;
+  count_arrival(barrier, bytes, site);
   return barrier->phase != phase ? known.waiter : -1;
+}
+
+void take_message(const emulator::Message& message, unsigned rank) {
+  emulator::Races* const races = emulator::this_fiber().block->races;
+  const emulator::BulkCopy& copy = message.copy;
+  auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
+  const emulator::KnownBarrier* const known = find(barrier);
+  if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
+  if (races != nullptr) {
+    const std::vector<uint32_t>& sender = message.knowledge.of[rank];
+    if (known->thread >= sender.size() || sender[known->thread] < known->clock)
+      barrier_failure(barrier, copy.site,
+                      "was initialized by its block, and nothing orders that before");
+    races->release_from_block(barrier, message.knowledge, rank);
+  }
+  if (copy.bytes == 0) {
+    count_arrival(barrier, 0, copy.site);
+  } else if (!known->is_fenced) {
+    barrier_failure(barrier, copy.site, "was initialized without a barrier_init_fence() after it");
+  }
 }
 
 // Copies arrive when a thread waits for the phase, and not before.
@@ -119,6 +144,7 @@ inline void land_copies(emulator::Block& block, Barrier* barrier) {
 bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::KnownBarrier& known = find_initialized(barrier, site);
+  receive_messages();
   if (barrier->phase == (parity & 1)) {
     land_copies(block, barrier);
     complete_if_due(barrier);
@@ -132,11 +158,10 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
   return true;
 }
 
-// Called after each failed wait. If every thread that can run has waited many times in vain, none
-// will ever pass.
+// Called after each failed wait.
 void note_idle(const Barrier* barrier, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  if (++block.in_flight.idle < 16 * block.threads + 1000 || block.launch->cluster > 1) return;
+  if (!emulator::never_ends(/*at_barrier=*/true)) return;
+  const emulator::Block& block = *emulator::this_fiber().block;
   const std::string others = emulator::waiting_threads(block);
   if (barrier == nullptr) {
     emulator::fail(

@@ -10,6 +10,10 @@
 
 #pragma GCC visibility push(hidden)
 
+namespace attention::emulator {
+struct Message;  // cluster.h
+}
+
 namespace attention::ptx {
 
 // 64 bits, like an mbarrier in shared memory.
@@ -29,9 +33,14 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);
 void note_idle(const Barrier* barrier, const emulator::Site& site);
 void check_use(const Barrier* barrier, const emulator::Site& site);
 
+// Reads what other blocks of the cluster have sent. Defined in cluster.cpp.
+void receive_messages();
+// Counts an arrival from another block, or checks the barrier of its copy.
+void take_message(const emulator::Message& message, unsigned rank);
+
 // Checks that nothing in flight uses the copy's destination, and begins it; or copies a box. Defined
 // in tma.cpp.
-void begin_copy(const emulator::BulkCopy& copy);
+void begin_copy(const emulator::BulkCopy& copy, const void* code);
 void fill_tile(const emulator::BulkCopy& copy);
 
 ATTENTION_EMULATOR_INLINE void yield() {

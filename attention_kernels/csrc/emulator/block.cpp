@@ -17,6 +17,7 @@
 #include <thread>
 #include <utility>
 
+#include "cluster.h"
 #include "report.h"
 
 #pragma GCC visibility push(hidden)
@@ -396,15 +397,17 @@ bool Block::run(uint64_t number_in_grid) {
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
   in_flight.clear();
-  if (launch->cluster > 0) {
-    cluster = &launch->clusters[number / launch->cluster];
-    __atomic_store_n(&cluster->blocks[number % launch->cluster], this, __ATOMIC_RELEASE);
-  }
+  cluster = launch->cluster > 0 ? &launch->clusters[number / launch->cluster] : nullptr;
+  if (cluster != nullptr) cluster->begin(*this);
   if (races != nullptr) races->begin_block();
   begin_interval();
   switch_context(main, *next_ready());
-  if (launch->cluster > 0)
-    __atomic_store_n(&cluster->blocks[number % launch->cluster], nullptr, __ATOMIC_RELEASE);
+  const Site* const left = cluster == nullptr ? nullptr : cluster->end(*this);
+  if (error == cudaSuccess && left != nullptr) {
+    error = cudaErrorLaunchFailure;
+    std::snprintf(message, sizeof message, "the block ends before %s is complete; block %s",
+                  left->text().text, text(index).c_str());
+  }
   if (error == cudaSuccess) check_shared();
   if (signals.stopped) drop_stacks();  // and whatever a fiber was changing there
 #ifdef ATTENTION_EMULATOR_ASAN

@@ -35,15 +35,7 @@ struct Device {
   static Device emulated();
 };
 
-constexpr unsigned kMaxCluster = 8;
-
-// Blocks that share a barrier and can write to each other's shared memory.
-struct Cluster {
-  uint64_t arrived = 0;          // threads that have arrived since the launch began
-  Block* blocks[kMaxCluster]{};  // those that are running
-  bool failed = false;           // whether one of the blocks failed
-};
-
+struct Cluster;  // cluster.h
 struct PreviousLaunch;
 
 struct Launch {

@@ -6,8 +6,8 @@
 // operations, fiber.h a thread, shared_memory.h a block's memory, in_flight.h what it has begun and
 // not finished, and types.h CUDA's types. Half precision is in cuda_fp16.h and cuda_bf16.h,
 // fragments (nvcuda::wmma) are in mma.h and asynchronous copies in cuda_pipeline.h: with -I for this
-// folder, a kernel's own `#include <mma.h>` finds them. The functions of ptx.cuh are in barrier.h and
-// ptx.h, those of tma.cuh and wgmma.cuh in tma.h and wgmma.h.
+// folder, a kernel's own `#include <mma.h>` finds them. The functions of ptx.cuh are in barrier.h,
+// cluster.h and ptx.h, those of tma.cuh and wgmma.cuh in tma.h and wgmma.h.
 //
 // The part that does not depend on the kernel is in runtime.cpp, compiled once, with binding.cpp,
 // and linked to every kernel: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports

@@ -144,6 +144,11 @@ struct ProductsOfWarp {
   size_t begun = 0;    // products
 };
 
+// Set by the recorder of accesses, which counts copies and products; else null. For a store, `to` is
+// the tile that it reads. `code` is the call's return address.
+inline void (*on_copy)(const BulkCopy& copy, bool is_store, const void* code) = nullptr;
+inline void (*on_product)(const Product& product, unsigned warp) = nullptr;
+
 struct InFlight {
   std::vector<KnownBarrier> barriers;
   std::vector<BulkCopy> copies;
@@ -157,7 +162,9 @@ struct InFlight {
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
-  unsigned idle = 0;  // failed waits since anything has happened
+  unsigned idle = 0;               // failed waits since anything has happened
+  bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
+  uint64_t events = 0;             // of the cluster, at the last of them
 
   void clear() {
     barriers.clear();
@@ -172,6 +179,7 @@ struct InFlight {
     fenced.clear();
     registers.clear();
     idle = 0;
+    events = 0;
   }
 };
 

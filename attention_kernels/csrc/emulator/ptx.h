@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "barrier.h"
+#include "cluster.h"
 #include "mma.h"
 
 #pragma GCC visibility push(hidden)
@@ -27,7 +28,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
     block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
-  begin_copy({to, from, bytes, barrier, site});
+  begin_copy({to, from, bytes, barrier, site}, __builtin_return_address(0));
 }
 
 inline void prefetch(const void*) {}
@@ -119,45 +120,6 @@ ATTENTION_EMULATOR_INLINE void load_matrices(unsigned (&x)[4], const void* row,
 ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const void* row,
                                                         ATTENTION_EMULATOR_SITE) {
   load(x, row, true, {"load_matrices_transposed", file, line});
-}
-
-// Each thread must alternate between arriving and waiting.
-inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
-  emulator::Fiber& self = emulator::this_fiber();
-  if (self.cluster_arrivals++ != self.cluster_waits)
-    emulator::fail(cudaErrorLaunchFailure, emulator::Site{"cluster_arrive", file, line}.text() +
-                                               ": the thread has not waited since it arrived");
-  if (self.block->races != nullptr) self.block->races->release(self.block->cluster);
-  __atomic_fetch_add(&self.block->cluster->arrived, 1, __ATOMIC_RELEASE);
-}
-ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
-  emulator::Fiber& self = emulator::this_fiber();
-  if (self.cluster_waits == self.cluster_arrivals)
-    emulator::fail(cudaErrorLaunchFailure, emulator::Site{"cluster_wait", file, line}.text() +
-                                               ": the thread has not arrived");
-  const emulator::Launch& launch = *self.block->launch;
-  const emulator::Cluster& cluster = *self.block->cluster;
-  const uint64_t due = uint64_t{++self.cluster_waits} * launch.cluster * self.block->threads;
-  while (__atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE) < due) {
-    if (__atomic_load_n(&cluster.failed, __ATOMIC_ACQUIRE))
-      emulator::fail(emulatorErrorCluster, "another block of the cluster has failed");
-    yield();
-  }
-  if (self.block->races != nullptr) self.block->races->acquire(&cluster);
-}
-
-inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {
-  const emulator::Block& self = *emulator::this_fiber().block;
-  const emulator::Block* const other =
-      block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
-                                   : nullptr;
-  const auto fail = [&](const char* what) {
-    emulator::fail(cudaErrorIllegalAddress,
-                   emulator::Site{"store_to_block", file, line}.text() + what);
-  };
-  if (other == nullptr) fail(": that block of the cluster has not begun, or has ended");
-  if (!self.shared.has(here)) fail(": the address is not in shared memory");
-  *self.shared.in_other(here, other->shared) = value;
 }
 
 inline void allow_next() {}

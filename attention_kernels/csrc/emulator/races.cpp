@@ -29,8 +29,19 @@ Races::Races(Block& of)
       cells(zeros<Cell>((kSharedBytes + Library::instance().tls_bytes) / kCellBytes + 1)),
       clocks(zeros<uint32_t>(kMaxThreads * kMaxThreads)) {}
 
+void Knowledge::merge(const Knowledge& other) {
+  for (unsigned block = 0; block < kMaxCluster; ++block) {
+    const std::vector<uint32_t>& more = other.of[block];
+    std::vector<uint32_t>& mine = of[block];
+    if (mine.size() < more.size()) mine.resize(more.size());
+    for (unsigned thread = 0; thread < more.size(); ++thread)
+      mine[thread] = std::max(mine[thread], more[thread]);
+  }
+}
+
 void Races::begin_block() {
   released.clear();
+  others = {};
   begin_interval();
   begun = ordered;
 }
@@ -60,16 +71,16 @@ void Races::share(unsigned first_thread) {
   own[self] = ++time;
 }
 
-std::vector<uint32_t>& Races::clock_of(const void* barrier) {
+Races::Released& Races::at(const void* barrier) {
   for (Released& one : released)
-    if (one.barrier == barrier) return one.clock;
-  return released.emplace_back(Released{barrier, {}}).clock;
+    if (one.barrier == barrier) return one;
+  released.push_back({barrier, std::vector<uint32_t>(kMaxThreads), {}});
+  return released.back();
 }
 
 void Races::release(const void* barrier) {
   const unsigned self = this_fiber().thread;
-  std::vector<uint32_t>& clock = clock_of(barrier);
-  clock.resize(kMaxThreads);
+  std::vector<uint32_t>& clock = at(barrier).clock;
   for (unsigned of = 0; of < block.threads; ++of) clock[of] = std::max(clock[of], known(self, of));
   clock[self] = now(self);
   own[self] = ++time;
@@ -77,9 +88,28 @@ void Races::release(const void* barrier) {
 
 void Races::acquire(const void* barrier) {
   const unsigned self = this_fiber().thread;
-  const std::vector<uint32_t>& clock = clock_of(barrier);
-  for (unsigned of = 0; of < clock.size(); ++of)
-    known(self, of) = std::max(known(self, of), clock[of]);
+  const Released& one = at(barrier);
+  for (unsigned of = 0; of < block.threads; ++of)
+    known(self, of) = std::max(known(self, of), one.clock[of]);
+  others.merge(one.others);
+}
+
+Knowledge Races::knowledge(unsigned rank) const {
+  const unsigned self = this_fiber().thread;
+  Knowledge all = others;
+  std::vector<uint32_t>& mine = all.of[rank];
+  mine.resize(block.threads);
+  for (unsigned of = 0; of < block.threads; ++of)
+    mine[of] = std::max(ordered, clocks[self * kMaxThreads + of]);
+  mine[self] = now(self);
+  return all;
+}
+
+void Races::release_from_block(const void* barrier, const Knowledge& sender, unsigned rank) {
+  Released& one = at(barrier);
+  one.others.merge(sender);
+  const std::vector<uint32_t>& mine = sender.of[rank];
+  for (unsigned of = 0; of < mine.size(); ++of) one.clock[of] = std::max(one.clock[of], mine[of]);
 }
 
 uint32_t Races::clock() const { return now(this_fiber().thread); }
@@ -158,7 +188,28 @@ void Races::access(const void* memory, size_t bytes, AccessKind kind, const void
   }
 }
 
-void Races::report(const Access& before, const Access& next, uintptr_t address) {
+void Races::copy_from_block(const void* memory, size_t bytes, const void* code,
+                            const std::vector<uint32_t>& sender, const void* barrier) {
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const unsigned self = this_fiber().thread;
+  const auto from =
+      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - Library::instance().code);
+  const Access next{now(self), from, static_cast<uint16_t>(self), 3, AccessKind::kCopy};
+  const uintptr_t first = place_of(address);
+  for (uintptr_t at = first; at < first + bytes; at += kCellBytes) {
+    Cell& cell = cells[at / kCellBytes];
+    for (const Access& before : {cell.write, cell.reads[0], cell.reads[1], cell.reads[2]}) {
+      if (before.clock > begun &&
+          (before.thread >= sender.size() || sender[before.thread] < before.clock))
+        report(before, next, address + (at - first), /*is_from_block=*/true);
+    }
+    cell.write = next;
+  }
+  release(barrier);
+}
+
+void Races::report(const Access& before, const Access& next, uintptr_t address,
+                   bool is_from_block) {
   const auto lane = [](const Access& access) {
     return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
            std::to_string(access.thread / kWarpSize);
@@ -174,7 +225,7 @@ void Races::report(const Access& before, const Access& next, uintptr_t address) 
           ? describe(block.shared, address)
           : "byte " + std::to_string(address - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
                 " of static shared memory";
-  const std::string what = "race: " + lane(next) +
+  const std::string what = "race: " + (is_from_block ? "another block" : lane(next)) +
                            (next.kind == AccessKind::kRead ? " reads " : " writes ") + where +
                            at(next) + ", which " + lane(before) +
                            (before.kind == AccessKind::kRead ? " has read" : " has written") +

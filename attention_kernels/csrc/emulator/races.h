@@ -21,6 +21,15 @@ namespace attention::emulator {
 
 enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopy };  // kCopy: by a bulk copy
 
+constexpr unsigned kMaxCluster = 8;
+
+// By block of a cluster and by thread, the time up to which the thread's accesses come first.
+struct Knowledge {
+  std::vector<uint32_t> of[kMaxCluster];
+
+  void merge(const Knowledge& other);
+};
+
 class Races {
  public:
   explicit Races(Block& of);
@@ -39,6 +48,12 @@ class Races {
   void release(const void* barrier);
   void acquire(const void* barrier);
 
+  // The same between blocks of a cluster: what the calling thread, of block `rank`, knows; its block
+  // knows it from now on; a thread that knows it releases a barrier of block `rank`.
+  Knowledge knowledge(unsigned rank) const;
+  void learn(const Knowledge& more) { others.merge(more); }
+  void release_from_block(const void* barrier, const Knowledge& sender, unsigned rank);
+
   // Returns the calling thread's time, and whether what another thread did then comes before what
   // the calling thread does now.
   uint32_t clock() const;
@@ -53,6 +68,10 @@ class Races {
   // Checks and records an access by the calling thread; `code` is the return address of the call.
   // A race ends the block.
   void access(const void* memory, size_t bytes, AccessKind kind, const void* code);
+
+  // The same for a copy that a thread of another block began, which knew `sender` of this block.
+  void copy_from_block(const void* memory, size_t bytes, const void* code,
+                       const std::vector<uint32_t>& sender, const void* barrier);
 
  private:
   struct Access {
@@ -73,11 +92,12 @@ class Races {
   struct Released {
     const void* barrier;
     std::vector<uint32_t> clock;
+    Knowledge others;
   };
 
   // Returns the offset of the first cell's bytes, or -1 outside shared memory.
   uintptr_t place_of(uintptr_t address) const;
-  std::vector<uint32_t>& clock_of(const void* barrier);
+  Released& at(const void* barrier);
   ATTENTION_EMULATOR_INLINE uint32_t& known(unsigned thread, unsigned of) {
     return clocks[thread * kMaxThreads + of];
   }
@@ -86,7 +106,8 @@ class Races {
   }
   ATTENTION_EMULATOR_INLINE bool conflict(const Access& before, const Access& next);
   ATTENTION_EMULATOR_INLINE void note_read(Cell& cell, const Access& read);
-  [[noreturn]] void report(const Access& before, const Access& next, uintptr_t address);
+  [[noreturn]] void report(const Access& before, const Access& next, uintptr_t address,
+                           bool is_from_block = false);
 
   Block& block;
   Cell* cells;
@@ -95,6 +116,7 @@ class Races {
   uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
   std::vector<Released> released;
+  Knowledge others;                // of other blocks
   uint32_t begun = 0;              // when the block began
   uint32_t fences[kMaxThreads]{};  // each thread's time of its last fence()
 };

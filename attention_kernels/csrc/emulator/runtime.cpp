@@ -3,6 +3,7 @@
 
 #include "barrier.cpp"
 #include "block.cpp"
+#include "cluster.cpp"
 #include "faults.cpp"
 #include "grid.cpp"
 #include "races.cpp"

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cluster.h"
 #include "report.h"
 #include "wgmma.h"
 
@@ -22,7 +23,7 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
-void begin_copy(const emulator::BulkCopy& copy) {
+void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
   for (const emulator::BulkCopy& other : in_flight.copies) {
@@ -41,6 +42,7 @@ void begin_copy(const emulator::BulkCopy& copy) {
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
   in_flight.view.update(block.shared, block.launch->poison, copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
+  if (emulator::on_copy != nullptr) emulator::on_copy(copy, /*is_store=*/false, code);
 }
 
 // ---- Tensor maps --------------------------------------------------------------------------------
@@ -109,11 +111,34 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   emulator::Block& block = *emulator::this_fiber().block;
   check_tile(map, to, site);
   check_use(barrier, site);
+  receive_messages();
   if (block.races != nullptr) {
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
-  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}});
+  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}}, code);
+}
+
+void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
+                        Barrier* barrier, const void* code, const emulator::Site& site) {
+  const emulator::Block& self = *emulator::this_fiber().block;
+  const unsigned count = std::max(self.launch->cluster, 1u);
+  if (blocks == 0 || blocks >> count != 0)
+    copy_failure(cudaErrorIllegalInstruction, site,
+                 "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
+                     std::to_string(count));
+  check_tile(map, to, site);
+  if (!self.shared.has(barrier))
+    copy_failure(cudaErrorIllegalAddress, site, "the barrier is not in shared memory");
+  for (unsigned block = 0; block < count; ++block) {
+    if ((blocks >> block & 1) == 0) continue;
+    if (block == emulator::rank_of(self)) {
+      load_box(to, map, at, barrier, code, site);
+    } else {
+      send(block, {to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}},
+           code);
+    }
+  }
 }
 
 void fill_tile(const emulator::BulkCopy& copy) {
@@ -143,6 +168,11 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
   const size_t bytes = box_bytes(map);
   if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kRead, code);
   check_visible(tile, bytes, site);
+  if (emulator::on_copy != nullptr) {
+    emulator::on_copy(
+        {const_cast<void*>(from), nullptr, bytes, nullptr, site, map, {at[0], at[1], at[2], at[3]}},
+        /*is_store=*/true, code);
+  }
   in_flight.store_groups.resize(block.threads);
   const unsigned thread = emulator::this_fiber().thread;
   in_flight.stores.push_back({thread,

@@ -24,6 +24,8 @@ namespace ptx {
 bool is_valid(const TensorMap& map);
 void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barrier,
               const void* code, const emulator::Site& site);
+void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
+                        Barrier* barrier, const void* code, const emulator::Site& site);
 void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
                const emulator::Site& site);
 void end_store_group();
@@ -54,6 +56,13 @@ __attribute__((noinline)) inline void load_tile(void* to, const TensorMap& map, 
                                                 ATTENTION_EMULATOR_SITE) {
   load_box(to, map, {c0, c1, c2, c3}, barrier, __builtin_return_address(0),
            {"load_tile", file, line});
+}
+__attribute__((noinline)) inline void load_tile_to_blocks(unsigned blocks, void* to,
+                                                          const TensorMap& map, int c0, int c1,
+                                                          int c2, int c3, Barrier* barrier,
+                                                          ATTENTION_EMULATOR_SITE) {
+  load_box_to_blocks(blocks, to, map, {c0, c1, c2, c3}, barrier, __builtin_return_address(0),
+                     {"load_tile_to_blocks", file, line});
 }
 __attribute__((noinline)) inline void store_tile(const TensorMap& map, int c0, int c1, int c2,
                                                  int c3, const void* from,

@@ -207,6 +207,7 @@ const emulator::Site* product_that_reads(const void* memory, size_t bytes) {
 }
 
 inline void check_operands(const emulator::Product& product, unsigned warp) {
+  receive_messages();
   const auto& copies = emulator::this_fiber().block->in_flight.copies;
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
     for (const emulator::BulkCopy& copy : copies) {
@@ -285,6 +286,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   }
   check_warpgroup(product, warp);
   check_operands(product, warp);
+  if (emulator::on_product != nullptr) emulator::on_product(product, warp);
   gather(product, warp, product.operands);
   emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
   if (sums == nullptr) {

@@ -6,11 +6,14 @@
 // called, in place of the sanitizers' own, and is itself compiled without them. The threads of a
 // warp run one after the other; their steps between two barriers are then replayed in parallel. The
 // lanes at the lowest address proceed first, so that those that leave a loop wait behind it for the
-// others, as in hardware. Accesses of several lanes at once at one place are one request.
+// others, as in hardware. Accesses of several lanes at once at one place are one request. The
+// emulator itself reports copies by TMA, each a request of global and one of shared memory, and
+// products of a warpgroup (wgmma), each a request for its operands in shared memory.
 //
 // Arguments: batch, seqlen, num_heads, head_dim, bytes of an element, 1 for a causal mask, and the
 // layout, "contiguous" or another. Prints a line for each place, separated by tabs: "shared" or
-// "global", "load", "store" or "atomic", bytes per lane, requests, wavefronts, bank conflicts, the
+// "global", "load", "store", "atomic", "TMA load", "TMA store" or "wgmma", bytes per lane, of a copy
+// or a product all of its bytes, requests, wavefronts, bank conflicts, the
 // most words that a wavefront wants from one bank, sectors, the fewest sectors that hold the same
 // bytes; the costliest request's block, warp, wavefronts or sectors, array, and each lane's offset
 // in it in bytes, "-" for an inactive lane; and the return addresses that lead to the place,
@@ -61,12 +64,14 @@ struct Request {
   uintptr_t address[kWarpSize] = {};
 };
 
+enum class Kind { kLoad, kStore, kAtomic, kTmaLoad, kTmaStore, kProduct };
+
 // A place in the code, reached by one chain of calls: an access, or with size 0 a basic block.
 struct Place {
   std::vector<uintptr_t> chain;
   unsigned size = 0;
   bool is_shared = false;
-  AccessKind kind = AccessKind::kRead;
+  Kind kind = Kind::kLoad;
   Range array{};  // the array accessed first
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
   Request costliest;
@@ -107,6 +112,39 @@ struct Place {
     }
   }
 
+  // Counts the rows of global memory that a copy reads or writes.
+  void count_rows(const std::vector<Range>& rows) {
+    std::vector<uintptr_t> touched;
+    size_t bytes = 0;
+    for (const Range& row : rows) {
+      bytes += row.size;
+      for (uintptr_t at = row.begin / kSectorBytes; at <= (row.begin + row.size - 1) / kSectorBytes;
+           ++at)
+        touched.push_back(at);
+    }
+    std::sort(touched.begin(), touched.end());
+    sectors += std::unique(touched.begin(), touched.end()) - touched.begin();
+    fewest_sectors += (bytes + kSectorBytes - 1) / kSectorBytes;
+  }
+
+  // Counts what a copy or a product accesses in shared memory. There are no bank conflicts: a copy
+  // accesses rows of 128 bytes, in which a swizzle only permutes chunks, and a product, whose tiles
+  // have the 128-byte swizzle, 8 chunks of as many rows.
+  void count_tile(uintptr_t begin, size_t bytes) {
+    wavefronts += (begin + bytes - 1) / kWavefrontBytes - begin / kWavefrontBytes + 1;
+    ways = 1;
+  }
+
+  // Ends what is one request; `before` is the sum of wavefronts and sectors then.
+  void end_request(uint64_t before, uint64_t block, unsigned warp) {
+    ++requests;
+    Request request;
+    request.block = block;
+    request.warp = warp;
+    request.cost = wavefronts + sectors - before;
+    if (request.cost > costliest.cost || requests == 1) costliest = request;
+  }
+
   static uint32_t lanes_from(unsigned first, unsigned count) {
     return count >= kWarpSize ? ~0u : ((1u << count) - 1) << first;
   }
@@ -132,7 +170,7 @@ struct Place {
     }
     std::sort(found.begin(), found.end());
     // Atomics of several lanes on one word of shared memory are serialized.
-    if (!is_shared || kind != AccessKind::kAtomic)
+    if (!is_shared || kind != Kind::kAtomic)
       found.erase(std::unique(found.begin(), found.end()), found.end());
     return found;
   }
@@ -243,27 +281,85 @@ struct Recorder {
     const SharedMemory& shared = fiber->block->shared;
     const Range dynamic_shared{reinterpret_cast<uintptr_t>(shared.dynamic), shared.dynamic_bytes,
                                "dynamic"};
-    Range array{};
+    Range array = tensor_of(address);
+    const bool is_shared = array.size == 0;
     for (const Range& one : {dynamic_shared, static_shared})
       if (one.has(address)) array = one;
-    const bool is_shared = array.size != 0;
-    for (const Range& tensor : tensors)
-      if (tensor.has(address)) array = tensor;
     if (size != 0 && array.size == 0) return;  // a thread's own variables: registers, on a GPU
     if (size != 0) turns.add(interval, fiber->thread / kWarpSize);
-    uint64_t key = (size << 3) + 2 * static_cast<uint64_t>(kind) + is_shared;
-    for (const Call& call : chain) key = (key ^ call.from) * 0x9e3779b97f4a7c15u;
+    const unsigned place =
+        place_at(chain, chain.size(), at, size, is_shared, static_cast<Kind>(kind), array);
+    steps[fiber->thread].push_back({place, address});
+    ++pending;
+    is_idle = false;
+    if (++visits % (1 << 16) == 0) check_limits(*fiber->block, at);
+  }
+
+  Range tensor_of(uintptr_t address) const {
+    for (const Range& tensor : tensors)
+      if (tensor.has(address)) return tensor;
+    return {};
+  }
+
+  // Returns the number of the place at an address of the code, within the first calls of a thread.
+  unsigned place_at(const std::vector<Call>& chain, size_t calls, uintptr_t at, size_t size,
+                    bool is_shared, Kind kind, const Range& array) {
+    uint64_t key = (size << 4) + 2 * static_cast<uint64_t>(kind) + is_shared;
+    for (size_t i = 0; i < calls; ++i) key = (key ^ chain[i].from) * 0x9e3779b97f4a7c15u;
     key = (key ^ at) * 0x9e3779b97f4a7c15u;
     const auto [found, is_new] = index.try_emplace(key, places.size());
     if (is_new) {
       places.push_back({{}, static_cast<unsigned>(size), is_shared, kind, array});
-      for (const Call& call : chain) places.back().chain.push_back(call.from);
+      for (size_t i = 0; i < calls; ++i) places.back().chain.push_back(chain[i].from);
       places.back().chain.push_back(at);
     }
-    steps[fiber->thread].push_back({found->second, address});
-    ++pending;
-    is_idle = false;
-    if (++visits % (1 << 16) == 0) check_limits(*fiber->block, at);
+    return found->second;
+  }
+
+  // Returns the place of a copy or a product, from its return address: the calling thread's last
+  // call is that of the emulator's function.
+  Place& place_of(const void* code, size_t size, bool is_shared, Kind kind, const Range& array) {
+    const auto& chain = calls[this_fiber().thread];
+    const auto at = reinterpret_cast<uintptr_t>(code);
+    size_t before = chain.size();
+    while (before > 0 && chain[before - 1].from != at) --before;
+    return places[place_at(chain, before > 0 ? before - 1 : chain.size(), at, size, is_shared, kind,
+                           array)];
+  }
+
+  void copy(const BulkCopy& copy, bool is_store, const void* code) {
+    const unsigned warp = thread()->thread / kWarpSize;
+    const Kind kind = is_store ? Kind::kTmaStore : Kind::kTmaLoad;
+    std::vector<Range> rows;
+    if (copy.from != nullptr) {
+      rows.push_back({reinterpret_cast<uintptr_t>(copy.from), copy.bytes});
+    } else {
+      ptx::for_each_row(copy.map, copy.at,
+                        [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+                          if (bytes > 0) rows.push_back({reinterpret_cast<uintptr_t>(row), bytes});
+                        });
+    }
+    const auto* const tensor = copy.from != nullptr ? copy.from : copy.map.tensor;
+    Place& global =
+        place_of(code, copy.bytes, false, kind, tensor_of(reinterpret_cast<uintptr_t>(tensor)));
+    const uint64_t sectors = global.sectors;
+    global.count_rows(rows);
+    global.end_request(sectors, block, warp);
+    Place& shared = place_of(code, copy.bytes, true, kind, {0, 0, "dynamic"});
+    const uint64_t wavefronts = shared.wavefronts;
+    shared.count_tile(reinterpret_cast<uintptr_t>(copy.to), copy.bytes);
+    shared.end_request(wavefronts, block, warp);
+  }
+
+  void product(const Product& product, unsigned warp) {
+    thread();
+    if (warp % 4 != 0) return;  // counted for the warpgroup
+    const unsigned rows = product.columns + (product.has_a_in_registers ? 0 : 4 * ptx::kRows);
+    Place& place = place_of(product.code, rows * ptx::kDepth * sizeof(uint16_t), true,
+                            Kind::kProduct, {0, 0, "dynamic"});
+    const uint64_t wavefronts = place.wavefronts;
+    place.count_tile(0, place.size);
+    place.end_request(wavefronts, block, warp);
   }
 
   // Called every 65,536 visits, even by a thread in an endless loop, so no signal is needed.
@@ -323,7 +419,7 @@ struct Recorder {
   }
 
   void print() const {
-    constexpr const char* kinds[] = {"load", "store", "atomic"};
+    constexpr const char* kinds[] = {"load", "store", "atomic", "TMA load", "TMA store", "wgmma"};
     for (const Place& place : places) {
       if (place.size == 0) continue;
       std::fprintf(channel, "%s\t%s\t%u\t%lu\t%lu\t%lu\t%lu\t%lu\t%lu\t",
@@ -417,6 +513,10 @@ int main(int, char** arguments) {
   params.is_causal = std::atoi(arguments[6]) != 0;
   params.softmax_scale = 1.0;
   recorder.static_shared = program_tls();
+  on_copy = [](const BulkCopy& copy, bool is_store, const void* code) {
+    recorder.copy(copy, is_store, code);
+  };
+  on_product = [](const Product& product, unsigned warp) { recorder.product(product, warp); };
 
   // Zeros; views of one fused qkv if the version reads strided inputs.
   const int64_t row = int64_t{params.num_heads} * params.head_dim;

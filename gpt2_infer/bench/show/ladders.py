@@ -46,6 +46,10 @@ INSPECTED = {
     "shared_store_conflicts": "bank conflicts on shared stores",
     "global_load_sectors": "sectors loaded",
     "global_store_sectors": "sectors stored",
+    "tma_load_requests": "loads by TMA",
+    "tma_load_sectors": "sectors loaded by TMA",
+    "wgmma_requests": "products of warpgroups",
+    "wgmma_wavefronts": "wavefronts of their operands",
 }
 
 

@@ -369,6 +369,16 @@ def _sectors(line: Entry, kind: str) -> Value:
     return count if count == fewest else f"{count:,.0f} ({fewest:,.0f} would do)"
 
 
+def _copies(line: Entry) -> Value:
+    copies, sectors = (line.value(f"tma_load_{what}") for what in ("requests", "sectors"))
+    return None if copies is None else f"{copies:,.0f}, {sectors:,.0f} sectors"
+
+
+def _operands(line: Entry) -> Value:
+    products, wavefronts = (line.value(f"wgmma_{what}") for what in ("requests", "wavefronts"))
+    return None if products is None else f"{products:,.0f} products, {wavefronts:,.0f} wavefronts"
+
+
 LAYOUTS["inspection"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}; nvcc {file.study['nvcc']} for sm_{file.study['arch']}, accesses "
@@ -389,6 +399,8 @@ LAYOUTS["inspection"] = Layout(
         Column("shared stores", lambda line: _shared(line, "store"), "{:,.0f}"),
         Column("sectors loaded", lambda line: _sectors(line, "load"), "{:,.0f}"),
         Column("sectors stored", lambda line: _sectors(line, "store"), "{:,.0f}"),
+        Column("loads by TMA", _copies),
+        Column("operands of wgmma", _operands),
     ],
 )
 

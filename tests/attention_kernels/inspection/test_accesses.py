@@ -16,6 +16,7 @@ import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.accesses import (
+    KINDS,
     Access,
     count_accesses,
     format_table,
@@ -160,6 +161,42 @@ def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(patterns):
     assert (load.memory, load.bytes, load.requests, load.sectors) == ("global", 16, 2, 64)
     assert (store.memory, store.bytes, store.requests) == ("shared", 16, 2)
     assert (store.wavefronts, store.conflicts) == (8, 0)
+
+
+# By comment: kind, bytes, requests; sectors and the fewest of them, or None; wavefronts. Rows of
+# 128 bytes are 4 sectors; rows of 16 bytes fill half of one.
+TILES = {
+    "all rows": ("TMA load", 8192, 1, (256, 256), 64),
+    "eight rows": ("TMA load", 8192, 1, (32, 32), 64),  # the other 56 are past the end
+    "narrow": ("TMA load", 1024, 1, (64, 32), 8),
+    "contiguous": ("TMA load", 256, 1, (8, 8), 2),
+    "stored": ("TMA store", 8192, 1, (32, 32), 64),
+    "A and B": ("wgmma", 4096, 4, None, 4 * 32),  # 64 x 16 of 16 bits each
+    "B": ("wgmma", 2048, 1, None, 16),
+}
+
+
+def test_copies_by_tma_and_products_are_counted():
+    file = Path(__file__).with_name("v02_tiles.cu")
+    lines = file.read_text("utf-8").splitlines()
+    found = {}
+    for access in count_accesses(parse_header(file), seqlen=72):
+        comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
+        found.setdefault(comment, {})[access.memory] = access
+    for comment, (kind, size, requests, sectors, wavefronts) in TILES.items():
+        accesses = found.pop(comment)
+        assert {a.kind for a in accesses.values()} == {kind}
+        assert {(a.bytes, a.requests) for a in accesses.values()} == {(size, requests)}
+        shared = accesses["shared"]
+        assert (shared.wavefronts, shared.conflicts) == (wavefronts, 0), comment
+        if sectors is None:
+            assert "global" not in accesses
+        else:
+            moved = accesses["global"]
+            assert (moved.sectors, moved.fewest_sectors) == sectors, comment
+            array = {"stored": "o", "contiguous": "k"}.get(comment, "q")
+            assert moved.costliest.array == array
+    assert not {a.kind for rest in found.values() for a in rest.values()} & {*KINDS[3:]}
 
 
 @functools.cache

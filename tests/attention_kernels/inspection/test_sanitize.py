@@ -24,7 +24,7 @@ from attention_kernels import (
 )
 from attention_kernels.child import Ended
 from attention_kernels.inspection import sanitize as sanitizers
-from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize
+from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize, tools_of
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import HeaderError
 
@@ -93,6 +93,16 @@ def test_what_cannot_be_sanitized_is_refused(monkeypatch):
         sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu")
 
 
+def test_racecheck_does_not_judge_hoppers_instructions(monkeypatch):
+    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr(sanitizers, "compute_sanitizer", lambda tool, names, _: [(tool, *names)])
+    assert sanitize(["HOPPER_VERSION_2"], "cuda") == [("memcheck", "HOPPER_VERSION_2")]
+    both = ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_30"]
+    expected = [("memcheck", *both), ("racecheck", "CUSTOM_CUDA_VERSION_1")]
+    assert sanitize(both, "cuda") == expected
+
+
 # On a GPU
 
 on_gpu = [
@@ -100,8 +110,7 @@ on_gpu = [
     pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer"),
 ]
 # Racecheck takes minutes for a kernel of Triton's, and half a minute for one of the ablation, which
-# the emulator checks for races. It has not been tried with Hopper's barriers, which the emulator
-# follows.
+# the emulator checks for races.
 WITHOUT_RACECHECK = {"triton", "ablation"}
 USUALLY_MOST = 7  # backends in one process
 
@@ -119,7 +128,7 @@ def test_planted_faults_are_found(tool, control):
 
 
 def has_racecheck(spec: BackendSpec) -> bool:
-    return spec.family not in WITHOUT_RACECHECK and not spec.only_that_capability
+    return spec.family not in WITHOUT_RACECHECK and "racecheck" in tools_of(spec)
 
 
 def shares() -> Iterator[Any]:

@@ -19,6 +19,9 @@ def test_totals_are_sums_except_for_ways():
             access("shared", "load", requests=5, conflicts=1, ways=2),
             access("shared", "store", requests=3),
             access("global", "load", requests=2, sectors=64, fewest_sectors=8),
+            access("global", "TMA load", requests=3, sectors=7),
+            access("shared", "TMA load", requests=3, wavefronts=9),
+            access("shared", "wgmma", requests=5, wavefronts=20),
         ]
     )
     assert {name: value for name, value in found.items() if value} == {
@@ -30,6 +33,11 @@ def test_totals_are_sums_except_for_ways():
         "global_load_requests": 2,
         "global_load_sectors": 64,
         "global_load_fewest_sectors": 8,
+        "tma_load_requests": 3,
+        "tma_load_bytes": 12,
+        "tma_load_sectors": 7,
+        "wgmma_requests": 5,
+        "wgmma_wavefronts": 20,
     }
 
 

@@ -9,18 +9,6 @@ from attention_kernels.inspection import accesses
 from gpt2_infer.cli import main
 
 
-def test_accesses_says_what_it_does_not_count(capsys, monkeypatch):
-    monkeypatch.setattr(accesses, "count_accesses", lambda *_, **__: [])
-    for name, expected in (
-        ("HOPPER_VERSION_1", "operands that wgmma reads"),
-        ("HOPPER_VERSION_2", "tiles copied by TMA and operands that wgmma reads"),
-    ):
-        assert main(["accesses", name]) == 0
-        assert capsys.readouterr().out.endswith(f"\nNot counted: {expected}.\n")
-    assert main(["accesses", "CUSTOM_CUDA_VERSION_1"]) == 0
-    assert "Not counted" not in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_accesses_shows_the_accesses_of_each_source_line(capsys, monkeypatch):
     once = functools.cache(accesses.count_accesses)

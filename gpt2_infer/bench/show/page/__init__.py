@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from attention_kernels import UnsupportedError, ladder
 from attention_kernels.inspection import nsight
-from attention_kernels.inspection.accesses import Access, Recording, record
+from attention_kernels.inspection.accesses import BY_LANE, Access, Recording, record
 from attention_kernels.inspection.nsight import Comparison, Sampled
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
@@ -115,6 +115,7 @@ def make_page(
         files=measured,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
+        by_lane=BY_LANE,
         runs=source.runs,
         turns=_turns,
         compared_lines=_compared_lines,

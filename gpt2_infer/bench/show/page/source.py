@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
-from attention_kernels.inspection.accesses import Access, Recording
+from attention_kernels.inspection.accesses import KINDS, Access, Recording
 from attention_kernels.inspection.advice import Advice
 from attention_kernels.inspection.nsight import ComparedLine, Comparison
 from attention_kernels.ladder.header import VersionHeader
@@ -128,7 +128,7 @@ class Kernel:
         """Yield sums over all accesses, by memory, kind of access and counter."""
         accesses = self.recording.accesses if self.recording else []
         for memory in ("shared", "global"):
-            for kind in ("load", "store", "atomic"):
+            for kind in KINDS:
                 mine = [a for a in accesses if (a.memory, a.kind) == (memory, kind)]
                 for counter in COUNTERS:
                     yield (memory, kind, counter), sum(getattr(a, counter) for a in mine)

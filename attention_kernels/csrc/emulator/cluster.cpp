@@ -1,0 +1,230 @@
+// Clusters: see cluster.h.
+
+#include "cluster.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "report.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+// No thread may fail while it holds one: its frames would be discarded.
+class Locked {
+ public:
+  explicit Locked(Cluster& cluster) : mutex(&cluster.mutex) { pthread_mutex_lock(mutex); }
+  ~Locked() { pthread_mutex_unlock(mutex); }
+  Locked(const Locked&) = delete;
+
+ private:
+  pthread_mutex_t* const mutex;
+};
+
+unsigned rank_of(const Block& block) {
+  return block.launch->cluster == 0 ? 0 : block.number % block.launch->cluster;
+}
+
+inline void count_event(Cluster& cluster) {
+  __atomic_fetch_add(&cluster.events, 1, __ATOMIC_RELEASE);
+}
+
+inline uint64_t count_events(const Cluster& cluster) {
+  return __atomic_load_n(&cluster.events, __ATOMIC_ACQUIRE) +
+         __atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE);
+}
+
+inline void fail_with(const Cluster& cluster) {
+  if (__atomic_load_n(&cluster.failed, __ATOMIC_ACQUIRE))
+    fail(emulatorErrorCluster, "another block of the cluster has failed");
+}
+
+void Cluster::begin(Block& block) {
+  const Locked locked(*this);
+  __atomic_store_n(&blocks[rank_of(block)], &block, __ATOMIC_RELEASE);
+  count_event(*this);
+}
+
+const Site* Cluster::end(const Block& block) {
+  const Locked locked(*this);
+  const unsigned rank = rank_of(block);
+  __atomic_store_n(&blocks[rank], nullptr, __ATOMIC_RELEASE);
+  ended[rank] = true;
+  if (block.error != cudaSuccess) __atomic_store_n(&failed, true, __ATOMIC_RELEASE);
+  count_event(*this);
+  for (const Message& message : messages[rank])
+    if (message.copy.bytes > 0) return &message.copy.site;
+  return nullptr;
+}
+
+bool Cluster::send(unsigned block, const Message& message) {
+  const Locked locked(*this);
+  const Block* const other = blocks[block];
+  if (other == nullptr) return false;
+  const SharedMemory& mine = this_fiber().block->shared;
+  Message there = message;
+  const auto move = [&](const void* here) {
+    auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
+    return mine.in_other(byte, other->shared);
+  };
+  if (message.copy.bytes > 0) there.copy.to = move(message.copy.to);
+  there.copy.barrier = move(message.copy.barrier);
+  messages[block].push_back(there);
+  count_event(*this);
+  return true;
+}
+
+bool never_ends(bool at_barrier) {
+  Block& block = *this_fiber().block;
+  InFlight& in_flight = block.in_flight;
+  Cluster* const cluster = block.launch->cluster > 1 ? block.cluster : nullptr;
+  if (cluster != nullptr) {
+    fail_with(*cluster);
+    const uint64_t events = count_events(*cluster);
+    if (std::exchange(in_flight.events, events) != events) in_flight.idle = 0;
+  }
+  if (in_flight.idle == 0) in_flight.waits_for_barrier = false;
+  in_flight.waits_for_barrier |= at_barrier;
+  if (++in_flight.idle < 16 * block.threads + 1000) return false;
+  if (cluster == nullptr) return true;
+  sched_yield();  // let other blocks run
+  const Locked locked(*cluster);
+  const unsigned rank = rank_of(block);
+  if (count_events(*cluster) != in_flight.events) return false;
+  cluster->stuck[rank] = {in_flight.events + 1, in_flight.waits_for_barrier};
+  // The first block that waits for a barrier in shared memory reports it, if there is one.
+  int reporter = -1;
+  for (unsigned i = 0; i < block.launch->cluster; ++i) {
+    if (cluster->ended[i]) continue;
+    if (cluster->stuck[i].events != in_flight.events + 1) return false;
+    if (reporter < 0 || (cluster->stuck[i].at_barrier && !cluster->stuck[reporter].at_barrier))
+      reporter = static_cast<int>(i);
+  }
+  return reporter == static_cast<int>(rank) && at_barrier == in_flight.waits_for_barrier;
+}
+
+}  // namespace attention::emulator
+
+namespace attention::ptx {
+
+using emulator::Cluster;
+using emulator::Locked;
+
+[[noreturn]] inline void cluster_failure(const emulator::Site& site, const std::string& what,
+                                         cudaError_t code = cudaErrorLaunchFailure) {
+  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+}
+
+[[noreturn]] inline void not_running(const emulator::Site& site) {
+  if (const Cluster* const cluster = emulator::this_fiber().block->cluster)
+    emulator::fail_with(*cluster);
+  cluster_failure(site, "that block of the cluster has not begun, or has ended",
+                  cudaErrorIllegalAddress);
+}
+
+// ---- The cluster's barrier ----------------------------------------------------------------------
+
+void arrive_at_cluster(const emulator::Site& site) {
+  emulator::Fiber& self = emulator::this_fiber();
+  if (self.cluster_arrivals++ != self.cluster_waits)
+    cluster_failure(site, "the thread has not waited since it arrived");
+  Cluster& cluster = *self.block->cluster;
+  if (emulator::Races* const races = self.block->races) {
+    races->release(&cluster);
+    const emulator::Knowledge mine = races->knowledge(emulator::rank_of(*self.block));
+    const Locked locked(cluster);
+    cluster.knowledge.merge(mine);
+  }
+  __atomic_fetch_add(&cluster.arrived, 1, __ATOMIC_RELEASE);
+  self.block->in_flight.idle = 0;
+}
+
+uint64_t begin_cluster_wait(const emulator::Site& site) {
+  emulator::Fiber& self = emulator::this_fiber();
+  if (self.cluster_waits == self.cluster_arrivals)
+    cluster_failure(site, "the thread has not arrived");
+  return uint64_t{++self.cluster_waits} * self.block->launch->cluster * self.block->threads;
+}
+
+bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
+  emulator::Block& block = *emulator::this_fiber().block;
+  Cluster& cluster = *block.cluster;
+  const uint64_t arrived = __atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE);
+  if (arrived < due) {
+    if (emulator::never_ends(/*at_barrier=*/false))
+      cluster_failure(site,
+                      "never passes: " + std::to_string(due - arrived) +
+                          " threads of the cluster do not arrive",
+                      cudaErrorLaunchTimeout);
+    return false;
+  }
+  block.in_flight.idle = 0;
+  if (block.races != nullptr) {
+    block.races->acquire(&cluster);
+    const Locked locked(cluster);
+    block.races->learn(cluster.knowledge);
+  }
+  return true;
+}
+
+// ---- The shared memory of another block ---------------------------------------------------------
+
+void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site) {
+  const emulator::Block& self = *emulator::this_fiber().block;
+  const emulator::Block* const other =
+      block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
+                                   : nullptr;
+  if (other == nullptr) not_running(site);
+  if (!self.shared.has(here))
+    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+  *self.shared.in_other(here, other->shared) = value;
+}
+
+void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
+  emulator::Block& self = *emulator::this_fiber().block;
+  emulator::Message message{copy, code, {}};
+  if (self.races != nullptr) message.knowledge = self.races->knowledge(emulator::rank_of(self));
+  if (!self.cluster->send(block, message)) not_running(copy.site);
+  self.in_flight.idle = 0;
+}
+
+void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site) {
+  const emulator::Block& self = *emulator::this_fiber().block;
+  if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
+  if (!self.shared.has(here))
+    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+  if (block == emulator::rank_of(self)) {
+    arrive(here, 0, site);
+  } else {
+    send(block, {nullptr, nullptr, 0, here, site}, nullptr);
+  }
+}
+
+void receive_messages() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  if (block.launch->cluster < 2) return;
+  const unsigned rank = emulator::rank_of(block);
+  std::vector<emulator::Message> messages;
+  {
+    const Locked locked(*block.cluster);
+    messages.swap(block.cluster->messages[rank]);
+  }
+  for (const emulator::Message& message : messages) {
+    const emulator::BulkCopy& copy = message.copy;
+    take_message(message, rank);
+    block.in_flight.idle = 0;
+    if (copy.bytes == 0) continue;
+    if (block.races != nullptr)
+      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge.of[rank],
+                                   copy.barrier);
+    begin_copy(copy, message.code);
+  }
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop

@@ -1,0 +1,89 @@
+// Clusters: the functions of ptx.cuh for blocks that run at the same time and reach each other's
+// shared memory. Each block has an OS thread of its own.
+//
+// A copy or an arrival from another block is a message. A block reads its messages when one of its
+// threads waits for a barrier or begins a copy or a product. Errors, reported with the caller's
+// line: a block that has not begun or has ended, a copy that another block did not expect yet, and a
+// wait that can never end because all blocks of the cluster wait.
+
+#pragma once
+
+#include <pthread.h>
+
+#include <vector>
+
+#include "barrier.h"
+
+#pragma GCC visibility push(hidden)
+
+namespace attention::emulator {
+
+// What one block sends to another: a copy into its shared memory or, of 0 bytes, an arrival at one
+// of its barriers.
+struct Message {
+  BulkCopy copy;
+  const void* code;     // the call's return address
+  Knowledge knowledge;  // of the sending thread
+};
+
+struct Cluster {
+  uint64_t arrived = 0;          // threads at the cluster's barrier since the launch began
+  Block* blocks[kMaxCluster]{};  // those that are running
+  bool failed = false;           // whether one of the blocks failed
+  uint64_t events = 0;           // messages, and blocks that began or ended
+
+  pthread_mutex_t mutex =
+      PTHREAD_MUTEX_INITIALIZER;  // of what follows, and of changes to the above
+  bool ended[kMaxCluster]{};
+  std::vector<Message> messages[kMaxCluster];
+  Knowledge knowledge;  // of the threads that have arrived
+  struct {
+    uint64_t events;  // when all of the block's threads had waited in vain, plus 1
+    bool at_barrier;  // whether one waits for a barrier in shared memory
+  } stuck[kMaxCluster]{};
+
+  void begin(Block& block);
+  // Returns the call that began a copy to the block which has not arrived, or null.
+  const Site* end(const Block& block);
+  // Returns false if the block is not running.
+  bool send(unsigned block, const Message& message);
+};
+
+// Returns the number of a block in its cluster.
+unsigned rank_of(const Block& block);
+
+// Called after each failed wait. Returns whether the calling thread must report that no thread of
+// the block, and of its cluster, can ever go on.
+bool never_ends(bool at_barrier);
+
+}  // namespace attention::emulator
+
+namespace attention::ptx {
+
+// Defined in cluster.cpp.
+void arrive_at_cluster(const emulator::Site& site);
+uint64_t begin_cluster_wait(const emulator::Site& site);
+bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
+void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site);
+void send(unsigned block, const emulator::BulkCopy& copy, const void* code);
+void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site);
+
+// Each thread must alternate between arriving and waiting.
+inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
+  arrive_at_cluster({"cluster_arrive", file, line});
+}
+ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
+  const emulator::Site site{"cluster_wait", file, line};
+  const uint64_t due = begin_cluster_wait(site);
+  while (!has_cluster_arrived(due, site)) yield();
+}
+inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {
+  store_float_to_block(here, block, value, {"store_to_block", file, line});
+}
+inline void barrier_arrive_at_block(Barrier* here, unsigned block, ATTENTION_EMULATOR_SITE) {
+  arrive_at_block(here, block, {"barrier_arrive_at_block", file, line});
+}
+
+}  // namespace attention::ptx
+
+#pragma GCC visibility pop
