@@ -127,7 +127,8 @@ import attention_kernels.hf
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 torch.manual_seed(0)
-config = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=64, vocab_size=256, use_cache=False)
+config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, initializer_range=0.2)
+config.use_cache = False
 model = GPT2LMHeadModel(config).cuda().eval()
 prompt = torch.randint(256, (2, 40), device="cuda")
 options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
