@@ -120,14 +120,14 @@ def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch
 def _kernel_of(request: Request) -> Any:
     """Execute a Python file and return its function of triton.jit that a launch names."""
     path = request.path
+    if not path.is_file():
+        raise BinaryError(path.name, f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"kernels_of_{path.stem}", path)
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        raise BinaryError(path.name, f"there is no file {path}") from error
     except Exception as error:
         reason = f"it cannot be imported: {type(error).__name__}: {error}"
         raise BinaryError(path.name, reason) from error

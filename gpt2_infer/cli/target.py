@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -221,12 +220,14 @@ class OfKernel:
     @property
     def _reader(self) -> Reader:
         """The function that reads the file."""
+        from attention_kernels import get_backend
         from attention_kernels.inspection import binary
 
         if self.request.path.suffix != ".py":
             return binary.read
-        if importlib.util.find_spec("triton") is None:
-            raise RequestError(f"{self.request.path.name} needs the Python package triton")
+        probe = get_backend("TRITON_FLASH_ATTENTION").probe
+        if reason := probe and probe("cuda"):
+            raise RequestError(f"{self.request.path.name}: {reason}")
         from attention_kernels.inspection import triton_kernel
 
         return triton_kernel.read
