@@ -80,10 +80,11 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Installs(Subject[Command]):
-    """Installs of wheels into new folders with empty caches, and the command's first run.
+    """Installs wheels, each into a new folder with an empty cache, and runs the command.
 
-    A pure wheel has this process's compilers; a wheel for a platform, which has its kernels, none.
-    What the wheels depend on is installed already. All must generate the same tokens.
+    The dependencies are those of this process. So are the compilers of a pure wheel; a wheel for a
+    platform brings its kernels, and runs where no compiler can be found. All must generate the same
+    tokens.
     """
 
     warm_up = 0
@@ -93,7 +94,7 @@ class Installs(Subject[Command]):
         self.cells = [Command(study.options)]
         self.wheels = sorted(Path(study.folder).absolute().glob("*.whl"))
         if not self.wheels:
-            raise RequestError(f"{study.folder} has no wheels: `make wheel` and `pip wheel` do")
+            raise RequestError(f"{study.folder} has no wheels: build one with `make wheel`")
 
     def contenders(self, cell: Command) -> Iterator[Contender]:
         """Yield each wheel."""

@@ -327,8 +327,8 @@ LAYOUTS["install"] = Layout(
     columns=[
         Column("wheel", columns.first(lambda row: f"`{row.contender}`")),
         Column("MiB", _mib("bytes"), "{:.1f}"),
-        Column("of these kernels", _mib("kernels_bytes"), "{:.1f}"),
-        Column("the demo model", _mib("model_bytes"), "{:.1f}"),
+        Column("kernels, MiB", _mib("kernels_bytes"), "{:.1f}"),
+        Column("demo model, MiB", _mib("model_bytes"), "{:.1f}"),
         Column(
             "compilers",
             columns.timed(lambda row: "nvcc, g++" if row.extra["has_compilers"] else "none"),
