@@ -11,9 +11,10 @@ import dataclasses
 import re
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from attention_kernels.errors import AttentionError
 from attention_kernels.inspection import explain, predict, sass
@@ -68,6 +69,10 @@ class Parameter:
     size: int
 
 
+Reader: TypeAlias = Callable[[Request, GpuModel, Path], tuple[Program, Launch, int]]
+"""A function like read()."""
+
+
 def extract(request: Request, gpu: GpuModel, folder: Path) -> str:
     """Write the cubin with a kernel to a folder, as CUBIN; return the kernel's mangled name.
 
@@ -100,17 +105,17 @@ def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch
     return program, launch, size
 
 
-def predict_kernel(request: Request, gpu: GpuModel) -> Prediction:
-    """Predict a launch; raises the errors of read(), UnsupportedError, and SassError."""
+def predict_kernel(request: Request, gpu: GpuModel, reader: Reader = read) -> Prediction:
+    """Predict a launch; raises the errors of the reader, UnsupportedError, and SassError."""
     with tempfile.TemporaryDirectory() as folder:
-        _, model, assumed = _model(request, gpu, Path(folder))
+        _, model, assumed = _model(request, gpu, reader, Path(folder))
     return _named(predict.time_of(model), assumed)
 
 
-def explain_kernel(request: Request, gpu: GpuModel) -> Explanation:
+def explain_kernel(request: Request, gpu: GpuModel, reader: Reader = read) -> Explanation:
     """Predict and explain a launch; raises the errors of predict_kernel()."""
     with tempfile.TemporaryDirectory() as folder:
-        program, model, assumed = _model(request, gpu, Path(folder))
+        program, model, assumed = _model(request, gpu, reader, Path(folder))
         explained = explain.explain_launch(program, model, _CASE, Path(folder) / CUBIN)
     return dataclasses.replace(explained, prediction=_named(explained.prediction, assumed))
 
@@ -119,9 +124,11 @@ def _named(found: Prediction, assumed: Sequence[str]) -> Prediction:
     return dataclasses.replace(found, assumed=(*found.assumed, *assumed))
 
 
-def _model(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, LaunchModel, list[str]]:
+def _model(
+    request: Request, gpu: GpuModel, reader: Reader, folder: Path
+) -> tuple[Program, LaunchModel, list[str]]:
     """Execute some blocks of a launch; return what was assumed of its memory, too."""
-    program, launch, size = read(request, gpu, folder)
+    program, launch, size = reader(request, gpu, folder)
     size += request.min_bytes
     model = predict.model_of(program, launch, size)
     assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]

@@ -6,6 +6,9 @@ Of the tiles that a backend's autotuner would try, the one with the shortest pre
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +19,12 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.errors import TritonError
 
 from attention_kernels.backends.triton import flash_attention
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import binary, explain, predict
+from attention_kernels.inspection.binary import BinaryError, Request
 from attention_kernels.inspection.blocks import WARP
 from attention_kernels.inspection.explain import Explanation
 from attention_kernels.inspection.launches import Launch
@@ -35,6 +40,16 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
 }
+_DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+}
+_BUFFER = re.compile(rf"({'|'.join(_DTYPES)})\[(\d+)\]")
+_THREADS = (32, 64, 128, 256, 512, 1024)
 BACKENDS = {"TRITON_FLASH_ATTENTION": False, "TRITON_FLASH_ATTENTION_TRANSPOSED_K": True}
 """Whether a backend loads K transposed, by its name."""
 
@@ -73,6 +88,69 @@ def compile_kernel(
     block = WARP * compiled.metadata.num_warps, 1, 1
     shared = compiled.metadata.shared
     return program, Launch(0, symbol, symbol, (1, 1, 1), block, shared, packed)
+
+
+def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch, int]:
+    """Execute a Python file and compile a Triton kernel in it; see binary.read().
+
+    Every parameter needs an argument, also tl.constexpr: a buffer such as `f32[1024]` or a number.
+    Raises BinaryError and the errors of compile_kernel().
+    """
+    name = request.path.name
+    if request.block not in [(threads, 1, 1) for threads in _THREADS]:
+        sizes = ", ".join(map(str, _THREADS))
+        raise BinaryError(name, f"--block of a Triton kernel is one of {sizes}")
+    if request.dynamic_smem is not None:
+        raise BinaryError(name, "Triton chooses the shared memory: leave out --shared")
+    kernel = _kernel_of(request)
+    names = [parameter.name for parameter in kernel.params]
+    if len(request.arguments) != len(names):
+        given = f"{len(request.arguments)} arguments for {len(names)} parameters"
+        raise BinaryError(name, f"{given}, {', '.join(names)}")
+    values = [_value(text, request) for text in request.arguments]
+    try:
+        options = {"num_warps": request.block[0] // WARP}
+        program, launch = compile_kernel(kernel, values, gpu, options, folder)
+    except TritonError as error:
+        raise BinaryError(name, f"Triton cannot compile {request.kernel}: {error}") from error
+    size = sum(value.numel() * value.itemsize for value in values if isinstance(value, Tensor))
+    return program, dataclasses.replace(launch, grid=request.grid), size
+
+
+def _kernel_of(request: Request) -> Any:
+    """Execute a Python file and return its function of triton.jit that a launch names."""
+    path = request.path
+    if not path.is_file():
+        raise BinaryError(path.name, f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"kernels_of_{path.stem}", path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"it cannot be imported: {type(error).__name__}: {error}"
+        raise BinaryError(path.name, reason) from error
+    kernels = {k: v for k, v in vars(module).items() if isinstance(v, triton.KernelInterface)}
+    if request.kernel not in kernels:
+        listed = ", ".join(kernels) or "none"
+        reason = f"it has no kernel named {request.kernel} (of Triton: {listed})"
+        raise BinaryError(path.name, reason)
+    kernel = kernels[request.kernel]
+    while not isinstance(kernel, triton.JITFunction):  # triton.autotune, triton.heuristics
+        kernel = kernel.fn
+    return kernel
+
+
+def _value(text: str, request: Request) -> Tensor | int | float:
+    """Return an argument: a tensor on the device "meta", or a number."""
+    if found := _BUFFER.fullmatch(text):
+        return torch.empty(int(found[2]), dtype=_DTYPES[found[1]], device="meta")
+    try:
+        return int(text, 0) if re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|\d+)", text) else float(text)
+    except ValueError as error:
+        kinds = f"a number, or a buffer such as f32[1024] (of {', '.join(_DTYPES)})"
+        raise BinaryError(request.path.name, f"argument {text!r} is not {kinds}") from error
 
 
 def predict_backend(

@@ -157,6 +157,17 @@ class BuildStudy(Study, kw_only=True, tag="build"):
     rounds: Rounds = 3
 
 
+class InstallStudy(Study, kw_only=True, tag="install"):
+    """Each wheel of this package, from pip install to the first tokens, with empty caches."""
+
+    subject = "builds.Installs"
+    folder: str = "dist"
+    """Folder of the wheels."""
+    options: str
+    """Options of `gpt2-infer`."""
+    rounds: Rounds = 2
+
+
 class DecodeStudy(Study, kw_only=True, tag="decode"):
     """Generation with each engine, and with peers."""
 
@@ -233,6 +244,7 @@ AnyStudy: TypeAlias = (
     | PredictionStudy
     | StallStudy
     | BuildStudy
+    | InstallStudy
     | DecodeStudy
     | BatchStudy
     | JobStudy

@@ -14,7 +14,7 @@ from gpt2_infer.cli.options import integer
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.binary import Request
+    from attention_kernels.inspection.binary import Reader, Request
     from attention_kernels.inspection.explain import Explanation
     from attention_kernels.inspection.multiprocessor import GpuModel
     from attention_kernels.inspection.predict import Case, Prediction
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
     from gpt2_infer.bench.record import Row
 
-KERNEL = "predict this kernel of the file (*.cu, cubin, or any library or program with cubins)"
+KERNEL = "predict this kernel of the file: *.cu, Triton's *.py, a cubin or a library with cubins"
 AXES = "{} of the kernel: X, X,Y or X,Y,Z"
 SHARED = "dynamic shared memory per block of the kernel, in bytes (default: what it accesses)"
 ARGUMENTS = "arguments of the kernel: f32[COUNT] for a buffer, ptr, a number, hex:BYTES or @FILE"
@@ -176,6 +176,21 @@ class OfKernel:
 
     request: Request
 
+    @property
+    def _reader(self) -> Reader:
+        """The function that reads the file."""
+        from attention_kernels import get_backend
+        from attention_kernels.inspection import binary
+
+        if self.request.path.suffix != ".py":
+            return binary.read
+        probe = get_backend("TRITON_FLASH_ATTENTION").probe
+        if reason := probe and probe("cuda"):
+            raise RequestError(f"{self.request.path.name}: {reason}")
+        from attention_kernels.inspection import triton_kernel
+
+        return triton_kernel.read
+
     def heading(self, gpu: GpuModel) -> str:
         """Return the file, the kernel and its launch."""
         grid, block = (
@@ -188,13 +203,13 @@ class OfKernel:
         """Return one prediction."""
         from attention_kernels.inspection import binary
 
-        return [binary.predict_kernel(self.request, gpu)]
+        return [binary.predict_kernel(self.request, gpu, self._reader)]
 
     def explain(self, gpu: GpuModel) -> list[Explanation]:
         """Return one explained prediction."""
         from attention_kernels.inspection import binary
 
-        return [binary.explain_kernel(self.request, gpu)]
+        return [binary.explain_kernel(self.request, gpu, self._reader)]
 
     def row(self, seqlen: int) -> None:
         """Return None: a launch is not in the results."""

@@ -196,6 +196,8 @@ async def predict(
     shape. args: "f32[COUNT]" for a buffer, "ptr", a number, "hex:BYTES" or "@FILE". Needs nvcc for
     *.cu. gpu: h200, h100, a100, t4 or rtx4090.
     """
+    if name.endswith(".py"):
+        raise ToolError(f"{name} would be executed here: predict it with `gpt2-infer predict`")
     options = Namespace(
         name=name,
         gpu=gpu,

@@ -317,6 +317,30 @@ LAYOUTS["build"] = Layout(
 )
 
 
+def _mib(name: str) -> Getter:
+    return columns.first(lambda row: row.extra[name] / 2**20)
+
+
+LAYOUTS["install"] = Layout(
+    title=lambda name, file, block: (
+        f"`gpt2-infer {block[0].cell['options']}`, {how(file)} ({name})"
+    ),
+    columns=[
+        Column("wheel", columns.first(lambda row: f"`{row.contender}`")),
+        Column("MiB", _mib("bytes"), "{:.1f}"),
+        Column("kernels, MiB", _mib("kernels_bytes"), "{:.1f}"),
+        Column("demo model, MiB", _mib("model_bytes"), "{:.1f}"),
+        Column(
+            "compilers",
+            columns.timed(lambda row: "nvcc, g++" if row.extra["has_compilers"] else "none"),
+        ),
+        Column("pip install, s", columns.beside("install"), "{:.1f}"),
+        Column("gpt2-infer, s", columns.beside("run"), "{:.1f}"),
+        Column("together, s", columns.first(lambda row: with_spread(row, "{:.1f}"))),
+    ],
+)
+
+
 # ---- Counters, machine code, predictions ---------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
 from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
-from tests.conftest import DEVICES, SHORT_SUITE
+from tests.conftest import SHORT_SUITE, on_every_device
 from tests.gpt2_infer.bench.common import file_of
 from tests.gpt2_infer.bench.common import kernel as bench_row
 from tests.gpt2_infer.cli.program import ROOT, run
@@ -99,19 +99,55 @@ def run_its_test(folder: Path, python: Path | str) -> str:
     return done.stdout
 
 
-def test_a_package_is_installed_listed_and_passes_its_test(kernel, environment, tmp_path):
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
-    folder = exported(kernel, "package", tmp_path / "fast_rows")
+@pytest.fixture(scope="module")
+def package(kernel, environment, tmp_path_factory) -> Path:
+    """The folder of a package that is installed in the environment."""
+    folder = exported(kernel, "package", tmp_path_factory.mktemp("package") / "fast_rows")
     pip = [sys.executable, "-m", "pip", "--python", environment, "install", "--quiet"]
     options = ["--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, *options, shutil.copytree(folder, tmp_path / "source")], check=True)
+    source = shutil.copytree(folder, folder.with_name("source"))
+    subprocess.run([*pip, *options, source], check=True)
+    return folder
+
+
+def test_a_package_is_installed_listed_and_passes_its_test(package, environment):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
     (site,) = environment.parents[1].glob("lib/python*/site-packages")
     installed = {file.name for file in (site / "fast_rows").iterdir()}
     assert installed - {"__pycache__"} == {"__init__.py", "v01_mine.cu", "sizes.cuh"}
-    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(folder, environment)
-    names = "".join(file.read_text() for file in folder.rglob("*.*") if file.is_file())
+    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(package, environment)
+    names = "".join(file.read_text() for file in package.rglob("*.*") if file.is_file())
     assert not [word for word in ("my_backend", "my-backend", "MY_", "tiled") if word in names]
+
+
+# Without a cache, every token's attention is the kernel's.
+GENERATE = """
+import attention_kernels.hf
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(0)
+config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, initializer_range=0.2)
+config.use_cache = False
+model = GPT2LMHeadModel(config).cuda().eval()
+prompt = torch.randint(256, (2, 40), device="cuda")
+options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+texts = []
+for name in ("FAST_ROWS_CUDA_VERSION_1", "sdpa"):
+    model.set_attn_implementation(name)
+    texts.append(model.generate(prompt, **options))
+assert texts[0].shape == (2, 48) and torch.equal(*texts), texts
+"""
+
+
+@pytest.mark.gpu
+def test_an_installed_package_passes_its_test_and_serves_transformers_on_a_gpu(
+    package, environment
+):
+    if reason := compilers.missing_compiler("cuda"):
+        pytest.skip(reason)
+    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(package, environment)
+    subprocess.run([environment, "-c", GENERATE], check=True)
 
 
 # What kernel-builder puts next to a binding.
@@ -204,7 +240,7 @@ def compile_variant(folder: Path, build: dict, library: Path, device: str) -> No
     shutil.rmtree(work)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_every_device
 def test_get_local_kernel_loads_a_build_which_passes_its_test(
     device, kernel, environment, tmp_path
 ):
@@ -367,16 +403,33 @@ def test_an_environment_next_to_the_kernel_is_not_exported(kernel, monkeypatch, 
     assert {*planned.shared} == {"attention.h", "common.cuh"}
 
 
+# Other tests use the same GPU.
+BUSY = """
+from attention_kernels.judge import clock
+clock.OUTSIDE["cuda"] = clock.REPEATED["cuda"] = float("inf")
+"""
+
+
 @pytest.mark.slow
-def test_the_whole_command(tmp_path):
-    """Without nvcc, so that no time is predicted."""
-    if reason := compilers.missing_compiler("emulator"):
+@on_every_device
+def test_the_whole_command(device, tmp_path):
+    """On a CPU it runs without nvcc, so that no time is predicted."""
+    kind, target, settings = "hub", "cuda", {}
+    if device == "cpu":
+        kind, target = "package", "emulator"
+        settings = {"CUDACXX": "/nowhere/nvcc", "CUDA_VISIBLE_DEVICES": ""}
+    if reason := compilers.missing_compiler(target):
         pytest.skip(reason)
     file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
-    words = ["export", str(file), "--as", "package", "--out", str(tmp_path / "fast-rows")]
-    program = f"import sys\n{SHORT_SUITE}\nsys.exit(main({words}))"
-    environment = {**os.environ, "CUDACXX": "/nowhere/nvcc", "PYTHONPATH": str(ROOT)}
+    words = ["export", str(file), "--as", kind, "--out", str(tmp_path / "fast-rows")]
+    program = f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     text = (tmp_path / "fast-rows" / "README.md").read_text()
     assert "It passed 12 checks" in text
-    assert "No time is predicted: CUDACXX asks for /nowhere/nvcc" in text
+    if device == "cpu":
+        assert "No time is predicted: CUDACXX asks for /nowhere/nvcc" in text
+    else:
+        assert "12 checks against float64 on NVIDIA" in text
+        assert re.search(r"\| V01_WARP_PER_ROW \| N=.* float32 \| [\d.]+ \| ", text)
+        assert "Predicted for H200 SXM, N=1024 H=12" in text

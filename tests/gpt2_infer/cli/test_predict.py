@@ -168,6 +168,14 @@ def test_options_of_a_launch_and_of_a_call_exclude_each_other(
     assert words in capsys.readouterr().err
 
 
+def test_a_triton_file_is_not_predicted_as_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["predict", "mine.py", "--kernel=k", "--grid=1", "--block=32"]) == 2
+    assert "mine.py: TRITON_INTERPRET is set" in capsys.readouterr().err
+
+
 def test_what_was_assumed_and_chosen_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
