@@ -46,6 +46,13 @@ def spec_of(kernel, **fields) -> BackendSpec:
     )
 
 
+def shorten(monkeypatch, choose):
+    """Replace the suite by `choose` of its cases, with few repetitions of one call."""
+    whole = conformance.suite
+    monkeypatch.setattr(conformance, "suite", lambda *args, **named: choose(whole(*args, **named)))
+    monkeypatch.setattr(conformance, "REPEATS", 10)
+
+
 @pytest.mark.parametrize("seed", [9, 14, 24])
 def test_no_right_backend_fails_on_an_unlucky_seed(seed):
     """With plain PyTorch's error of one draw for a measure, each of these seeds failed one."""
@@ -54,8 +61,13 @@ def test_no_right_backend_fails_on_an_unlucky_seed(seed):
             assert run_case(get_backend(name), case, "cpu").passed, (name, case)
 
 
-def test_fewer_shapes_are_tried_where_each_is_compiled(capsys, clean_registry):
+def test_fewer_shapes_are_tried_where_each_is_compiled(capsys, clean_registry, monkeypatch):
     """And the verdict says so."""
+
+    def some(cases):
+        return [case for i, case in enumerate(cases) if i < 60 or case.kind == "zero rows"]
+
+    shorten(monkeypatch, some)
     tried = set()
 
     def attention(q, k, v, softmax_scale, is_causal):
@@ -202,7 +214,8 @@ def test_a_backend_that_is_gone_when_it_is_called_has_failed():
     assert failure.why.endswith("gone")
 
 
-def test_the_worst_case_is_the_farthest_over_its_budget():
+def test_the_worst_case_is_the_farthest_over_its_budget(monkeypatch):
+    shorten(monkeypatch, lambda cases: [case for case in cases if case.seqlen in (32, 33)])
     case, verdict = verify(spec_of(sometimes_nan), "cpu", seed=0, max_failures=3).worst
     assert (case.seqlen, verdict.error) == (33, math.inf)
 
@@ -219,7 +232,7 @@ def test_a_backend_that_takes_nothing_has_not_passed():
         verify(spec_of(refuse, device_types=("cuda",)), "cpu", seed=0)
 
 
-def test_one_length_that_is_refused_hides_no_other():
+def test_one_length_that_is_refused_hides_no_other(monkeypatch):
     """As cuDNN does with one query."""
 
     def refuse_one(q, k, v, softmax_scale, is_causal):
@@ -227,6 +240,7 @@ def test_one_length_that_is_refused_hides_no_other():
             raise UnsupportedError("TEST_VERIFY", ["one query"])
         return naive_attention(q, k, v, softmax_scale, is_causal) * (q.shape[1] != 33)
 
+    shorten(monkeypatch, lambda cases: [case for case in cases if case.seqlen in (1, 33)])
     report = verify(spec_of(refuse_one), "cpu", seed=0, max_failures=1)
     assert [text.split(",")[0] for text in report.refusals] == ["seqlen 1"]
     assert "seqlen 33" in str(report.failures[0])
@@ -316,9 +330,7 @@ def test_an_alias_is_every_backend_that_it_stands_for(capsys, monkeypatch):
 
 def test_progress_is_told_in_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(conformance, "PROGRESS_S", 0.0)
-    whole = conformance.suite
-    monkeypatch.setattr(conformance, "suite", lambda *arguments, **_: whole(*arguments)[:3])
-    monkeypatch.setattr(conformance, "REPEATS", 10)
+    shorten(monkeypatch, lambda cases: cases[:3])
     verify(spec_of(naive_attention), "cpu", seed=0, progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"TEST_VERIFY: 1 of \d+ checks", lines[0])
@@ -327,8 +339,7 @@ def test_progress_is_told_in_plain_lines_where_there_is_no_terminal(capsys, monk
 @pytest.fixture
 def short_suite(monkeypatch):
     """The cheapest cases alone: for tests of what is said about them."""
-    whole = conformance.suite
-    monkeypatch.setattr(conformance, "suite", lambda *arguments, **_: whole(*arguments)[:40])
+    shorten(monkeypatch, lambda cases: cases[:40])
 
 
 @pytest.mark.slow
