@@ -336,7 +336,7 @@ def _decode(
 
 
 def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with as many heads as the backend needs: those of q, or fewer."""
+    """Return k and v, with one head per query head if the backend takes no fewer."""
     return (k, v) if spec.supports_gqa else per_query_head(q, k, v)
 
 

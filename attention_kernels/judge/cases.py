@@ -203,7 +203,7 @@ class Drawn:
         return self._with_numbers(chosen)
 
     def every_shape(self) -> Iterator[Case]:
-        """Yield a case of each range of lengths with SHAPE_BATCHES and SHAPE_HEADS, up to a size."""
+        """Yield a case of each range of lengths, SHAPE_BATCHES and SHAPE_HEADS; no large ones."""
         lengths = [x for x in self.dimensions["seqlen"] if len(x) > 1]
         shapes = itertools.product(lengths, SHAPE_BATCHES, SHAPE_HEADS, (True, False))
         for shape in shapes:
