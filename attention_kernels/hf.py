@@ -329,14 +329,14 @@ def _decode(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    decoder = decoder or _default_decoder(spec, q.device, q.dtype, q.shape[3])
+    decoder = decoder or _default_decoder(spec, q)
     k, v = _heads_for(decoder, q, k, v)
     seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
     return decoder.decode(q, k, v, seqlens=seqlens, softmax_scale=scaling)
 
 
 def _heads_for(spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with as many heads as the backend needs: those of q, or fewer."""
+    """Return k and v, with one head per query head if the backend takes no fewer."""
     return (k, v) if spec.supports_gqa else per_query_head(q, k, v)
 
 
@@ -357,19 +357,23 @@ def _by_parts(
     return o
 
 
-@functools.cache
-def _default_decoder(
-    spec: BackendSpec, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> BackendSpec:
-    """Return the backend that decodes if none was named; cached, so that it warns only once."""
-    if spec.has_decode(device.type):
+def _default_decoder(spec: BackendSpec, q: Tensor) -> BackendSpec:
+    """Return the backend that decodes q, (batch, 1, num_heads, head_dim), if none was named."""
+    if spec.has_decode(q.device.type):
         return spec
-    decoder = default_decode_backend(device, dtype, head_dim)
+    heads = q.shape[0] * q.shape[2]
+    decoder = default_decode_backend(q.device, q.dtype, q.shape[3], heads)
+    _warn(spec.name, q.device.type, decoder.name)
+    return decoder
+
+
+@functools.cache
+def _warn(name: str, device: str, decoder: str) -> None:
+    """Say once which backend decodes instead."""
     logging.getLogger(__name__).warning(
-        f"{spec.name} has no decode kernel on {device.type}: with a cache, {decoder.name} decodes "
+        f"{name} has no decode kernel on {device}: with a cache, {decoder} decodes "
         "(attention_kernels.hf.register(decode_backend=...) names another)"
     )
-    return decoder
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Cache of a model's engines, for later calls that need the same."""
+"""A cache of a model's engines, for later calls that need the same ones."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ComparedLine:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measured stalls beside predicted ones."""
+    """Measured and predicted stalls, line by line."""
 
     lines: list[ComparedLine]
     """Lines with stalls, by measured share, the worst first."""

@@ -12,22 +12,19 @@ Everything else is drawn from a seed that every case prints. table() lists the v
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
-from collections import defaultdict
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attention_kernels.judge.cover import Cover, Group, Places, in_order_of_gain
+from attention_kernels.judge.cover import Cover, Group, Places
 from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Layout
 
-CaseT = TypeVar("CaseT", bound=Case | DecodeCase)
 SCALES = (0.02, 1.0, 8.0)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
@@ -86,13 +83,6 @@ LARGEST_WORK, LARGEST_EMULATED_WORK = 3e8, 1.1e8
 SIZES = "batch", "num_heads", "seqlen", "head_dim"
 # A backend that compiles for each shape gets one shape of each dtype with a length of each range.
 COMPILED_RANGES = (range(1, 48), range(48, 129), range(129, 513), range(513, 4097))
-SHAPES: dict[type, tuple[str, ...]] = {
-    Case: ("seqlen", "head_dim", "batch", "num_heads", "group", "is_causal"),
-    DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads", "group"),
-}
-# What a call, emulated or not, and a block of 64 rows cost besides work: it decides which cases run
-# first. On a GPU work is cheap.
-CALL_COST, BLOCK_COST = {True: 5e4, False: 1e7}, 2e4
 CALL_WORK = 5e5  # what a call counts for when combinations are chosen
 
 
@@ -202,8 +192,8 @@ class Drawn:
         """Return a case of a given shape that closes as many combinations as possible."""
         fixed = {
             "seqlen": next(x for x in self.dimensions["seqlen"] if seqlen in x),
-            "batch": _range_of(batch, BATCH_RANGES),
-            "num_heads": _range_of(heads, HEAD_RANGES),
+            "batch": range_of(batch, BATCH_RANGES),
+            "num_heads": range_of(heads, HEAD_RANGES),
             "head_dim": head_dim,
             "is_causal": is_causal,
         }
@@ -213,7 +203,7 @@ class Drawn:
         return self._with_numbers(chosen)
 
     def every_shape(self) -> Iterator[Case]:
-        """Yield a case of each combination of SHAPES that is not too large."""
+        """Yield a case of each range of lengths, SHAPE_BATCHES and SHAPE_HEADS; no large ones."""
         lengths = [x for x in self.dimensions["seqlen"] if len(x) > 1]
         shapes = itertools.product(lengths, SHAPE_BATCHES, SHAPE_HEADS, (True, False))
         for shape in shapes:
@@ -317,66 +307,6 @@ def attention_cases(
     return found
 
 
-def with_few_shapes(found: Sequence[CaseT]) -> list[CaseT]:
-    """Return cases of only a few shapes: for each dtype, one with a length of each COMPILED_RANGES.
-
-    The shapes are of cases that try the most, and have as many head_dims as possible. The cases of
-    a dtype take its shapes in turn, and keep their values, layout and scales.
-    """
-    head_dims = {case.head_dim for case in found}
-    shapes: dict[torch.dtype, dict[range, dict[str, Any]]] = defaultdict(dict)
-    for case, _ in in_order_of_gain(found, tries, lambda _: 1.0):
-        of_dtype = shapes[case.dtype]
-        left = head_dims - {shape["head_dim"] for shape in of_dtype.values()}
-        if case.head_dim in left or not left:
-            shape = {name: getattr(case, name) for name in SHAPES[type(case)]}
-            of_dtype.setdefault(_range_of(case.seqlen, COMPILED_RANGES), shape)
-    turns = {dtype: itertools.cycle(of_dtype.values()) for dtype, of_dtype in shapes.items()}
-    changed = dict.fromkeys(dataclasses.replace(x, **next(turns[x.dtype])) for x in found)
-    return [x for x in changed if (x.kind, x.seqlen) != ("zero rows", 1)]  # nothing but zeros
-
-
-def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
-    """Return about what a case costs, in the unit of its work."""
-    batch = case.batch if isinstance(case, Case) else len(case.lengths)
-    blocks = batch * case.num_heads * case.group * -(-case.seqlen // 64)
-    return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
-
-
-def tries(case: Case | DecodeCase) -> list[Hashable]:
-    """Return what a case tries: its sizes, and the pairs and triples of its values."""
-    own: dict[str, Hashable] = {
-        "num_heads": _place(case.num_heads, HEAD_RANGES),
-        "head_dim": case.head_dim,
-        "layout": case.layout,
-        "softmax_scale": _place(case.softmax_scale, SOFTMAX_SCALES),
-        "numbers": (case.kind, case.scale),
-        "dtype": case.dtype,
-    }
-    if case.group > 1:
-        own["group"] = case.group
-    if isinstance(case, Case):
-        batch, longest = case.batch, case.seqlen
-        own["is_causal"] = case.is_causal
-        sizes: list[Hashable] = [(longest, case.is_causal)]
-    else:
-        batch, longest = len(case.lengths), max(case.lengths)
-        own["lengths"] = case.lengths.index(longest) > 0, len({*case.lengths}) > 1
-        own["room"] = longest < case.max_seqlen
-        sizes = [*case.lengths]
-    own["batch"] = _place(batch, BATCH_RANGES)
-    own["longest"] = _place(longest, LENGTH_RANGES)
-    sizes += [("batch", batch), ("heads", case.num_heads)]
-    counts = (2, 3) if longest <= LONGEST_IN_TRIPLES else (2,)
-    groups = (itertools.combinations(own.items(), count) for count in counts)
-    return [(type(case), part) for part in itertools.chain(sizes, *groups)]
-
-
-def _place(value: Any, ranges: Sequence[Container[Any]]) -> Hashable:
-    """Return which of the ranges contains a value, or else the value."""
-    return next((n for n, values in enumerate(ranges) if value in values), str(value))
-
-
 def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, int]]:
     """Yield a batch size with each number of heads, and a number of heads with each batch size."""
     for heads in WIDTHS:
@@ -386,7 +316,7 @@ def _widths(draw: random.Random, *, is_emulated: bool) -> Iterator[tuple[int, in
             yield batch, draw.randint(1, 3)
 
 
-def _range_of(value: int, ranges: Sequence[range]) -> range:
+def range_of(value: int, ranges: Sequence[range]) -> range:
     """Return the range that contains a value; the last one for a larger value."""
     return next((x for x in ranges if value in x), ranges[-1])
 
@@ -449,8 +379,8 @@ def decode_cases(
         fixed = {
             "longest": draw.choice(dimensions["longest"][1:3]),
             "lengths": draw.choice(dimensions["lengths"][1:] if batch > 1 else ("equal",)),
-            "batch": _range_of(batch, BATCH_RANGES),
-            "num_heads": _range_of(heads, HEAD_RANGES),
+            "batch": range_of(batch, BATCH_RANGES),
+            "num_heads": range_of(heads, HEAD_RANGES),
         }
         chosen = cover.choose(fixed)
         assert chosen is not None

@@ -40,13 +40,11 @@ from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
     attention_cases,
-    cost,
     decode_cases,
-    tries,
-    with_few_shapes,
 )
 from attention_kernels.judge.cover import in_order_of_gain
 from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
+from attention_kernels.judge.order import cost, tries, with_few_shapes
 from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
 from attention_kernels.registry import BackendSpec

@@ -29,7 +29,7 @@ class Dtype(msgspec.Struct, frozen=True):
 class Scores(Subject[Dtype]):
     """Scores the beginning of the bundled model's held-out books; half of each window is context.
 
-    If a backend refuses or its logits are not finite, its row has the reason.
+    If a backend refuses or its logits are not finite, its row says why.
     """
 
     def __init__(self, study: PerplexityStudy) -> None:

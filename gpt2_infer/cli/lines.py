@@ -38,7 +38,7 @@ def format_lines(one: Explanation, width: int | None = None) -> str:
 
 
 def _table(cells: Sequence[tuple[str, ...]], width: int | None, numbers: int = 1) -> str:
-    """Format a table. numbers: columns of numbers after the first."""
+    """Format a table. numbers: how many columns after the first hold numbers."""
     align = ["left", *["right"] * numbers, *["left"] * (len(cells[0]) - 1 - numbers)]
     table = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
     return "\n".join(

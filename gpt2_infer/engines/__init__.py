@@ -17,6 +17,8 @@ from gpt2_infer.request import EngineName, Request
 
 __all__ = ["DECODE_ATTENTION", "Engine", "lend_engine", "make_engine"]
 
+FASTEST_FIRST: tuple[EngineName, ...] = ("fused", "graph", "eager")
+
 
 def make_engine(model: GPT2, request: Request) -> Engine:
     """Return a new engine: the one that the request names; for auto, the fastest that supports it.
@@ -56,12 +58,14 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
 
 def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
-    against = _reasons(model, request)
-    able = [name for name, reasons in against.items() if not reasons]
-    name: EngineName = able[0] if request.engine == "auto" else request.engine
-    if name not in able:
-        reasons = "; ".join(against[name])
-        raise RequestError(f"the {name} engine does not support this: {reasons}")
+    if request.engine == "auto":
+        name = next(name for name in FASTEST_FIRST if not _reasons(model, request, name))
+    elif reasons := _reasons(model, request, request.engine):
+        raise RequestError(
+            f"the {request.engine} engine does not support this: {'; '.join(reasons)}"
+        )
+    else:
+        name = request.engine
     if request.mode == "recompute":
         return Recompute, name
     if name != "fused":
@@ -69,19 +73,20 @@ def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
     return (FusedOnCPU if model.device.type == "cpu" else Fused), name
 
 
-def _reasons(model: GPT2, request: Request) -> dict[EngineName, list[str]]:
-    """Return the reasons against each engine, the fastest first."""
+def _reasons(model: GPT2, request: Request, name: EngineName) -> list[str]:
+    """Return the reasons against an engine; only those against fused may build code."""
     is_cached = request.mode == "kv-cache"
-    captured = [
-        f"{spec.name} cannot be captured in a CUDA graph"
-        for spec in [model.attention, *([model.decode_attention] if is_cached else [])]
-        if not spec.cuda_graphs
-    ]
-    graph = captured if model.device.type == "cuda" else ["it needs a CUDA device", *captured]
-    if not is_cached:
-        ours = [*recompute.unsupported_reasons(model, request), *captured]
-    elif model.device.type == "cpu":
-        ours = cpu_step.unsupported_reasons(model, request)
+    if name == "eager":
+        return []
+    if name == "fused" and is_cached:
+        if model.device.type == "cpu":
+            return cpu_step.unsupported_reasons(model, request)
+        return fused.unsupported_reasons(model, request)
+    if name == "fused":
+        reasons = recompute.unsupported_reasons(model, request)
     else:
-        ours = fused.unsupported_reasons(model, request)
-    return {"fused": ours, "graph": graph, "eager": []}
+        reasons = [] if model.device.type == "cuda" else ["it needs a CUDA device"]
+    specs = [model.attention, *([model.decode_attention] if is_cached else [])]
+    return reasons + [
+        f"{spec.name} cannot be captured in a CUDA graph" for spec in specs if not spec.cuda_graphs
+    ]

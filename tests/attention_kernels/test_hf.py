@@ -57,7 +57,7 @@ def clean_interfaces(monkeypatch):
     """Undo what a test registers with transformers, and let hf warn again."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
-    hf._default_decoder.cache_clear()
+    hf._warn.cache_clear()
 
 
 def prompt(batch=2, seqlen=7, device="cpu"):
@@ -336,6 +336,18 @@ def test_the_default_decode_backend_is_named_once(calls, caplog):
         "(attention_kernels.hf.register(decode_backend=...) names another)"
     ]
     assert [method for _, method, *_ in calls[:8]] == ["attention"] * 2 + ["decode"] * 6
+
+
+def test_the_number_of_heads_in_the_batch_decides_what_decodes(calls, monkeypatch):
+    def default(device, dtype, head_dim, heads):
+        return get_backend("NAIVE_PYTORCH" if heads >= 6 else "PYTORCH_SDPA_MATH")
+
+    monkeypatch.setattr(hf, "default_decode_backend", default)
+    model = gpt2(LADDER)  # two heads
+    for batch, expected in ((2, "PYTORCH_SDPA_MATH"), (3, "NAIVE_PYTORCH")):
+        calls.clear()
+        greedy(model, prompt(batch), 3)
+        assert decoders(calls) == {expected}
 
 
 @pytest.mark.parametrize("name", ["NAIVE_PYTORCH", "PYTORCH_SDPA_MATH"])

@@ -12,7 +12,7 @@ from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout, Table
 
 
 def out_of(line: Entry, part: str, whole: str) -> Value:
-    """Return "4 of 5" from two metrics of a line."""
+    """Return two metrics of a line as "4 of 5"."""
     found, of = line.value(part), line.value(whole)
     return None if found is None else f"{found:.0f} of {of:.0f}"
 

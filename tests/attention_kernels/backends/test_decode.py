@@ -113,7 +113,7 @@ def test_a_nan_within_a_row_is_not_lost(name, device):
 
 
 @pytest.mark.slow
-@for_every_version
+@for_each([NAMES[0], NAMES[-1]])  # the versions that decode by default
 def test_fused_arithmetic_is_right(name, tmp_path):
     """A score that is rounded in one place but not in another would show, as with nvcc."""
     spec = fused(name, tmp_path)

@@ -269,7 +269,6 @@ __attribute__((constructor)) void start() {
         "reports_a_tenth",
         "the clocks disagree",
         by="clock",
-        on="both",
         code=timed("""
     def run(self, passes=1):
         return super().run(passes) / 10

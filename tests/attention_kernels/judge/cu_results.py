@@ -216,12 +216,6 @@ CHEATS = [
         },
     ),
     Cheat(
-        "drops_a_barrier",  # what a GPU makes of it depends on luck
-        "race: lane",
-        on="cpu",
-        changes={"    __syncthreads();\n    for (int n = 0;": "    for (int n = 0;"},
-    ),
-    Cheat(
         "breaks_its_context",
         "traps|__trap|launch failure|CUDA error|cudaError|was killed",
         changes={ROW_LOOP: f"  if (seqlen % 2 == 1) __trap();\n{ROW_LOOP}"},
@@ -252,7 +246,6 @@ CHEATS = [
         "keeps_results_by_pointer",
         "the timed outputs are wrong",
         by="clock",
-        on="both",
         code=KEPT,
         launch="  return by_key(params, stream, address_of(params));",
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_kernels.judge import cases
+from attention_kernels.judge import cases, order
 from attention_kernels.judge.conformance import QUICK_SHARE
 from attention_kernels.judge.inputs import Case, DecodeCase
 from tests.attention_kernels.judge.faults import cases_of, met_by
@@ -56,8 +56,8 @@ def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(kind):
         if kind is Case
         else [*cases.decode_cases(dims, dtypes, 0)]
     )
-    few = cases.with_few_shapes(found)
-    names = cases.SHAPES[kind]
+    few = order.with_few_shapes(found)
+    names = order.SHAPES[kind]
     for dtype in dtypes:
         shapes = {tuple(getattr(c, name) for name in names) for c in few if c.dtype == dtype}
         assert len(shapes) == len({c.seqlen for c in few if c.dtype == dtype}) <= 4

@@ -56,11 +56,9 @@ def find(request, monkeypatch):
         try:
             if cheat.by == "clock":
                 return fate(CASES[device], device, what=str(file))
-            if "race" in cheat.caught:
-                monkeypatch.setattr(conformance, "_future_checks", lambda *_: [])
-            else:  # the checks for races need a build of their own
-                monkeypatch.setattr(conformance, "race_checks", lambda *_: [])
-                monkeypatch.setattr(conformance, "open_runner", without_races)
+            # The checks for races need a build of their own, and have tests of their own.
+            monkeypatch.setattr(conformance, "race_checks", lambda *_: [])
+            monkeypatch.setattr(conformance, "open_runner", without_races)
             options = {"max_failures": 1, "timeout_s": cheat.timeout_s, "quick": not cheat.caught}
             report = verify(str(file), device, seed=0, **options)
         except AttentionError as error:
