@@ -180,6 +180,23 @@ def test_rows_of_the_next_length_fill_the_slots_that_a_length_leaves(monkeypatch
         assert done[i].tokens == alone.tokens[0]
 
 
+def test_an_idle_device_gets_work_before_texts_are_decoded(demo, monkeypatch):
+    """It would otherwise wait while the host decodes the texts of rows that ended together."""
+    monkeypatch.setattr(slots.Work, "is_done", True)
+    events = []
+    read = slots.Work.results
+    monkeypatch.setattr(slots.Work, "results", lambda one: events.append("step") or read(one))
+    requests = make_requests(demo, 12, sampling=Sampling(), ignore_eos=True)
+    for _ in Continuous(demo, batch=4).run(requests):
+        events.append("text")
+    assert events.count("text") == 12
+    # At most a batch of texts is left over: that of the first four rows while the next four run.
+    before = events[: events.index("text")]
+    assert before.count("step") > 2 * 10
+    rest = events[len(before) :]
+    assert rest[:5] == ["text"] * 4 + ["step"]
+
+
 def test_an_alias_is_resolved_by_row_length(clean_registry):
     def choose(dtype, head_dim, device_type, seqlen=None):
         return get_backend("NAIVE_PYTORCH" if seqlen in (None, 32) else "PYTORCH_SDPA_MATH")
