@@ -267,7 +267,8 @@ class Continuous:
 
         while True:
             free = rows.free
-            group = _next_group(waiting, lengths, min(slots.group, len(free)), least)
+            most = min(slots.group, len(free))
+            group = _next_group(waiting, lengths, most, least, self.batch)
             is_enqueued = True
             if group:
                 slots.join(lengths[group[0]], [members[row][1] for row in group], free)
@@ -320,13 +321,18 @@ class Continuous:
         return slots, keep
 
 
-def _next_group(waiting: deque[int], lengths: Sequence[int], most: int, least: int) -> list[int]:
-    """Take the next rows of one length: up to `most`; none if fewer than `least`, unless the last.
+def _next_group(
+    waiting: deque[int], lengths: Sequence[int], most: int, least: int, batch: int
+) -> list[int]:
+    """Take the next rows of one length: up to `most`; none if fewer than `least`.
 
-    waiting: rows that are sorted by length.
+    Fewer are taken if they are the last of that length, or if without them a few rows would be left
+    for one more round at the end. waiting: rows that are sorted by length.
     """
     same = itertools.takewhile(lambda row: lengths[row] == lengths[waiting[0]], waiting)
-    count = len(list(itertools.islice(same, most + 1)))
-    if min(count, most) < least and count > most:
+    found = len(list(itertools.islice(same, most + 1)))
+    count = min(found, most)
+    rounds, rounds_after = (-(-rows // batch) for rows in (len(waiting), len(waiting) - count))
+    if count < least and found > most and rounds_after == rounds:
         return []
-    return [waiting.popleft() for _ in range(min(count, most))]
+    return [waiting.popleft() for _ in range(count)]
