@@ -43,7 +43,7 @@ def run_steps(device: str) -> None:
 @pytest.mark.parametrize("tool", [*TOOLS, "synccheck"])
 def test_compute_sanitizer_finds_no_fault_in_the_portable_step(tool):
     run_steps("cuda")  # builds it
-    assert faults_on_gpu(tool, ["-m", __name__], timeout_s=60) == []
+    assert faults_on_gpu(tool, [__file__], timeout_s=60) == []
 
 
 if __name__ == "__main__":
