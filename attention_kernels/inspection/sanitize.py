@@ -40,6 +40,8 @@ SHAPES = (
 ORDERS = ("reverse", "shuffle:1")
 _PR_SET_PDEATHSIG = 1
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
+_FAULT = "=+ (Error|Invalid|War|Barrier)"  # how its lines of faults begin
+_MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
 
 
@@ -91,7 +93,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         "ASAN_OPTIONS": _ASAN_OPTIONS,
         "LD_PRELOAD": ":".join(libraries),
     }
-    done = _worker(["cpu", *whats], environment, timeout_s)
+    done = _worker([*_MAIN, "cpu", *whats], environment, timeout_s)
     if done.status == 0:
         return []
     if done.status == _UNAVAILABLE:
@@ -108,30 +110,38 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
     """Run backends on the GPU under one of TOOLS; return a sentence per fault."""
+    return faults_on_gpu(tool, [*_MAIN, "cuda", *whats], timeout_s)
+
+
+def faults_on_gpu(tool: str, arguments: Sequence[str], timeout_s: float) -> list[str]:
+    """Run Python under compute-sanitizer, which checks our kernels; return a sentence per fault.
+
+    tool: one of TOOLS, or "synccheck". arguments: those of Python.
+    """
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
     command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
     # In torch's memory pool, an access past the end of a tensor can still be in an allocation.
-    done = _worker(["cuda", *whats], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
-    summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards"
+    done = _worker(arguments, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
+    races = tool == "racecheck"
+    summary = "RACECHECK SUMMARY: 0 hazards" if races else "ERROR SUMMARY: 0 errors"
     if done.status == 0 and summary in done.out:
         return []
-    faults = [line for line in done.out.splitlines() if re.match(r"=+ (Error|Invalid|War)", line)]
+    faults = [line for line in done.out.splitlines() if re.match(_FAULT, line)]
     what = faults[0].lstrip("= ") if faults else _last_words(done)
     return [f"{tool}: {what}"]
 
 
 def _worker(
-    arguments: list[str],
+    arguments: Sequence[str],
     environment: dict[str, str],
     timeout_s: float,
     before: Sequence[str] = (),
 ) -> child.Ended:
-    """Run main() in its own process, under the command `before`."""
+    """Run Python in its own process, under the command `before`."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [*before, sys.executable, "-m", "attention_kernels.inspection.sanitize", *arguments]
     return child.run(
-        command,
+        [*before, sys.executable, *arguments],
         timeout_s=timeout_s,
         label="running under a sanitizer",
         env={**os.environ, "PYTHONPATH": path, **environment},

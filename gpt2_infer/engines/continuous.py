@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
@@ -50,6 +51,17 @@ class Completion:
     top-p."""
     backend: str
     """The backend that computed attention over the prompt."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A row that has ended, without its text, which takes the host longest."""
+
+    row: int
+    slot: int
+    reason: str
+    tokens: Integers
+    logprobs: npt.NDArray[np.float64]
 
 
 class _Rows:
@@ -102,8 +114,8 @@ class _Rows:
         self.held[slots] = -1
         return slots
 
-    def read(self, work: Work) -> list[tuple[int, int, str]]:
-        """Read results; return each row that has ended, its slot and its finish or error."""
+    def read(self, work: Work) -> list[_Ended]:
+        """Read results; return the rows that have ended. Their slots are then read for others."""
         every_token, every_logprob = work.results()
         slots = np.flatnonzero(~self.ended[work.rows])
         rows, tokens, at = work.rows[slots], every_token[slots], self.seen[slots]
@@ -120,7 +132,12 @@ class _Rows:
         if self.watchers:
             reasons = self._watched(rows.tolist(), tokens.tolist(), reasons)
         self.ended[rows[[*reasons]]] = True
-        return [(int(rows[at]), int(slots[at]), reason) for at, reason in reasons.items()]
+        return [self._end(int(rows[at]), int(slots[at]), why) for at, why in reasons.items()]
+
+    def _end(self, row: int, slot: int, reason: str) -> _Ended:
+        count, self.seen[slot] = self.seen[slot], 0
+        tokens, logprobs = self.tokens[slot, :count].copy(), self.logprobs[slot, :count].copy()
+        return _Ended(row, slot, reason, tokens, logprobs)
 
     def _watched(
         self, rows: Sequence[int], tokens: Sequence[int], reasons: dict[int, str]
@@ -144,20 +161,18 @@ class _Rows:
             self.held[slot] = -1
         return was_there
 
-    def result(self, row: int, slot: int, reason: str, backend: str) -> Completion | str:
-        """Return the result of a row that has ended; its slot is then read for the next row."""
-        count, request = int(self.seen[slot]), self.members[row][1]
-        self.seen[slot] = 0
-        if reason == NOT_FINITE:
-            return reason
-        tokens = self.tokens[slot, :count].tolist()
-        logprob = float(self.logprobs[slot, :count].cumsum()[-1]) if count else 0.0
-        watcher = self.watchers.pop(row, None)
+    def result(self, ended: _Ended, backend: str) -> Completion | str:
+        """Return the result of a row."""
+        if ended.reason == NOT_FINITE:
+            return ended.reason
+        tokens, tokenizer = ended.tokens.tolist(), self.members[ended.row][1].tokenizer
+        logprob = float(ended.logprobs.cumsum()[-1]) if tokens else 0.0
+        watcher = self.watchers.pop(ended.row, None)
         if watcher is not None:
             text = watcher.whole_text()
         else:
-            text = request.tokenizer.decode(tokens) if request.tokenizer else ""
-        return Completion(tokens, text, cast("FinishReason", reason), logprob, backend)
+            text = tokenizer.decode(tokens) if tokenizer else ""
+        return Completion(tokens, text, cast("FinishReason", ended.reason), logprob, backend)
 
 
 class Continuous:
@@ -244,10 +259,16 @@ class Continuous:
         self.set_up_s += time.perf_counter() - started
         rows, ahead = _Rows(members, self.batch), AHEAD[self.model.device.type]
         waiting = deque(range(len(members)))
-        work, least = deque[Work](), slots.group
+        work, least, ended = deque[Work](), slots.group, deque[_Ended]()
+
+        def result() -> tuple[int, Completion | str]:
+            one = ended.popleft()
+            return members[one.row][0], rows.result(one, slots.backend(lengths[one.row]))
+
         while True:
             free = rows.free
-            group = _next_group(waiting, lengths, min(slots.group, len(free)), least)
+            most = min(slots.group, len(free))
+            group = _next_group(waiting, lengths, most, least, self.batch)
             is_enqueued = True
             if group:
                 slots.join(lengths[group[0]], [members[row][1] for row in group], free)
@@ -264,11 +285,14 @@ class Continuous:
                 continue
             if not work:
                 break
-            ended = rows.read(work.popleft())
-            slots.leave([slot for row, slot, _ in ended if rows.release(row, slot)])
-            for row, slot, reason in ended:
-                backend = slots.backend(lengths[row])
-                yield members[row][0], rows.result(row, slot, reason, backend)
+            # The device must not wait for texts. A batch of them may be left to the next round.
+            while ended and (len(ended) > self.batch or not work[0].is_done):
+                yield result()
+            newest = rows.read(work.popleft())
+            slots.leave([one.slot for one in newest if rows.release(one.row, one.slot)])
+            ended += newest
+        while ended:
+            yield result()
         keep()
 
     def _lend_slots(self, request: Request, longest: int) -> tuple[Slots, Callable[[], None]]:
@@ -297,13 +321,18 @@ class Continuous:
         return slots, keep
 
 
-def _next_group(waiting: deque[int], lengths: Sequence[int], most: int, least: int) -> list[int]:
-    """Take the next rows of one length: up to `most`; none if fewer than `least`, unless the last.
+def _next_group(
+    waiting: deque[int], lengths: Sequence[int], most: int, least: int, batch: int
+) -> list[int]:
+    """Take the next rows of one length: up to `most`; none if fewer than `least`.
 
-    waiting: rows that are sorted by length.
+    Fewer are taken if they are the last of that length, or if without them a few rows would be left
+    for one more round at the end. waiting: rows that are sorted by length.
     """
     same = itertools.takewhile(lambda row: lengths[row] == lengths[waiting[0]], waiting)
-    count = len(list(itertools.islice(same, most + 1)))
-    if min(count, most) < least and count > most:
+    found = len(list(itertools.islice(same, most + 1)))
+    count = min(found, most)
+    rounds, rounds_after = (-(-rows // batch) for rows in (len(waiting), len(waiting) - count))
+    if count < least and found > most and rounds_after == rounds:
         return []
-    return [waiting.popleft() for _ in range(min(count, most))]
+    return [waiting.popleft() for _ in range(count)]

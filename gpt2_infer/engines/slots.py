@@ -34,6 +34,11 @@ class Work:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished it; on a CPU, false until results() is called."""
+        return self._done is not None and bool(self._done.query())  # type: ignore[no-untyped-call]
+
     def results(self) -> tuple[Integers, npt.NDArray[np.float32]]:
         """Wait for the device; return each slot's token and the token's log-probability."""
         if self._done is not None:

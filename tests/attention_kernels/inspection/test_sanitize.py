@@ -34,6 +34,7 @@ CLEAN = {
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
 READ = "Invalid __global__ read of size 4 bytes"
+BARRIER = "Barrier error detected. Divergent thread(s) in block"
 
 
 @pytest.mark.slow
@@ -54,6 +55,8 @@ def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
         ("memcheck", 1, f"{CLEAN['memcheck']}\nit crashed", "it crashed"),
         ("racecheck", 0, CLEAN["memcheck"], CLEAN["memcheck"]),  # it has seen no kernel
         ("racecheck", 0, "", "it ended with exit status 0"),
+        ("synccheck", 0, CLEAN["memcheck"], None),
+        ("synccheck", 77, f"========= {BARRIER}\n========= ERROR SUMMARY: 1 error", BARRIER),
     ],
 )
 def test_the_output_of_compute_sanitizer_is_understood(tool, status, out, fault, monkeypatch):

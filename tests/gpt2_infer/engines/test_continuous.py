@@ -160,10 +160,21 @@ def test_prompts_up_to_the_last_position(save_checkpoint):
     assert [done[i].tokens for i in range(3)] == alone.tokens
 
 
-def test_rows_of_the_next_length_fill_the_slots_that_a_length_leaves(monkeypatch):
+@pytest.mark.parametrize(
+    ("per_batch", "short", "long", "expected"),
+    [
+        (2, 9, 7, [(16, 4), (16, 4), (16, 1), (32, 4), (32, 3)]),
+        # One row is a small group, but without it a fourth round would decode that row alone.
+        (1, 15, 9, [(16, 8), (16, 7), (32, 1), (32, 8)]),
+        (1, 15, 8, [(16, 8), (16, 7), (32, 8)]),
+    ],
+)
+def test_rows_of_the_next_length_fill_the_slots_that_a_length_leaves(
+    per_batch, short, long, expected, monkeypatch
+):
     """Otherwise slots are idle for as long as a row takes."""
     groups = []
-    monkeypatch.setattr(slots, "GROUPS", 2)
+    monkeypatch.setattr(slots, "GROUPS", per_batch)
     join = slots.Slots.join
     monkeypatch.setattr(
         slots.Slots, "join", lambda *args: groups.append((args[1], len(args[2]))) or join(*args)
@@ -171,13 +182,30 @@ def test_rows_of_the_next_length_fill_the_slots_that_a_length_leaves(monkeypatch
     decode = "DECODE_SPLIT_KV_VERSION_1"
     model = GPT2.from_pretrained("demo", device="cpu", decode_attention=decode)
     options = {"max_new_tokens": 2, "mode": "kv-cache", "ignore_eos": True}
-    rows = [[300 + i] * length for i, length in enumerate([3] * 9 + [20] * 7)]
+    rows = [[300 + i] * length for i, length in enumerate([3] * short + [20] * long)]
     requests = [(i, request_for(model, [row], **options)) for i, row in enumerate(rows)]
     done = dict(Continuous(model, batch=8).run(requests))
-    assert groups == [(16, 4), (16, 4), (16, 1), (32, 4), (32, 3)]
-    for i in (0, 8, 9, 15):
+    assert groups == expected
+    for i in (0, short - 1, short, len(rows) - 1):
         alone = generate(model, [rows[i]], **options)
         assert done[i].tokens == alone.tokens[0]
+
+
+def test_an_idle_device_gets_work_before_texts_are_decoded(demo, monkeypatch):
+    """It would otherwise wait while the host decodes the texts of rows that ended together."""
+    monkeypatch.setattr(slots.Work, "is_done", True)
+    events = []
+    read = slots.Work.results
+    monkeypatch.setattr(slots.Work, "results", lambda one: events.append("step") or read(one))
+    requests = make_requests(demo, 12, sampling=Sampling(), ignore_eos=True)
+    for _ in Continuous(demo, batch=4).run(requests):
+        events.append("text")
+    assert events.count("text") == 12
+    # At most a batch of texts is left over: that of the first four rows while the next four run.
+    before = events[: events.index("text")]
+    assert before.count("step") > 2 * 10
+    rest = events[len(before) :]
+    assert rest[:5] == ["text"] * 4 + ["step"]
 
 
 def test_an_alias_is_resolved_by_row_length(clean_registry):
