@@ -237,7 +237,7 @@ def _parts(segments: Tensor, seen: Tensor) -> tuple[_Part, ...]:
 def _runs(
     rows: list[list[int]], device: torch.device
 ) -> Iterator[tuple[slice, slice | Tensor, int]]:
-    """Yield runs of equal rows, with the positions of each number but -1, and their count."""
+    """Yield each number but -1 of each run of equal rows: the rows, its positions, their count."""
     start = 0
     for row, run in itertools.groupby(rows):
         stop = start + len([*run])

@@ -314,7 +314,7 @@ class Subject(Generic[Cell]):
         return {spec.name: backend_digest(spec) for spec in self.specs}
 
     def limits(self, *, is_recorded: bool) -> dict[str, float]:
-        """Measure the limits of the device in this run; all of them for a file of results."""
+        """Measure the limits of the device. is_recorded: all of them, for a results file."""
         return {}
 
     def contenders(self, cell: Cell) -> Iterable[Contender]:

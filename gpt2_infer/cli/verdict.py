@@ -257,7 +257,7 @@ def _compile(findings: Findings, version: VersionHeader) -> None:
 
 
 def _time(findings: Findings, spec: BackendSpec, name: str, dtypes: Sequence[str]) -> None:
-    """Add the time of a kernel and of plain PyTorch's, and what failed in the check before it."""
+    """Add the times of a kernel and of plain PyTorch, or why the check before them failed."""
     from gpt2_infer.bench.record import KernelCell
     from gpt2_infer.bench.study import KernelStudy, run
 

@@ -77,7 +77,7 @@ class Ends:
         return x, normed
 
     def keep(self, x: Tensor, heads: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of both at the last position of each sequence.
+        """Return the rows of x and of heads at the last position of each sequence.
 
         x, heads: contiguous (batch * seqlen, width). lengths: int64 (batch,).
         """
