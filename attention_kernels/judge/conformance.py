@@ -74,8 +74,9 @@ MOST_FAILURES = 20
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
-# The most work of a case that is judged on the CPU: for less, the launches on a GPU take longer.
-JUDGED_ON_CPU = 2e6
+# The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
+# does not start CUDA.
+JUDGED_ON_CPU = 1e8
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
 # How many cases run before repeated calls.

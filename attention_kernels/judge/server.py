@@ -12,7 +12,7 @@ from attention_kernels.ladder import ahead
 
 hide()
 ahead.start()
-gc.disable()  # it takes a tenth of the time that importing torch takes
+gc.disable()  # it would search what an import makes again and again, in vain
 importlib.import_module("attention_kernels.judge.worker")
 gc.freeze()
 gc.enable()

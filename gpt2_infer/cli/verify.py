@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     start_server(arguments.name, arguments.device or "")
-    # The collector takes a tenth of the time that importing torch takes, and 0.2 s at the end.
+    # The collector would search what an import makes again and again, and once more at the end.
     gc.disable()
     importlib.import_module("attention_kernels.judge.conformance")
     gc.freeze()
