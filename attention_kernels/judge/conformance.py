@@ -4,7 +4,8 @@ It is library code, so that others can test their own backends with it. cases.py
 reference.py the allowed error, and worker.py where the backend runs.
 
 A check is a generator: it yields requests, receives their outputs, and returns what it found. While
-the backend answers one request, the judge draws the inputs of the next and judges the one before.
+the backend is loaded or answers one request, the judge draws the inputs of the next ones, computes
+their references, and judges the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import random
 import secrets
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -45,7 +46,7 @@ from attention_kernels.judge.cases import (
 from attention_kernels.judge.cover import in_order_of_gain
 from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
 from attention_kernels.judge.order import cost, tries, with_few_shapes
-from attention_kernels.judge.reference import Verdict, check_precision, extent, truth
+from attention_kernels.judge.reference import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
 from attention_kernels.registry import BackendSpec
 
@@ -71,8 +72,11 @@ MOST_FAILURES = 20
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
 PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
-# The most work of a case that is judged on the CPU: for less, the launches on a GPU take longer.
-JUDGED_ON_CPU = 2e6
+# The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
+# does not start CUDA.
+JUDGED_ON_CPU = 1e8
+# The most bytes of inputs of requests that are prepared ahead; references take as much again.
+MOST_AHEAD = 2**26
 # How many cases run before repeated calls.
 CHEAP = 200
 # The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
@@ -84,6 +88,8 @@ Found: TypeAlias = Verdict | str | None
 """What a check found: a verdict, or what is wrong, if anything."""
 Steps: TypeAlias = Generator[Request, Outputs, Found]
 Check: TypeAlias = tuple[What, Callable[[], Steps]]
+_Begun: TypeAlias = tuple[What, Steps, Request]
+"""A check whose first or next request is ready."""
 
 
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
@@ -113,10 +119,11 @@ def run_check(runner: Runner, steps: Steps) -> Found:
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
     """Run one case and judge its output; a changed input is a failure. options: of Calls."""
     request = request_of(case, [case.inputs("cpu")], **options)
+    right = _truth(runner, case, request.sets[0])
     found = yield request
     if found.fault:
         return Verdict(math.inf, math.inf, math.inf, fault=found.fault)
-    return _judge(runner, case, request.sets[0], found.o[0])
+    return _judge(runner, right, found.o[0])
 
 
 def leaks(case: Case, cuts: Sequence[int]) -> Steps:
@@ -167,7 +174,8 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
         found = yield request
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
             if call < count or not torch.equal(o, found.o[place]):
-                verdict = _judge(runner, inputs[place], request.sets[place], o)
+                right = _truth(runner, inputs[place], request.sets[place])
+                verdict = _judge(runner, right, o)
                 if not verdict.passed:
                     number = half * times // 2 + call + 1
                     return f"call {number} of {times}, {inputs[place]}: {verdict}"
@@ -333,33 +341,41 @@ def verify(
     seed = secrets.randbelow(2**31) if seed is None else seed
     if not 0 <= seed < 2**62:
         raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
-    try:
-        runner = open_runner(what, device, timeout_s=timeout_s, races=True)
-    except EndedError as error:
-        report = Report(registry.stand_in(str(what)), device, seed)
-        report.note("loading it", error)
-        on_failure(report.failures[0])
-        return report
-    # The rest of the cores is the kernel's: both compute at the same time.
-    with threads(max(1, torch.get_num_threads() // 2)), contextlib.closing(runner):
+    drivers: list[_Driver] = []
+
+    def start(runner: Runner) -> _Driver:
         spec = runner.spec
         if unknown := [name for name in dtypes if name not in spec.dtypes]:
             reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
             raise UnsupportedError(spec.name, [reason])
         wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
-        checks = checks_of(runner, wanted, seed, quick=quick)
-        report = Report(spec, runner.device, seed, runner.has_attention, len(checks))
-        refused = _Refused()
-        left = (check for check in checks if check[0] not in refused)
+        return _Driver(runner, checks_of(runner, wanted, seed, quick=quick))
+
+    def meanwhile(runner: Runner) -> None:
+        drivers.append(start(runner))
+        drivers[0].prepare()
+
+    # The rest of the cores is the kernel's: both compute at the same time.
+    with threads(max(1, torch.get_num_threads() // 2)), contextlib.ExitStack() as stack:
+        try:
+            runner = open_runner(what, device, timeout_s=timeout_s, races=True, meanwhile=meanwhile)
+        except EndedError as error:
+            report = Report(registry.stand_in(str(what)), device, seed)
+            report.note("loading it", error)
+            on_failure(report.failures[0])
+            return report
+        stack.enter_context(contextlib.closing(runner))
+        driver = next((one for one in drivers if one.runner is runner), None) or start(runner)
+        report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
         bar = _Progress(report) if progress else None
-        for done, (check, found) in enumerate(_drive(runner, left), 1):
+        for done, (check, found) in enumerate(driver.run(), 1):
             if bar:
                 bar.update(done)
             on_check(done, report.total)
             if isinstance(found, UnsupportedError):
-                report.refusals += refused.add(check, found)
+                report.refusals += driver.refused.add(check, found)
                 continue
-            refused.take(check)
+            driver.refused.take(check)
             failed = len(report.failures)
             report.note(check, found)
             for failure in report.failures[failed:]:
@@ -370,40 +386,65 @@ def verify(
         return report
 
 
-def _drive(runner: Runner, checks: Iterator[Check]) -> Iterator[tuple[What, Found | Exception]]:
-    """Run checks and yield what each found, or the exception that ended it.
+class _Driver:
+    """Runs the checks of a backend.
 
-    One request is under way at any time.
+    One request is under way at any time. While the backend is loaded or answers, those of the next
+    checks are prepared.
     """
 
-    def prepared() -> tuple[What, Steps, Request] | None:
-        for what, start in checks:
-            steps = start()
-            return what, steps, next(steps)
+    def __init__(self, runner: Runner, checks: Sequence[Check]) -> None:
+        self.runner, self.refused, self.total = runner, _Refused(), len(checks)
+        self._left = iter(checks)
+        self._ready: deque[_Begun] = deque()
+
+    def prepare(self) -> None:
+        """Prepare requests until the backend has answered."""
+        while not self.runner.has_answered():
+            size = sum(len(request.block) for _, _, request in self._ready)
+            if size > MOST_AHEAD or (begun := self._begin()) is None:
+                return
+            self._ready.append(begun)
+
+    def run(self) -> Iterator[tuple[What, Found | Exception]]:
+        """Yield what each check found, or the exception that ended it."""
+        under_way: _Begun | None = None
+        while (following := self._next()) or under_way:
+            outputs: Outputs | Exception | None = None
+            if under_way:
+                self.prepare()
+                try:
+                    outputs = self.runner.receive()
+                except KERNEL_ERRORS as error:
+                    outputs = error
+            done, under_way = under_way, following
+            if under_way and not isinstance(outputs, EndedError):
+                self.runner.send(under_way[2])
+            if done and isinstance(outputs, Outputs):
+                what, steps, _ = done
+                try:
+                    self._ready.appendleft((what, steps, steps.send(outputs)))
+                except StopIteration as found:
+                    yield what, found.value
+            elif done:
+                assert isinstance(outputs, Exception)
+                yield done[0], outputs
+
+    def _begin(self) -> _Begun | None:
+        """Begin the next check that is not refused; None if none is left."""
+        for what, start in self._left:
+            if what not in self.refused:
+                steps = start()
+                return what, steps, next(steps)
         return None
 
-    ready = prepared()
-    under_way: tuple[What, Steps, Request] | None = None
-    while ready or under_way:
-        outputs: Outputs | Exception | None = None
-        if under_way:
-            try:
-                outputs = runner.receive()
-            except KERNEL_ERRORS as error:
-                outputs = error
-        done, under_way, ready = under_way, ready, None
-        if under_way and not isinstance(outputs, EndedError):
-            runner.send(under_way[2])
-        if done and isinstance(outputs, Outputs):
-            what, steps, _ = done
-            try:
-                ready = what, steps, steps.send(outputs)
-            except StopIteration as found:
-                yield what, found.value
-        elif done:
-            assert isinstance(outputs, Exception)
-            yield done[0], outputs
-        ready = ready or prepared()
+    def _next(self) -> _Begun | None:
+        """Return the next check that is not refused, begun; None if none is left."""
+        while self._ready:
+            begun = self._ready.popleft()
+            if begun[0] not in self.refused:
+                return begun
+        return self._begin()
 
 
 class _Progress:
@@ -514,10 +555,14 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
             yield what, functools.partial(judged, runner, wide, threads=count)
 
 
-def _judge(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor], o: Tensor) -> Verdict:
-    spec = runner.spec
+def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
     device = runner.device if case.work > JUDGED_ON_CPU else "cpu"
     q, k, v, *seqlens = (x.to(device) for x in inputs)
     is_causal = isinstance(case, Case) and case.is_causal
-    right = truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
-    return right.judge(o.to(device), spec.precisions[dtype_name(case.dtype)], spec.error_slack)
+    return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+
+
+def _judge(runner: Runner, right: Truth, o: Tensor) -> Verdict:
+    spec = runner.spec
+    o = o.to(right.reference.device)
+    return right.judge(o, spec.precisions[dtype_name(right.dtype)], spec.error_slack)

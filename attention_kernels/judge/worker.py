@@ -46,9 +46,10 @@ from attention_kernels.errors import (
     UnknownBackendError,
 )
 from attention_kernels.judge.blocks import Block
-from attention_kernels.judge.caller import Caller, failure
+from attention_kernels.judge.caller import Caller, failure, poison_freed_memory
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
-from attention_kernels.ladder import build
+from attention_kernels.ladder import ahead, build, compilers
+from attention_kernels.ladder.compilers import TARGETS
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
@@ -186,6 +187,10 @@ class Runner:
             *self._request.outputs(self._taken.tensor), self._request.fault(self._given.tensor)
         )
 
+    def has_answered(self) -> bool:
+        """Return whether receive() would return at once."""
+        return True
+
     def call(self, request: Request) -> Outputs:
         """Send a request and receive its outputs."""
         self.send(request)
@@ -266,6 +271,10 @@ class _Process:
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
+    def has_answered(self) -> bool:
+        """Return whether an answer is there, or none can come any more."""
+        return self._connection.poll()
+
     def answer(self, timeout_s: float) -> Reply:
         """Return the next answer; raises EndedError."""
         try:
@@ -294,13 +303,20 @@ class Worker(Runner):
 
     device: "cuda", "cpu", or "" for cuda if the backend runs there, else cpu. timeout_s: the limit
     of a request in seconds. races: build what finds races at once, for an emulated version, and
-    not when it is first called. Raises UnavailableBackendError if the backend cannot be built or
-    loaded, EndedError if loading it ends the process, UnknownBackendError, HeaderError or
+    not when it is first called. meanwhile: called with this Worker while the process loads a
+    version file, until has_answered(). Raises UnavailableBackendError if the backend cannot be
+    built or loaded, EndedError if loading it ends the process, UnknownBackendError, HeaderError or
     ArgumentError.
     """
 
     def __init__(
-        self, what: str, device: str = "", *, timeout_s: float = TIMEOUT_S, races: bool = False
+        self,
+        what: str,
+        device: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        races: bool = False,
+        meanwhile: Callable[[Runner], object] = lambda _: None,
     ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
@@ -309,15 +325,22 @@ class Worker(Runner):
         self._given, self._taken = map(Block, memory)
         self._process = _Process(_serve, memory, what, device, races)
         try:
+            if known and known.version:
+                self.spec, self.device = known, device or registry.preferred_device(known)
+                decodes = known.version.role == "decode"
+                self._has = not decodes, decodes
+                meanwhile(self)
             reply = self._process.answer(max(timeout_s, LOADING_TIMEOUT_S))
             if reply.status == "unknown":
                 raise UnknownBackendError(what, reply.reasons)
             if reply.status == "failed":
                 raise EndedError(reply.text)
             reply.check(known.name if known else what)
-            self._facts = msgspec.json.decode(reply.text, type=Facts)
-            self.spec = known or self._facts.described.spec()
-            self.device = device or registry.preferred_device(self.spec)
+            if not (known and known.version):
+                facts = msgspec.json.decode(reply.text, type=Facts)
+                self.spec = known or facts.described.spec()
+                self.device = device or registry.preferred_device(self.spec)
+                self._has = facts.has_attention, facts.has_decode
         except (msgspec.DecodeError, ValueError) as error:
             self.close()
             if isinstance(error, AttentionError):
@@ -330,17 +353,21 @@ class Worker(Runner):
     @property
     def has_attention(self) -> bool:
         """Whether it has an attention kernel."""
-        return self._facts.has_attention
+        return self._has[0]
 
     @property
     def has_decode(self) -> bool:
         """Whether it has a decode kernel."""
-        return self._facts.has_decode
+        return self._has[1]
 
     def send(self, request: Request) -> None:
         """Start on a request."""
         super().send(request)
         self._process.say(msgspec.json.encode(request.calls))
+
+    def has_answered(self) -> bool:
+        """Return whether receive() would return at once."""
+        return self._process.has_answered()
 
     def close(self) -> None:
         """End the process."""
@@ -363,6 +390,7 @@ def open_runner(
     *,
     timeout_s: float = TIMEOUT_S,
     races: bool = False,
+    meanwhile: Callable[[Runner], object] = lambda _: None,
 ) -> Runner:
     """Return a Worker, or a Runner for a backend that only this process knows.
 
@@ -371,7 +399,7 @@ def open_runner(
     spec, name = (_known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
         if name:
-            return Worker(name, device, timeout_s=timeout_s, races=races)
+            return Worker(name, device, timeout_s=timeout_s, races=races, meanwhile=meanwhile)
     except UnknownBackendError:
         if spec is None:
             raise
@@ -506,6 +534,12 @@ def _serve(
         caller = Caller(spec, device, Block(given), Block(taken), tell)
         if device in spec.emulated_on:
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
+        # Both while the version file is built ahead.
+        if device == "cuda":
+            poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
+        if spec.version:
+            compilers.ask(TARGETS[device])
+        ahead.wait()
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)

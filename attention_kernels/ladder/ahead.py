@@ -13,18 +13,33 @@ from attention_kernels.ladder import build, compilers, header
 VARIABLE = "ATTENTION_KERNELS_AHEAD"
 
 
-def start() -> int:
-    """Begin to build what VARIABLE names, in a forked process; return its id, or 0."""
+_building = -1  # the end to read of a pipe that closes when the build ends
+
+
+def start() -> None:
+    """Begin to build what VARIABLE names, in a process of its own."""
+    global _building
     device, _, file = os.environ.get(VARIABLE, "").partition(":")
     if not file:
-        return 0
-    if process := os.fork():
-        return process
-    try:  # what goes wrong here goes wrong again in the worker, which reports it
-        with contextlib.suppress(AttentionError, OSError):
-            build_ahead(file, device)
+        return
+    _building, held = os.pipe()
+    if child := os.fork():
+        os.close(held)
+        os.waitpid(child, 0)
+        return
+    try:
+        if os.fork() == 0:  # no child of the server's, which takes each for a worker
+            # What goes wrong here goes wrong again in the worker, which reports it.
+            with contextlib.suppress(AttentionError, OSError):
+                build_ahead(file, device)
     finally:
         os._exit(0)
+
+
+def wait() -> None:
+    """Wait until the build has ended that this process, or one it was forked from, began."""
+    if _building >= 0:
+        os.read(_building, 1)
 
 
 def build_ahead(file: str, device: str) -> None:

@@ -131,8 +131,20 @@ def native_macros(compiler: str) -> str:
 def nvcc_architectures() -> set[str]:
     """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
     nvcc = find_nvcc()
-    output = execute([nvcc, "--list-gpu-arch"]).output if nvcc else ""
-    return set(re.findall(r"compute_(\d+)", output))
+    return set(re.findall(r"compute_(\d+)", _listed(nvcc))) if nvcc else set()
+
+
+@functools.cache
+def _listed(nvcc: str) -> str:
+    return execute([nvcc, "--list-gpu-arch"]).output
+
+
+def ask(target: Target) -> None:
+    """Ask the compilers for a target what a build wants to know of them, which is then cached."""
+    for compiler in filter(None, (find_gxx(), find_nvcc() if target == "cuda" else None)):
+        identity(compiler)
+    if target == "cuda":
+        nvcc_architectures()
 
 
 def capabilities() -> list[tuple[int, int]]:

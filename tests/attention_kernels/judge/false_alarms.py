@@ -92,7 +92,8 @@ def verdicts(case: Case | DecodeCase) -> Iterator[tuple[RightKernel, Verdict]]:
                 o = kernel.attention(*inputs, scale, case.is_causal)
             else:
                 o = kernel.decode(*inputs, scale)
-            yield kernel, conformance._judge(kernel.runner, case, inputs, o)
+            right = conformance._truth(kernel.runner, case, inputs)
+            yield kernel, conformance._judge(kernel.runner, right, o)
 
 
 def nearest_rule(verdict: Verdict) -> tuple[float, str]:

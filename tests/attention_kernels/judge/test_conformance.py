@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -26,6 +27,7 @@ from attention_kernels.judge.conformance import (
     verify,
 )
 from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.worker import Runner
 from tests.attention_kernels.backends.common import fixed_cases
 
 
@@ -215,6 +217,27 @@ def test_one_length_that_is_refused_hides_no_other(monkeypatch):
     report = verify(spec_of(refuse_one), "cpu", seed=0, max_failures=1)
     assert [text.split(",")[0] for text in report.refusals] == ["seqlen 1"]
     assert "seqlen 33" in str(report.failures[0])
+
+
+def test_what_is_prepared_while_the_backend_works_changes_no_verdict(monkeypatch):
+    """And a case that was prepared is not sent if a similar one is refused meanwhile."""
+    calls = []
+
+    def refuse_some(q, k, v, softmax_scale, is_causal):
+        calls.append(q.shape)
+        if q.shape[3] == 64:
+            raise UnsupportedError("TEST_VERIFY", ["head_dim 64"])
+        return naive_attention(q, k, v, softmax_scale, is_causal) * (q.shape[1] < 66)
+
+    def found():
+        calls.clear()
+        report = verify(spec_of(refuse_some, head_dims=(32, 64)), "cpu", seed=0, max_failures=3)
+        return report.failures, report.refusals, len(calls)
+
+    at_once = found()
+    answers = itertools.cycle([False] * 4 + [True])
+    monkeypatch.setattr(Runner, "has_answered", lambda _: next(answers))
+    assert found() == at_once
 
 
 def test_a_kernel_that_does_not_end_is_waited_for_once():

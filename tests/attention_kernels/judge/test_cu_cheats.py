@@ -35,8 +35,8 @@ def tried(on: str) -> list[object]:
     return [pytest.param(cheat, id=cheat.name) for cheat in CHEATS if cheat.on in (on, "both")]
 
 
-def without_races(what, device, *, timeout_s, races):
-    return open_runner(what, device, timeout_s=timeout_s)
+def without_races(what, device, *, races, **options):
+    return open_runner(what, device, **options)
 
 
 @pytest.fixture
