@@ -7,15 +7,16 @@
 // Why:    with head_dim 128, O and P V take twice the registers, and none are left for Q. A tile of K
 //         and V takes twice the shared memory: two tiles of each fit, if K's is free for the next one
 //         as soon as S is complete.
-// Cost:   wgmma reads Q from shared memory for each product.
+// Cost:   wgmma reads both operands of S from shared memory, which takes as long as the product.
 // Tile:   kBlockM x kBlockN = 128 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 128
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: 1.8 times as fast as v25 at head_dim 128 with 96 heads of 1,024 rows, 120 TFLOP/s: v29
-//         gains that at head_dim 64, where softmax and rescaling are a larger part of the work.
+// Expect: 1.5 times as fast as v25 at head_dim 128 with 96 heads of 1,024 rows, 103 TFLOP/s: about
+//         what v29 gains at head_dim 64. The split alone moves 200 MB, a fifth of the time, and
+//         nothing else runs while a block loads Q or multiplies its diagonal.
 
 #include <cuda_fp16.h>
 
