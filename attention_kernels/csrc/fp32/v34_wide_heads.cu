@@ -470,14 +470,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
 
-  // The diagonal tile of the last warpgroup needs no split V.
-  const int v_tiles = is_causal ? m_start / kBlockN + kConsumers - 1 : block_tiles;
-
   // The last warpgroup: one warp copies, one lane of it all but the diagonals.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
     const int lane = threadIdx.x - 128 * kConsumers;
     if (lane >= 32) return;
+    // The diagonal tile of the last warpgroup needs no split V.
+    const int v_tiles = is_causal ? m_start / kBlockN + kConsumers - 1 : block_tiles;
     ptx::wait_for_previous();
     const unsigned char* g_tiles =
         tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
@@ -525,7 +524,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool has_diagonal = is_causal && m_first < seqlen;
   const int end = has_diagonal ? m_first / kBlockN + 1 : block_tiles;
   // Both warpgroups have the tiles before this one; for the others there are no turns.
-  const int shared = is_causal ? m_start / kBlockN + 1 : block_tiles;
+  const int shared = has_diagonal ? end - warpgroup : block_tiles;
 
   unsigned char* sQ = s_q + warpgroup * 2 * kOperandBytes;
   __shared__ float s_q_scales[kBlockM];
