@@ -1,11 +1,12 @@
 // v29 - two products in flight, in turns
 //
-// Change: a warpgroup starts Q K^T of a tile and P V of the tile before together, and computes the
-//         softmax while P V still runs. The two warpgroups start their products in turns.
+// Change: a warpgroup starts Q K^T of a tile and P V of the tile before together. The two warpgroups
+//         start their products in turns, so that one multiplies while the other computes.
 // Why:    in v28 a warpgroup either multiplies or computes. Without turns, the products of both
 //         warpgroups share the tensor cores and end at the same time; then both compute, and no
 //         tensor core has work.
-// Cost:   P and S live at the same time: 32 more registers.
+// Cost:   P and S live at the same time: 32 more registers. ptxas moves the wait for P V before the
+//         softmax, see hopper/v09_softmax_during_pv.cu.
 // Tile:   kBlockM x kBlockN = 128 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 64
