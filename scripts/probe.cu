@@ -13,7 +13,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-namespace attention::ATTENTION_VERSION {  // the headers are those of version files, which have these
+namespace attention::
+    ATTENTION_VERSION {  // the headers are those of version files, which have these
 int64_t scratch_floats(const Params&) { return 0; }
 cudaError_t launch(const Params&, cudaStream_t) { return cudaErrorNotSupported; }
 }  // namespace attention::ATTENTION_VERSION
@@ -22,15 +23,30 @@ using namespace attention;
 
 constexpr int kChain = 64, kLoops = 8, kSlots = 8, kMultiprocessors = 132;
 enum Test {
-  kFma, kAdd, kIntegerMad, kLogic, kMax, kPermute, kPack, kExponential, kShuffle, kMmaTf32,
-  kMmaFloat16, kLoad, kLoad16, kLoadMatrix, kBarrier, kFence, kArrive,
+  kFma,
+  kAdd,
+  kIntegerMad,
+  kLogic,
+  kMax,
+  kPermute,
+  kPack,
+  kExponential,
+  kShuffle,
+  kMmaTf32,
+  kMmaFloat16,
+  kLoad,
+  kLoad16,
+  kLoadMatrix,
+  kBarrier,
+  kFence,
+  kArrive,
 };
 
 __device__ float sink[1024];
 
-void report(const std::string& name, double value) {
+void report(const std::string& name, double value, const char* unit = "cycles") {
   static bool is_first = true;
-  std::printf("%s\n  \"%s\": %.6g", is_first ? "{" : ",", name.c_str(), value);
+  std::printf("%s\n  \"%s\": [%.6g, \"%s\"]", is_first ? "{" : ",", name.c_str(), value, unit);
   is_first = false;
 }
 
@@ -41,8 +57,7 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
   if (kTest == kAdd) asm volatile("add.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kIntegerMad)
     asm volatile("mad.lo.u32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
-  if (kTest == kLogic)
-    asm volatile("lop3.b32 %0, %0, %1, %2, 0xe8;" : "+r"(x[0]) : "r"(y), "r"(z));
+  if (kTest == kLogic) asm volatile("lop3.b32 %0, %0, %1, %2, 0xe8;" : "+r"(x[0]) : "r"(y), "r"(z));
   if (kTest == kMax) asm volatile("max.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kPermute) asm volatile("prmt.b32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
   if (kTest == kPack) asm volatile("cvt.rn.f16x2.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
@@ -169,8 +184,8 @@ __global__ void read(const uint4* from, size_t count, int rounds) {
 
 // Groups of kCount products of 64 x 2 kSums x 16, each waited for before the next begins.
 template <int kSums, bool kFromRegisters, int kCount>
-__global__ void __launch_bounds__(384) products(long long* cycles, int loops, unsigned seed,
-                                                unsigned long long* nanoseconds) {
+__global__ void __launch_bounds__(384)
+    products(long long* cycles, int loops, unsigned seed, unsigned long long* nanoseconds) {
   ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
   for (int i = threadIdx.x; i < 16384; i += blockDim.x) {  // numbers of 2^-8 to 2^-1
     const unsigned bits = (i * 2654435761u) ^ seed;
@@ -345,8 +360,8 @@ void clock_under(const char* name) {
     cudaMemcpy(&ns, nanoseconds, sizeof(ns), cudaMemcpyDeviceToHost);
     ghz[i > 0] = found * 4000 / static_cast<double>(ns);
   }
-  report(std::string("clock at first, GHz, ") + name, ghz[0]);
-  report(std::string("clock at last, GHz, ") + name, ghz[1]);
+  report(std::string("clock at first, ") + name, ghz[0], "GHz");
+  report(std::string("clock at last, ") + name, ghz[1], "GHz");
 }
 
 int main() {
@@ -391,18 +406,17 @@ int main() {
     for (const char* from : {"memory", "L2"}) {  // the second time
       chase<<<1, 1>>>(cycles, reinterpret_cast<unsigned*>(zeros + at), step / 4, 64);
       report(std::string("load from ") + from + ", " + std::to_string(step) + " bytes apart",
-            fetch() / 64);
+             fetch() / 64);
     }
     at += 64 * step;
   }
-  for (int i = 0; i < 2; ++i)
-    chase_l1<<<1, 1>>>(cycles, reinterpret_cast<unsigned*>(zeros));
+  for (int i = 0; i < 2; ++i) chase_l1<<<1, 1>>>(cycles, reinterpret_cast<unsigned*>(zeros));
   report("load from L1", fetch() / kChain);
   at = size_t{1} << 30;
   for (int rows : {8, 32, 64, 128}) {
     for (const char* from : {"memory", "L2"})
       report("tile of " + std::to_string(rows) + " rows of 128 bytes from " + from,
-            tile_cycles<1>(zeros + at, rows, 1, 0, 33));
+             tile_cycles<1>(zeros + at, rows, 1, 0, 33));
     at += size_t{1} << 24;
   }
   for (int blocks : {1, kMultiprocessors}) {  // 64 tiles of 16 KB in all, so from L2
@@ -426,13 +440,14 @@ int main() {
     float ms;
     cudaEventSynchronize(end);
     cudaEventElapsedTime(&ms, begin, end);
-    report("GB/s from L2, " + std::to_string(blocks) + " blocks", 24e6 * rounds / ms / 1e6);
+    report("24 MB from L2, " + std::to_string(blocks) + " blocks", 24e6 * rounds / ms / 1e6,
+           "GB/s");
   }
   for (int shared : {0, 100 * 1024, 200 * 1024}) {
     for (int blocks : {1, 132, 264, 528, 1056})
-      report("launch, us, " + std::to_string(blocks) + " blocks of 256 threads, " +
-                std::to_string(shared / 1024) + " KB",
-            launch_us(blocks, 256, shared));
+      report("launch, " + std::to_string(blocks) + " blocks of 256 threads, " +
+                 std::to_string(shared / 1024) + " KB",
+             launch_us(blocks, 256, shared), "us");
   }
   clock_under<32>("wgmma 64x64x16");
   clock_under<64>("wgmma 64x128x16");
