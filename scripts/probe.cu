@@ -13,8 +13,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-namespace attention::
-    ATTENTION_VERSION {  // the headers are those of version files, which have these
+// The headers are for version files, which define these.
+namespace attention::ATTENTION_VERSION {
 int64_t scratch_floats(const Params&) { return 0; }
 cudaError_t launch(const Params&, cudaStream_t) { return cudaErrorNotSupported; }
 }  // namespace attention::ATTENTION_VERSION
@@ -452,6 +452,7 @@ int main() {
   clock_under<32>("wgmma 64x64x16");
   clock_under<64>("wgmma 64x128x16");
   std::printf("\n}\n");
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(cudaGetLastError()));
-  return cudaGetLastError() != cudaSuccess;
+  const cudaError_t error = cudaGetLastError();
+  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
+  return error != cudaSuccess;
 }

@@ -52,7 +52,7 @@ def _compile(program: Path, arch: str) -> None:
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     if not (nvcc := compilers.find_nvcc()):
         raise compilers.BuildError(f"needs nvcc to compile {SOURCE.name}")
-    command = [nvcc, "-O3", "-std=c++17", code, "-I", CSRC, "-o", program, SOURCE]
+    command: list[str | Path] = [nvcc, "-O3", "-std=c++17", code, "-I", CSRC, "-o", program, SOURCE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise compilers.BuildError(f"{SOURCE.name} does not compile: {done.stderr.strip()}")
