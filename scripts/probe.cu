@@ -116,7 +116,10 @@ __global__ void chain(long long* cycles, unsigned y, unsigned z) {
     for (unsigned& word : slot) word = kIsAddress ? base + threadIdx.x % 32 * 16 : y;
   long long begin = 0;
   for (int loop = -1; loop < kLoops; ++loop) {
-    if (loop == 0) begin = clock64();
+    if (loop == 0) {
+      __syncthreads();
+      begin = clock64();
+    }
 #pragma unroll
     for (int i = 0; i < kChain; ++i)
       execute<kTest>(x[i % kApart], y, z, ptx::shared_address(&barrier));
@@ -129,20 +132,23 @@ __global__ void chain(long long* cycles, unsigned y, unsigned z) {
   sink[threadIdx.x] = sum;
 }
 
-// kSize multiply-adds, executed again and again: what it costs to fetch the instructions.
-template <int kSize>
+// kSize multiply-adds, executed again and again: what it costs to fetch the instructions. Each waits
+// for the one kApart before it.
+template <int kSize, int kApart>
 __global__ void straight(long long* cycles, float y) {
-  float x[kSlots] = {};
+  float x[kApart] = {};
   long long begin = clock64();
   for (int loop = 0; loop < 5; ++loop) {
     if (loop == 1) {  // the first pass is on its own
+      __syncthreads();
       if (threadIdx.x == 0) cycles[0] = clock64() - begin;
       begin = clock64();
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
-      asm volatile("fma.rn.f32 %0, %0, %1, %1;" : "+f"(x[i % kSlots]) : "f"(y));
+      asm volatile("fma.rn.f32 %0, %0, %1, %1;" : "+f"(x[i % kApart]) : "f"(y));
   }
+  __syncthreads();
   if (threadIdx.x == 0) cycles[1] = clock64() - begin;
   for (float one : x) sink[threadIdx.x] += one;
 }
@@ -280,12 +286,13 @@ void instruction(const char* name) {
   report(std::string(name) + " rate, 4 warps per scheduler", cycles_of<kTest, kSlots>(512) / 4);
 }
 
-template <int kSize>
+template <int kSize, int kApart = kSlots>
 void code_size() {
   for (int warps : {1, 4, 8, 16}) {
-    for (int i = 0; i < 2; ++i) straight<kSize><<<1, 32 * warps>>>(cycles, 0);
+    for (int i = 0; i < 2; ++i) straight<kSize, kApart><<<1, 32 * warps>>>(cycles, 0);
     const double share = kSize * std::max(1, warps / 4);
-    const std::string name = std::to_string(kSize) + " instructions, " + std::to_string(warps);
+    const std::string name = std::to_string(kSize) + " instructions, each using the result " +
+                             std::to_string(kApart) + " before, " + std::to_string(warps);
     report("cycles per instruction, " + name + " warps, first pass", fetch(0) / share);
     report("cycles per instruction, " + name + " warps", fetch(1) / 4 / share);
   }
@@ -350,18 +357,21 @@ double launch_us(int blocks, int threads, int shared) {
   return best * 1e3 / kLaunches;
 }
 
-// The clock in GHz during the first and the last of some milliseconds of work.
-template <int kSums>
-void clock_under(const char* name) {
-  double ghz[2] = {};
+// The clock after some tenths of a second of products, by how busy they keep the tensor cores.
+template <int kSums, bool kFromRegisters, int kCount>
+void clock_under(const char* name, int warpgroups) {
+  double found = 0, ghz = 0;
   for (int i = 0; i < 60; ++i) {
-    const double found = product_cycles<kSums, false, 8>(2, kMultiprocessors, 4000, 0x5bd1e995);
+    constexpr int kGroups = 24000 / kCount;
+    found = product_cycles<kSums, kFromRegisters, kCount>(warpgroups, kMultiprocessors, kGroups,
+                                                          0x5bd1e995);
     unsigned long long ns;
     cudaMemcpy(&ns, nanoseconds, sizeof(ns), cudaMemcpyDeviceToHost);
-    ghz[i > 0] = found * 4000 / static_cast<double>(ns);
+    ghz = found * kGroups / static_cast<double>(ns);
   }
-  report(std::string("clock at first, ") + name, ghz[0], "GHz");
-  report(std::string("clock at last, ") + name, ghz[1], "GHz");
+  const double busy = warpgroups * kCount * kSums / found;  // a product takes kSums cycles
+  report(std::string("busy tensor cores, ") + name, busy, "of 1");
+  report(std::string("clock, ") + name, ghz, "GHz");
 }
 
 int main() {
@@ -395,6 +405,10 @@ int main() {
   code_size<4096>();
   code_size<8192>();
   code_size<12288>();
+  code_size<1024, 2>();
+  code_size<4096, 2>();
+  code_size<1024, 1>();
+  code_size<4096, 1>();
   products_of<16, false>("wgmma 64x32x16 from shared memory");
   products_of<32, false>("wgmma 64x64x16 from shared memory");
   products_of<64, false>("wgmma 64x128x16 from shared memory");
@@ -449,8 +463,13 @@ int main() {
                  std::to_string(shared / 1024) + " KB",
              launch_us(blocks, 256, shared), "us");
   }
-  clock_under<32>("wgmma 64x64x16");
-  clock_under<64>("wgmma 64x128x16");
+  clock_under<32, false, 1>("groups of 1 64x64x16 from shared memory, 1 warpgroup", 1);
+  clock_under<32, true, 1>("groups of 1 64x64x16 from registers, 1 warpgroup", 1);
+  clock_under<32, true, 4>("groups of 4 64x64x16 from registers, 1 warpgroup", 1);
+  clock_under<64, false, 1>("groups of 1 64x128x16 from shared memory, 1 warpgroup", 1);
+  clock_under<64, true, 4>("groups of 4 64x128x16 from registers, 1 warpgroup", 1);
+  clock_under<32, false, 8>("groups of 8 64x64x16 from shared memory, 2 warpgroups", 2);
+  clock_under<64, true, 8>("groups of 8 64x128x16 from registers, 2 warpgroups", 2);
   std::printf("\n}\n");
   const cudaError_t error = cudaGetLastError();
   std::fprintf(stderr, "%s\n", cudaGetErrorString(error));

@@ -105,7 +105,7 @@ PIPES = {
     "multiply": ("IMAD",),
     "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
     "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
-    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG"),
+    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
     "warpgroup": ("HGMMA",),
