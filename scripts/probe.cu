@@ -402,6 +402,8 @@ int main() {
   code_size<512>();
   code_size<1024>();
   code_size<2048>();
+  code_size<2560>();
+  code_size<3072>();
   code_size<4096>();
   code_size<8192>();
   code_size<12288>();
