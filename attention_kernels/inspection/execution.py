@@ -135,7 +135,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
     The lanes' words are next to each other, and stay in L1.
     """
     active = blocks.mask.reshape(-1, WARP).any(1)
-    blocks.issued[-1].lines = active * max(1, one.size // 4)
+    blocks.issued[-1].lines = np.where(active, max(1, one.size // 4), 0)
     found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
     if not found:
         _load_zeros(blocks, one)

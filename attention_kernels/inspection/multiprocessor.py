@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +36,10 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
-# Instructions in a line of the instruction cache, lines in that of a scheduler, and cycles until a
-# line that is not there arrives: the probe's straight code takes 1.04 cycles per instruction
-# as long as it fits into 32 KB, and 2.22 in a loop of twice that.
-_LINE, _LINES, _FETCH = 8, 256, 10.8
+# A scheduler's instruction cache: instructions in a line, sets, lines in a set, and cycles until a
+# line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
+# 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
+_LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 SCHEDULERS = 4
 SECTOR, WAVEFRONT = 32, 128  # bytes
@@ -64,6 +64,8 @@ class GpuModel:
     """Cycles of one tensor core per mma.sync."""
     warpgroup_flop: int
     """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
+    warpgroup_clock_ghz: float
+    """The clock at the power limit while all tensor cores execute such products all the time."""
     shared_latency: int
     l1_latency: int
     l2_latency: int
@@ -71,6 +73,16 @@ class GpuModel:
     l2_bytes_per_cycle: int
     memory_gb_s: float
     launch_us: float
+
+    def clock_at(self, busy: float) -> float:
+        """Return the clock in GHz, given the share of the time with products of warpgroups.
+
+        Their power is proportional to that share, the clock and the square of the voltage, which
+        follows the clock: at the power limit the clock is that of a share of 1 by the cube root.
+        """
+        if not busy:
+            return self.clock_ghz
+        return min(self.clock_ghz, self.warpgroup_clock_ghz / math.pow(busy, 1 / 3))
 
 
 @functools.cache
@@ -208,19 +220,21 @@ class Fetch:
 
     def __init__(self, lines: Collection[int]) -> None:
         """lines: those of all warps; if they fit, they are there from an earlier launch."""
-        self._fits = len(lines) <= _LINES
-        self._arrivals: list[dict[int, float]] = [{} for _ in range(SCHEDULERS)]
+        self._fits = len(lines) <= _SETS * _WAYS
+        self._arrivals: list[defaultdict[int, dict[int, float]]] = [
+            defaultdict(dict) for _ in range(SCHEDULERS)
+        ]
         self._free = [0.0] * SCHEDULERS  # when each has fetched its last line
 
     def arrival(self, scheduler: int, line: int, asked: float) -> float:
         """Return when a line that is asked for at a time is there."""
         if self._fits:
             return 0.0
-        lines = self._arrivals[scheduler]
+        lines = self._arrivals[scheduler][line % _SETS]
         when = lines.pop(line, None)
         if when is None:
             when = self._free[scheduler] = max(self._free[scheduler], asked) + _FETCH
-            if len(lines) == _LINES:
+            if len(lines) == _WAYS:
                 del lines[next(iter(lines))]
         lines[line] = when  # now the last in the order
         return when

@@ -303,7 +303,7 @@ LAYOUTS["batch"] = Layout(
 )
 
 LAYOUTS["probe"] = Layout(
-    title=lambda name, file, block: f"{file.provenance.gpu['name']} ({name})",
+    title=lambda name, file, block: f"{file.machine} ({name})",
     columns=[
         Column("figure", columns.first(lambda row: row.contender)),
         Column("median", columns.timed(lambda row: row.median), "{:.4g}"),
