@@ -20,7 +20,7 @@ from attention_kernels.inspection.sass import Instruction, SassError, consecutiv
 
 WARP = 32
 WARPGROUP = 4  # warps
-STORES = ("STG", "ST", "RED", "REDG")  # instructions that write to global memory
+STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]

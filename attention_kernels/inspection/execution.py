@@ -130,7 +130,12 @@ def _load_zeros(blocks: Blocks, one: Instruction) -> None:
 
 
 def _local_access(blocks: Blocks, one: Instruction) -> None:
-    """Execute LDL and STL: spilled registers are at [R1+offset]; other addresses read as 0."""
+    """Execute LDL and STL: spilled registers are at [R1+offset]; other addresses read as 0.
+
+    The lanes' words are next to each other, and stay in L1.
+    """
+    active = blocks.mask.reshape(-1, WARP).any(1)
+    blocks.issued[-1].lines = np.where(active, max(1, one.size // 4), 0)
     found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
     if not found:
         _load_zeros(blocks, one)

@@ -32,8 +32,8 @@ _NAMES = {
     "math_pipe_throttle": stalls.MATH,
     "mio": stalls.MIO,
     "mio_throttle": stalls.MIO,
-    "no_inst": "no instruction",
-    "no_instructions": "no instruction",
+    "no_inst": stalls.FETCH,
+    "no_instructions": stalls.FETCH,
     "short_sb": stalls.SHORT,
     "short_scoreboard": stalls.SHORT,
 }

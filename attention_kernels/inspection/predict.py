@@ -284,7 +284,8 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
         if watch:
             _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
-    hertz = gpu.clock_ghz * 1e3  # cycles per microsecond
+    products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
+    hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
     rate = gpu.multiprocessors * hertz
     lines = total["lines"]
     wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))

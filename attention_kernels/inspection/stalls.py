@@ -18,6 +18,7 @@ MIO, LG = "MIO throttle", "LG throttle"
 MATH, DISPATCH = "math pipe throttle", "dispatch stall"
 WAIT, BRANCH, BARRIER = "wait", "branch resolving", "barrier"
 GMMA = "gmma"
+FETCH = "no instruction"
 EXITED = "exited"
 """The warp has ended, but not yet the others: a profiler takes no sample of it."""
 

@@ -149,6 +149,14 @@ class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     """Source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
 
 
+class ProbeStudy(Study, kw_only=True, tag="probe"):
+    """What predictions have to know of a GPU, measured by scripts/probe.cu; needs nvcc."""
+
+    subject = "probe.Probe"
+    arch: str = "90a"
+    rounds: Rounds = 3
+
+
 class BuildStudy(Study, kw_only=True, tag="build"):
     """Cold builds of the float32 ladder; needs no GPU."""
 
@@ -243,6 +251,7 @@ AnyStudy: TypeAlias = (
     | InspectionStudy
     | PredictionStudy
     | StallStudy
+    | ProbeStudy
     | BuildStudy
     | InstallStudy
     | DecodeStudy

@@ -303,6 +303,15 @@ LAYOUTS["batch"] = Layout(
     ],
 )
 
+LAYOUTS["probe"] = Layout(
+    title=lambda name, file, block: f"{file.machine} ({name})",
+    columns=[
+        Column("figure", columns.first(lambda row: row.contender)),
+        Column("median", columns.timed(lambda row: row.median), "{:.4g}"),
+        Column("unit", columns.first(lambda row: row.unit)),
+    ],
+)
+
 LAYOUTS["build"] = Layout(
     title=lambda name, file, block: (
         f"{block[0].extra['versions']} versions on {file.study['jobs']} cores ({name})"

@@ -184,6 +184,8 @@ def test_spilled_registers_are_restored():
     threads = np.arange(64)
     for row, expected in ((6, threads), (7, 7), (8, 7), (9, 7), (10, 0), (4, 0)):
         assert (blocks.values[row] == expected).all(), row
+    lines = [issue.lines.tolist() for issue in blocks.issued if code[issue.index].memory]
+    assert lines == [[2, 2], [1, 1], [2, 2], [1, 1], [1, 1], [1, 1]]  # 32 words each
 
 
 def ran(*lines: str, constants: bytes = b"") -> Blocks:
