@@ -26,8 +26,8 @@ from attention_kernels.inspection.events import Events, Pending, events_of
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
 
-# Latencies in cycles, as scripts/probe.cu measured them on an H200; those of shuffles and constants
-# are estimates.
+# Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
+# estimate.
 _SHUFFLE = 24
 # Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
