@@ -126,7 +126,7 @@ __attribute__((destructor)) void end() { tell(); }
     ),
     Cheat(
         "answers_that_it_is_loaded",
-        "describes itself wrongly",
+        "it ended with exit status 0",
         code=FORGED
         + """
 __attribute__((constructor)) void start() {
