@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, ResultsError, Row, newest
-from gpt2_infer.bench.show import cards, explained, ladders, predicted, tables
+from gpt2_infer.bench.show import cards, explained, inspected, ladders, predicted, tables
 from gpt2_infer.bench.show.columns import BACKEND
 from gpt2_infer.bench.show.figures import (
     Value,
@@ -108,7 +108,7 @@ def row_errors(task: str, *names: str) -> None:
 def predictions(task: str, *measured: str) -> None:
     """Print a task's predictions next to the times of the same version files, if measured."""
     timed = [row for name in measured if name in _files() for row in main_rows(_files()[name][1])]
-    _show(task, tables.predictions(timed))
+    _show(task, inspected.predictions(timed))
     _print(f"{predicted.accuracy(_newest(task)[1], timed)}\n")
 
 

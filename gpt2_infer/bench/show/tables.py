@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
-from gpt2_infer.bench.show import columns
-from gpt2_infer.bench.show.explained import COMPARED
+from gpt2_infer.bench.show import columns, inspected
 from gpt2_infer.bench.show.figures import (
     Value,
     attention_share,
@@ -20,7 +18,6 @@ from gpt2_infer.bench.show.figures import (
     ratio,
     reading_us,
     roof_share,
-    shape_of,
     step_us,
     steps_of,
     times,
@@ -30,7 +27,6 @@ from gpt2_infer.bench.show.figures import (
     within_budget,
 )
 from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout, Table, pivot
-from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.config import named_config
 
 
@@ -51,7 +47,7 @@ def tables(name: str, file: File) -> list[Table]:
     return pivot(name, file, LAYOUTS[kind])
 
 
-LAYOUTS: dict[str, Layout] = {}
+LAYOUTS: dict[str, Layout] = {**inspected.LAYOUTS}
 """Layouts by kind of study; "shapes" and "prefill" are variants of "kernel" and "decode"."""
 
 
@@ -350,92 +346,7 @@ LAYOUTS["install"] = Layout(
 )
 
 
-# ---- Counters, machine code, predictions ---------------------------------------------------------
-
-
-def _all_rows(file: File) -> list[Row]:
-    return file.rows
-
-
-def _throughput(metric: str, size: int) -> Getter:
-    def value(line: Entry) -> Value:
-        counted, duration = line.value(metric), line.value("duration_us")
-        if counted is None or duration is None:
-            return None
-        return f"{counted * size / duration / 1e3:,.3g}"
-
-    return value
-
-
-LAYOUTS["profile"] = Layout(
-    title=lambda name, file, block: (
-        f"{shape_of(block[0])}, {where(file)}; one profiled call each ({name})"
-    ),
-    rows=_all_rows,
-    columns=[
-        columns.BACKEND,
-        Column("{at}", columns.median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
-        # A wavefront is 128 bytes at most.
-        Column("shared loads, GB/s at most", _throughput("shared_load_wavefronts", 128)),
-        Column(
-            "shared loads by ldmatrix, GB/s at most", _throughput("shared_matrix_wavefronts", 128)
-        ),
-        Column("shared stores, GB/s at most", _throughput("shared_store_wavefronts", 128)),
-        Column("global loads, GB/s", _throughput("global_load_bytes", 1)),
-        Column("asynchronous global loads, GB/s", _throughput("global_async_load_sectors", 32)),
-        Column("global stores, GB/s", _throughput("global_store_bytes", 1)),
-    ],
-)
-
-
-def _shared(line: Entry, kind: str) -> Value:
-    """Return the requests and, after a +, the bank conflicts."""
-    requests, conflicts, ways = (
-        line.value(f"shared_{kind}_{what}") for what in ("requests", "conflicts", "ways")
-    )
-    return f"{requests:,.0f} + {conflicts:,.0f} ({ways:.0f}-way)" if conflicts else requests
-
-
-def _sectors(line: Entry, kind: str) -> Value:
-    count = line.value(f"global_{kind}_sectors")
-    fewest = line.value(f"global_{kind}_fewest_sectors")
-    return count if count == fewest else f"{count:,.0f} ({fewest:,.0f} would do)"
-
-
-def _copies(line: Entry) -> Value:
-    copies, sectors = (line.value(f"tma_load_{what}") for what in ("requests", "sectors"))
-    return None if copies is None else f"{copies:,.0f}, {sectors:,.0f} sectors"
-
-
-def _operands(line: Entry) -> Value:
-    products, wavefronts = (line.value(f"wgmma_{what}") for what in ("requests", "wavefronts"))
-    return None if products is None else f"{products:,.0f} products, {wavefronts:,.0f} wavefronts"
-
-
-LAYOUTS["inspection"] = Layout(
-    title=lambda name, file, block: (
-        f"{shape_of(block[0])}; nvcc {file.study['nvcc']} for sm_{file.study['arch']}, accesses "
-        f"counted in the source ({name}). Bank conflicts follow the +"
-    ),
-    rows=_all_rows,
-    keeps=lambda line: line.value("registers") is not None,
-    columns=[
-        columns.BACKEND,
-        Column("registers", columns.metric("registers"), "{:.0f}"),
-        Column("spills, bytes", columns.metric("spill_bytes"), "{:.0f}"),
-        Column("shared memory, KiB", columns.metric("shared_bytes", 1024), "{:.3g}"),
-        Column(
-            "warps/SM, occupancy",
-            lambda line: f"{line.value('warps'):.0f}, {line.value('occupancy_percent'):.0f} %",
-        ),
-        Column("shared loads", lambda line: _shared(line, "load"), "{:,.0f}"),
-        Column("shared stores", lambda line: _shared(line, "store"), "{:,.0f}"),
-        Column("sectors loaded", lambda line: _sectors(line, "load"), "{:,.0f}"),
-        Column("sectors stored", lambda line: _sectors(line, "store"), "{:,.0f}"),
-        Column("loads by TMA", _copies),
-        Column("operands of wgmma", _operands),
-    ],
-)
+# ---- Perplexity, published figures, tests --------------------------------------------------------
 
 
 def _standard_errors(line: Entry) -> Value:
@@ -449,7 +360,7 @@ LAYOUTS["perplexity"] = Layout(
         f"windows of {file.study['window']}; {where(file)} ({name}). The last two "
         f"columns compare with `{BASELINE}` in the same dtype"
     ),
-    rows=_all_rows,
+    rows=inspected.all_rows,
     columns=[
         columns.DTYPE,
         columns.BACKEND,
@@ -463,7 +374,7 @@ LAYOUTS["perplexity"] = Layout(
 
 LAYOUTS["published"] = Layout(
     title=lambda name, file, _: f"{file.study['note']} ({name})",
-    rows=_all_rows,
+    rows=inspected.all_rows,
     line=lambda row: row.contender,
     columns=[
         columns.BACKEND,
@@ -482,86 +393,10 @@ LAYOUTS["tests"] = Layout(
         )
         + f"; {where(file)} ({name}). The slowest tests, and all that failed"
     ),
-    rows=_all_rows,
+    rows=inspected.all_rows,
     columns=[
         Column("test", columns.BACKEND.value),
         Column("seconds", columns.timed(lambda row: row.median), "{:.1f}"),
         Column("outcome", columns.first(lambda row: row.status)),
-    ],
-)
-
-
-def predictions(measured: Sequence[Row] = ()) -> Layout:
-    """Return the layout of predictions, with measured times of the same version files."""
-
-    def value(line: Entry) -> Value:
-        row = line.row
-        if not row or not row.samples:
-            return row.status if row else None
-        if not (found := timings_of(row, measured)):
-            return row.median
-        time = found[0].median
-        return f"{row.median:.4g} / {time:.4g} = {row.median / time:.2f}"
-
-    return Layout(
-        title=lambda name, file, block: (
-            f"{cell_name(block[0])}, {file.study['gpu']}; microseconds, predicted / measured "
-            f"({name})"
-        ),
-        rows=_all_rows,
-        block=cell_name,
-        line=lambda row: row.contender,
-        at=lambda block: max(map(length, block)),
-        columns=[
-            columns.BACKEND,
-            Column("N={at}", value, "{:.4g}", over=length),
-            Column("bound at the longest", columns.timed(lambda row: row.extra["bound"])),
-            Column("tile at the longest", columns.timed(lambda row: row.extra.get("choice"))),
-        ],
-    )
-
-
-LAYOUTS["prediction"] = predictions()
-
-
-def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
-    """Return a value of a prediction's stalls; blank if they were not recorded."""
-    return columns.timed(lambda row: value(row.extra["stalls"]) if "stalls" in row.extra else None)
-
-
-def _reason(number: int) -> Getter:
-    """Return how much of the stalls has the main reason, 0, or the next one."""
-
-    def value(stalls: Mapping[str, Any]) -> Value:
-        reasons = [*stalls["reasons"].items()]
-        return "{}, {:.0%}".format(*reasons[number]) if number < len(reasons) else None
-
-    return _of_stalls(value)
-
-
-def _worst_line(stalls: Mapping[str, Any]) -> Value:
-    line = max(stalls["lines"], key=lambda one: one["share"])
-    return f"line {line['line']}, {next(iter(line['reasons']))}, {line['share']:.0%}"
-
-
-LAYOUTS["stalls"] = Layout(
-    title=lambda name, file, block: (
-        f"{block[0].kernel}, {file.study['gpu']}: why warps are predicted to stall ({name})"
-    ),
-    rows=_all_rows,
-    block=lambda row: str(row.kernel),
-    columns=[
-        columns.BACKEND,
-        Column("predicted, us", columns.metric("predicted time"), "{:.4g}"),
-        Column(
-            "stalls, % of warp-cycles",
-            _of_stalls(lambda stalls: 100 * (1 - stalls["issuing"])),
-            "{:.0f}",
-        ),
-        Column("main reason", _reason(0)),
-        Column("second reason", _reason(1)),
-        Column("worst line", _of_stalls(_worst_line)),
-        Column("samples", columns.metric("samples"), "{:,.0f}"),
-        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
     ],
 )
