@@ -31,8 +31,8 @@ from attention_kernels.inspection.stalls import Watch
 _SHUFFLE = 24
 # Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
-# Cycles from the end of a product of a warpgroup until who waits for it goes on: with them, the
-# simulated loops of the probe take as long as the measured ones.
+# Cycles from the end of a warpgroup's product until a warp that waits for it can go on. With this
+# figure the probe's loops take as long in the simulation as on the GPU.
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it

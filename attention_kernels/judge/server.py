@@ -4,15 +4,9 @@ Nobody may trace the server, or the workers, which inherit that. So it hides bef
 compiler run, which may do what the author of a version file likes.
 """
 
-import gc
-import importlib
-
 from attention_kernels.child import hide
 from attention_kernels.ladder import ahead
 
 hide()
 ahead.start()
-gc.disable()  # it would search what an import makes again and again, in vain
-importlib.import_module("attention_kernels.judge.worker")
-gc.freeze()
-gc.enable()
+ahead.import_to_stay("attention_kernels.judge.worker")

@@ -1,8 +1,10 @@
-"""Build a version file while torch is imported, which takes as long: nothing here imports it."""
+"""Build a version file while torch is imported, which takes as long: this file does not need it."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def wait() -> None:
     """Wait until the build has ended that this process, or one it was forked from, began."""
     if _building >= 0:
         os.read(_building, 1)
+
+
+def import_to_stay(module: str) -> None:
+    """Import a module without garbage collection, which would search in vain what stays."""
+    gc.disable()
+    importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def build_ahead(file: str, device: str) -> None:

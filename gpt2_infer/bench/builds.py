@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,11 +15,13 @@ from typing import Any
 
 import msgspec
 
+from attention_kernels import child
 from attention_kernels.ladder import build, compilers, header
 from gpt2_infer.bench.record import Row
 from gpt2_infer.bench.study import BuildStudy, Contender, InstallStudy, RejectedError, Subject
 from gpt2_infer.errors import RequestError
 
+_SECONDS = 900.0  # limit of pip, and of the command, which may compile
 PARTS = {"kernels_bytes": "/prebuilt/", "model_bytes": "/demo_model/"}
 
 
@@ -145,9 +146,7 @@ def _sizes(wheel: Path) -> dict[str, int]:
 def _python(words: Sequence[str], settings: Mapping[str, str], folder: str) -> str:
     """Run Python in a folder with these variables; return its output or raise RequestError."""
     command, environment = [sys.executable, *words], {**os.environ, **settings}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RequestError(f"python {' '.join(words)} failed: {done.stderr[-1000:]}")
-    return done.stdout
+    done = child.run(command, timeout_s=_SECONDS, env=environment, folder=folder)
+    if done.status:
+        raise RequestError(f"python {' '.join(words)} {done.how}: {done.err[-1000:]}")
+    return done.out

@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection.accesses import Access, count_accesses
+from attention_kernels.inspection.accesses import BY_LANE, Access, count_accesses
 from attention_kernels.inspection.resources import Resources, resource_table
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
@@ -108,15 +108,13 @@ def totals(accesses: list[Access]) -> dict[str, float]:
                 values = [getattr(access, number) for access in mine]
                 total = max(values, default=0) if number == "ways" else sum(values)
                 found[f"{memory}_{kind}_{number}"] = total
-    for kind in ("TMA load", "TMA store"):
-        for a in accesses:
-            if (a.memory, a.kind) == ("global", kind):
-                name = kind.lower().replace(" ", "_")
-                found[f"{name}_requests"] += a.requests
-                found[f"{name}_bytes"] += a.requests * a.bytes
-                found[f"{name}_sectors"] += a.sectors
     for a in accesses:
         if a.kind == "wgmma":
-            for number in ("requests", "wavefronts"):
-                found[f"wgmma_{number}"] += getattr(a, number)
+            found["wgmma_requests"] += a.requests
+            found["wgmma_wavefronts"] += a.wavefronts
+        elif a.memory == "global" and a.kind not in BY_LANE:
+            name = a.kind.lower().replace(" ", "_")
+            found[f"{name}_requests"] += a.requests
+            found[f"{name}_bytes"] += a.requests * a.bytes
+            found[f"{name}_sectors"] += a.sectors
     return dict(found)

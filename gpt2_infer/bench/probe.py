@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from attention_kernels import child
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import CSRC
 from gpt2_infer.bench.record import Row
@@ -17,7 +17,7 @@ from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
 SOURCE = Path(__file__).parents[2] / "scripts" / "probe.cu"
-_SECONDS = 60  # a run takes a few
+_SECONDS = 60.0  # a run takes a few
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -52,15 +52,13 @@ def _compile(program: Path, arch: str) -> None:
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     if not (nvcc := compilers.find_nvcc()):
         raise compilers.BuildError(f"needs nvcc to compile {SOURCE.name}")
-    command: list[str | Path] = [nvcc, "-O3", "-std=c++17", code, "-I", CSRC, "-o", program, SOURCE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise compilers.BuildError(f"{SOURCE.name} does not compile: {done.stderr.strip()}")
+    options = ["-O3", "-std=c++17", code, f"-I{CSRC}"]
+    compilers.output_of([nvcc, *options, "-o", str(program), str(SOURCE)])
 
 
 def _run(program: Path) -> dict[str, tuple[float, str]]:
     """Return the value and the unit of each figure."""
-    done = subprocess.run([program], capture_output=True, text=True, timeout=_SECONDS, check=False)
-    if done.returncode:
-        raise RequestError(f"{SOURCE.name} failed: {done.stderr.strip()}")
-    return msgspec.json.decode(done.stdout, type=dict[str, tuple[float, str]])
+    done = child.run([str(program)], timeout_s=_SECONDS)
+    if done.status:
+        raise RequestError(f"{SOURCE.name} {done.how}: {done.err.strip()}")
+    return msgspec.json.decode(done.out, type=dict[str, tuple[float, str]])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import importlib
 import os
 import re
 from multiprocessing import forkserver
@@ -52,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     start_server(arguments.name, arguments.device or "")
-    # The collector would search what an import makes again and again, and once more at the end.
-    gc.disable()
-    importlib.import_module("attention_kernels.judge.conformance")
-    gc.freeze()
-    gc.enable()
+    ahead.import_to_stay("attention_kernels.judge.conformance")
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()

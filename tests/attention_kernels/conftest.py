@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder.op import load_op
 from tests.conftest import shared_by_workers
 
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
@@ -46,6 +47,14 @@ def hopper() -> str:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     return "cuda"
+
+
+def faulty_op(file: Path, build: str) -> Callable[..., None]:
+    """Return the emulated op of a file in negative/; build: "races" or, without that check, ""."""
+    version = header.parse_header(file, "negative_")
+    if build == "races":
+        version = header.race_checked(version)
+    return load_op(version, "cpu", f"the kernel {file.name}")
 
 
 def probe_line(marker: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.conftest import faulty_op
 
 FAULTY = Path(__file__).parent / "negative" / "v09_cluster.cu"
 EARLY_COPY = r"race: another block writes byte|the destination is still read by multiply\(\)"
@@ -61,10 +62,7 @@ def run(op, device, fault):
 @pytest.fixture(scope="module", params=["", "races"])
 def cluster(request):
     """Run the kernel with a fault; return its message, its largest error and the build."""
-    version = header.parse_header(FAULTY, "negative_")
-    if request.param:
-        version = header.race_checked(version)
-    op = load_op(version, "cpu", "the faulty cluster")
+    op = faulty_op(FAULTY, request.param)
     return lambda fault: (*run(op, "cpu", fault), request.param)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.conftest import faulty_op
 from tests.conftest import on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
@@ -330,10 +331,7 @@ class FaultParams(ctypes.Structure):
 @pytest.fixture(scope="module", params=["", "races"])
 def faulty(request):
     """Run the kernel with a fault; return its message, its largest error and the build."""
-    version = header.parse_header(FAULTY, "negative_")
-    if request.param:
-        version = header.race_checked(version)
-    op = load_op(version, "cpu", "the faulty kernel")
+    op = faulty_op(FAULTY, request.param)
     g = torch.Generator().manual_seed(0)
     q = torch.randn(128, 64, generator=g).half() / 8
     k, v = (torch.randn(320, 64, generator=g).half() for _ in range(2))
