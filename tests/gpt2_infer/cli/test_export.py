@@ -121,6 +121,35 @@ def test_a_package_is_installed_listed_and_passes_its_test(package, environment)
     assert not [word for word in ("my_backend", "my-backend", "MY_", "tiled") if word in names]
 
 
+# Without a cache, every token's attention is the kernel's.
+GENERATE = """
+import attention_kernels.hf
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(0)
+config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, initializer_range=0.2)
+config.use_cache = False
+model = GPT2LMHeadModel(config).cuda().eval()
+prompt = torch.randint(256, (2, 40), device="cuda")
+options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+texts = []
+for name in ("FAST_ROWS_CUDA_VERSION_1", "sdpa"):
+    model.set_attn_implementation(name)
+    texts.append(model.generate(prompt, **options))
+assert texts[0].shape == (2, 48) and torch.equal(*texts), texts
+"""
+
+
+@pytest.mark.gpu
+def test_an_installed_package_passes_its_test_and_serves_transformers_on_a_gpu(
+    package, environment
+):
+    if reason := compilers.missing_compiler("cuda"):
+        pytest.skip(reason)
+    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(package, environment)
+    subprocess.run([environment, "-c", GENERATE], check=True)
+
+
 # What kernel-builder puts next to a binding.
 REGISTRATION = """
 #define STABLE_TORCH_LIBRARY_EXPAND(name, library) STABLE_TORCH_LIBRARY(name, library)
@@ -382,7 +411,7 @@ clock.OUTSIDE["cuda"] = clock.REPEATED["cuda"] = float("inf")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu"])
+@on_every_device
 def test_the_whole_command(device, tmp_path):
     """On a CPU it runs without nvcc, so that no time is predicted."""
     kind, target, settings = "hub", "cuda", {}
@@ -394,7 +423,7 @@ def test_the_whole_command(device, tmp_path):
     file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
     words = ["export", str(file), "--as", kind, "--out", str(tmp_path / "fast-rows")]
     program = f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **settings}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     text = (tmp_path / "fast-rows" / "README.md").read_text()
     assert "It passed 12 checks" in text
