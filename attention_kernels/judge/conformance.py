@@ -46,8 +46,9 @@ from attention_kernels.judge.cases import (
 from attention_kernels.judge.cover import in_order_of_gain
 from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
 from attention_kernels.judge.order import cost, tries, with_few_shapes
+from attention_kernels.judge.process import EndedError
 from attention_kernels.judge.reference import Truth, Verdict, check_precision, extent, truth
-from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
+from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
 from attention_kernels.registry import BackendSpec
 
 __all__ = [
