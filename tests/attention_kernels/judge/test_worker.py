@@ -13,7 +13,8 @@ from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge import conformance, process
 from attention_kernels.judge.cases import Case
-from attention_kernels.judge.conformance import judged, run_check, verify
+from attention_kernels.judge.conformance import judged, verify
+from attention_kernels.judge.driver import run_check
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
