@@ -440,13 +440,17 @@ inline __device__ void pass_turn(int warpgroup) {
   ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
-// A warp copies kBlockN rows of V from row n on; rows past the end become copies of the last one.
+// A warpgroup copies kBlockN rows of V from row n on, where its first warp has waited for `empty`; rows
+// past the end become copies of the last one. A warp starts one copy after the other, so all four share
+// them.
 inline __device__ void copy_rows(unsigned char* to, const float* gV, int64_t g_stride, int n,
-                                 int seqlen, ptx::Barrier* full) {
+                                 int seqlen, ptx::Barrier* empty, int parity, ptx::Barrier* full) {
   constexpr int kBytes = kHeadDim * sizeof(float);
-  if (threadIdx.x % 32 == 0) ptx::barrier_expect(full, kBlockN * kBytes);
-  __syncwarp();
-  for (int r = threadIdx.x % 32; r < kBlockN; r += 32) {
+  const int warp = threadIdx.x % 128 / 32;
+  if (warp == 0) ptx::barrier_wait(empty, parity);
+  if (threadIdx.x % 128 == 0) ptx::barrier_expect(full, kBlockN * kBytes);
+  ptx::named_barrier_sync(5, 128);
+  for (int r = warp + threadIdx.x % 32 * 4; r < kBlockN; r += 128) {
     ptx::copy_bulk(to + r * kFloatRow * sizeof(float), gV + min(n + r, seqlen - 1) * g_stride,
                    kBytes, full);
   }
@@ -481,44 +485,40 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = index / num_heads;
   const int head = index % num_heads;
 
-  // The last warpgroup: one warp copies, one lane of it all but the diagonals.
+  // The last warpgroup copies: one thread tiles, then all of them V on the diagonals.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
-    const int lane = threadIdx.x - 128 * kConsumers;
-    if (lane >= 32) return;
     // The diagonal tile of the last warpgroup needs no split V.
     const int v_tiles = is_causal ? m_start / kBlockN + kConsumers - 1 : block_tiles;
-    ptx::wait_for_previous();
-    const unsigned char* g_tiles =
-        tiles + int64_t{index} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
-    for (int tile = 0; tile < block_tiles; ++tile) {
-      const int stage = tile % kStages, parity = tile / kStages % 2 ^ 1;
-      // At first, the phase before is complete.
-      ptx::barrier_wait(&k_empty[stage], parity);
-      if (lane == 0) {
+    if (threadIdx.x == 128 * kConsumers) {
+      ptx::wait_for_previous();
+      const unsigned char* g_tiles =
+          tiles + int64_t{index} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
+      for (int tile = 0; tile < block_tiles; ++tile) {
+        const int stage = tile % kStages, parity = tile / kStages % 2 ^ 1;
+        // At first, the phase before is complete.
+        ptx::barrier_wait(&k_empty[stage], parity);
         ptx::barrier_expect(&k_full[stage], kKBytes);
         ptx::copy_bulk(s_k + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes, kKBytes,
                        &k_full[stage]);
-      }
-      if (tile >= v_tiles) continue;
-      ptx::barrier_wait(&v_empty[stage], parity);
-      if (lane == 0) {
+        if (tile >= v_tiles) continue;
+        ptx::barrier_wait(&v_empty[stage], parity);
         ptx::barrier_expect(&v_full[stage], kVBytes);
         ptx::copy_bulk(s_v + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes + kKBytes,
                        kVBytes, &v_full[stage]);
       }
     }
+    __syncwarp();
     if (!is_causal) return;
     // The first warpgroup's diagonal follows the last tile of V, the other's the last of K.
     const float* gV = v + batch * v_strides.batch + head * v_strides.head;
-    const int stage = v_tiles % kStages;
-    ptx::barrier_wait(&v_empty[stage], v_tiles / kStages % 2 ^ 1);
-    copy_rows(s_v + stage * kStageBytes, gV, v_strides.seqlen, m_start, seqlen, &v_full[stage]);
+    const int stage = v_tiles % kStages, parity = v_tiles / kStages % 2 ^ 1;
+    copy_rows(s_v + stage * kStageBytes, gV, v_strides.seqlen, m_start, seqlen, &v_empty[stage],
+              parity, &v_full[stage]);
     if (block_tiles > v_tiles) {
-      const int stage = block_tiles % kStages;
-      ptx::barrier_wait(&k_empty[stage], block_tiles / kStages % 2 ^ 1);
+      const int stage = block_tiles % kStages, parity = block_tiles / kStages % 2 ^ 1;
       copy_rows(s_k + stage * kStageBytes, gV, v_strides.seqlen, m_start + kBlockN, seqlen,
-                &k_full[stage]);
+                &k_empty[stage], parity, &k_full[stage]);
     }
     return;
   }
