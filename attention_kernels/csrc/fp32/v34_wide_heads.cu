@@ -11,8 +11,8 @@
 //         as soon as S is complete. The tiles of a head with 1,024 keys are 1 MB, and those of all
 //         heads do not stay in L2 until the head's next block reads them.
 // Cost:   wgmma reads both operands of S from shared memory, which takes as long as the product.
-//         Loads wait behind that: without the fence in arrive(), a copy overtook one in 2 of
-//         1,000 calls, and its columns had the scales of another tile.
+//         Loads wait behind that: without the fence in arrive(), a copy overtook one in 2 to 9 of
+//         1,000 calls, and a column had the scale of another tile.
 // Tile:   kBlockM x kBlockN = 128 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 128
