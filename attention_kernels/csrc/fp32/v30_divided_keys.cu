@@ -3,7 +3,7 @@
 // Change: where there are fewer blocks of 128 rows than multiprocessors, a block has 64 rows, and
 //         its warpgroups take every second tile each. At the end one leaves O, the maximum and the
 //         sum of its part in shared memory, and the other joins the parts. K and V of a tile arrive
-//         apart, and other warps copy V on the diagonal, so that the first product starts earlier.
+//         apart, and another warp copies V on the diagonal, so that the first product starts earlier.
 // Why:    one batch entry with 12 heads and 512 rows is only 48 blocks of 128 rows, and the other
 //         multiprocessors are idle. A warp starts one copy after the other: in v29 the first tile
 //         waits until copies of all rows of V have been started.
@@ -427,18 +427,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
 
-  // The last warpgroup copies: one thread tiles, the other warps V on the diagonal.
+  // The last warpgroup copies: one thread tiles, the second warp V on the diagonal.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
     const int thread = threadIdx.x - 128 * kConsumers;
     if (thread >= 32) {
-      if (!is_causal) return;
+      if (thread >= 64 || !is_causal) return;
       const float* gV = v + batch * v_strides.batch + head * v_strides.head;
       constexpr int kBytes = kHeadDim * sizeof(float);
       if (thread == 32) ptx::barrier_expect(&diagonal_full, kBlockM * kBytes);
-      ptx::named_barrier_sync(4, 96);
+      __syncwarp();
       // Rows past the end become copies of the last one.
-      for (int r = thread / 32 - 1 + thread % 32 * 3; r < kBlockM; r += 96) {
+      for (int r = thread - 32; r < kBlockM; r += 32) {
         ptx::copy_bulk(s_diagonal + r * kFloatRow,
                        gV + min(m_start + r, seqlen - 1) * v_strides.seqlen, kBytes,
                        &diagonal_full);
@@ -482,10 +482,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   static_assert(kStages >= kConsumers, "a block's last kConsumers tiles stay in shared memory");
   static_assert(kStages % kConsumers == 0, "a warpgroup waits for every tile of its stages");
   const bool has_diagonal = diagonal < block_tiles && diagonal % kApart == first;
-  // Both warpgroups have so many tiles that they take in turns.
-  const int shared = kDividesKeys ? block_tiles / kConsumers
-                     : is_causal  ? m_start / kBlockN + 1
-                                  : block_tiles;
+  // Both warpgroups have these tiles; for others there are no turns.
+  const int shared = kDividesKeys ? 0 : is_causal ? m_start / kBlockN + 1 : block_tiles;
 
   Split rQ, rP;
   const float2 q_scale = load_q(rQ, q + batch * q_strides.batch + head * q_strides.head,
@@ -495,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   const auto start_qk = [&](int tile) {
     ptx::barrier_wait(&k_full[tile % kStages], tile / kStages % 2);
-    if (tile / kApart < shared) wait_for_turn(warpgroup);
+    if (tile < shared) wait_for_turn(warpgroup);
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
@@ -503,8 +501,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + kPartStride);
   };
   const auto end_turn = [&](int tile) {
-    const bool is_last = warpgroup == kConsumers - 1 && tile / kApart + 1 == shared;
-    if (tile / kApart < shared && !is_last) pass_turn(warpgroup);
+    const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
+    if (tile < shared && !is_last) pass_turn(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
@@ -523,7 +521,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&empty[tile % kStages]);
   };
 
-  if (warpgroup == kConsumers - 1 && shared > 0) pass_turn(warpgroup);
+  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn(warpgroup);
   if (first < end) {
     start_qk(first);
     end_turn(first);
