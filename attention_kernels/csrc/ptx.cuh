@@ -70,7 +70,8 @@ inline __device__ void named_barrier_arrive(int barrier, int threads) {
 }
 
 // Makes what the thread has written to shared memory visible to later bulk copies and to products
-// that read shared memory (wgmma.cuh), its own and those ordered after it by a barrier.
+// that read shared memory (wgmma.cuh), its own and those ordered after it by a barrier; and ends its
+// loads before such a copy overwrites what they read, which a barrier alone does not.
 inline __device__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -15,6 +15,7 @@
 namespace attention::emulator {
 
 constexpr size_t kCellBytes = 2;
+constexpr char kNoFence[] = "without a proxy_fence() after it";
 
 template <typename T>
 T* zeros(size_t count) {
@@ -175,11 +176,14 @@ void Races::access(const void* memory, size_t bytes, AccessKind kind, const void
     Cell& cell = cells[at / kCellBytes];
     next.bytes = ((1u << (end - at)) - 1) << at % kCellBytes;
     if (conflict(cell.write, next)) report(cell.write, next, address + (at - first));
-    if (kind == AccessKind::kRead) {
+    if (kind == AccessKind::kRead || kind == AccessKind::kFetch) {
       note_read(cell, next);
     } else {
-      for (const Access& read : cell.reads)
+      for (const Access& read : cell.reads) {
         if (conflict(read, next)) report(read, next, address + (at - first));
+        if (kind == AccessKind::kCopy && lacks_fence(read))
+          report(read, next, address + (at - first), false, kNoFence);
+      }
       if (cell.write.clock == next.clock && cell.write.thread == thread)
         next.bytes |= cell.write.bytes;
       cell.write = next;
@@ -202,17 +206,22 @@ void Races::copy_from_block(const void* memory, size_t bytes, const void* code,
       if (before.clock > begun &&
           (before.thread >= sender.size() || sender[before.thread] < before.clock))
         report(before, next, address + (at - first), /*is_from_block=*/true);
+      if (lacks_fence(before))
+        report(before, next, address + (at - first), /*is_from_block=*/true, kNoFence);
     }
     cell.write = next;
   }
   release(barrier);
 }
 
-void Races::report(const Access& before, const Access& next, uintptr_t address,
-                   bool is_from_block) {
+void Races::report(const Access& before, const Access& next, uintptr_t address, bool is_from_block,
+                   const char* lacking) {
   const auto lane = [](const Access& access) {
     return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
            std::to_string(access.thread / kWarpSize);
+  };
+  const auto is_read = [](const Access& access) {
+    return access.kind == AccessKind::kRead || access.kind == AccessKind::kFetch;
   };
   // The return address comes just after the access.
   const auto at = [](const Access& access) {
@@ -225,11 +234,10 @@ void Races::report(const Access& before, const Access& next, uintptr_t address,
           ? describe(block.shared, address)
           : "byte " + std::to_string(address - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
                 " of static shared memory";
-  const std::string what = "race: " + (is_from_block ? "another block" : lane(next)) +
-                           (next.kind == AccessKind::kRead ? " reads " : " writes ") + where +
-                           at(next) + ", which " + lane(before) +
-                           (before.kind == AccessKind::kRead ? " has read" : " has written") +
-                           at(before) + ", with no barrier between";
+  const std::string what =
+      "race: " + (is_from_block ? "another block" : lane(next)) +
+      (is_read(next) ? " reads " : " writes ") + where + at(next) + ", which " + lane(before) +
+      (is_read(before) ? " has read" : " has written") + at(before) + ", " + lacking;
   block.record(cudaErrorLaunchFailure, what.c_str());
   block.abandon();
 }

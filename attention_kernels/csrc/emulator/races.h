@@ -19,7 +19,8 @@
 
 namespace attention::emulator {
 
-enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopy };  // kCopy: by a bulk copy
+// kCopy: by a bulk copy. kFetch: a read by a product, or by a copy from shared memory.
+enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopy, kFetch };
 
 constexpr unsigned kMaxCluster = 8;
 
@@ -106,8 +107,15 @@ class Races {
   }
   ATTENTION_EMULATOR_INLINE bool conflict(const Access& before, const Access& next);
   ATTENTION_EMULATOR_INLINE void note_read(Cell& cell, const Access& read);
+  // Returns whether a thread has read and may not have ended that when a later copy writes: loads pass
+  // through another proxy than copies, and only a fence() orders them.
+  ATTENTION_EMULATOR_INLINE bool lacks_fence(const Access& before) const {
+    return before.clock > begun && before.kind == AccessKind::kRead &&
+           fences[before.thread] < before.clock;
+  }
   [[noreturn]] void report(const Access& before, const Access& next, uintptr_t address,
-                           bool is_from_block = false);
+                           bool is_from_block = false,
+                           const char* lacking = "with no barrier between");
 
   Block& block;
   Cell* cells;

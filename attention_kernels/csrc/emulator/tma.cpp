@@ -166,7 +166,7 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
     copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
   const auto* const tile = static_cast<const unsigned char*>(from);
   const size_t bytes = box_bytes(map);
-  if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kRead, code);
+  if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kFetch, code);
   check_visible(tile, bytes, site);
   if (emulator::on_copy != nullptr) {
     emulator::on_copy(

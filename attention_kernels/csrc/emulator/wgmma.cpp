@@ -335,7 +335,7 @@ inline void finish(const emulator::Product& product, unsigned warp) {
     product_failure(product.site, "an operand was changed before the product had read it");
   if (block.races != nullptr) {
     for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
-      block.races->access(at, 16, emulator::AccessKind::kRead, product.code);
+      block.races->access(at, 16, emulator::AccessKind::kFetch, product.code);
     });
   }
   emulator::SumsInFlight& sums = *sums_in_flight(product.sums, 0);

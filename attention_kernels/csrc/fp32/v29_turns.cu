@@ -377,8 +377,10 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (
   }
 }
 
-// Tells that this warp is done with what the barrier guards.
+// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
+// the next copy passes through another proxy and could overtake them.
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  ptx::proxy_fence();
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }

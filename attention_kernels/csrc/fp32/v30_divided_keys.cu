@@ -2,9 +2,11 @@
 //
 // Change: where there are fewer blocks of 128 rows than multiprocessors, a block has 64 rows, and
 //         its warpgroups take every second tile each. At the end one leaves O, the maximum and the
-//         sum of its part in shared memory, and the other joins the parts.
+//         sum of its part in shared memory, and the other joins the parts. K and V of a tile arrive
+//         apart, and another warp copies V on the diagonal, so that the first product starts earlier.
 // Why:    one batch entry with 12 heads and 512 rows is only 48 blocks of 128 rows, and the other
-//         multiprocessors are idle.
+//         multiprocessors are idle. A warp starts one copy after the other: in v29 the first tile
+//         waits until copies of all rows of V have been started.
 // Cost:   each tile is fetched for 64 rows instead of 128. There are four stages instead of five: a
 //         warpgroup that waits for every second phase of a barrier cannot tell it from the next.
 // Tile:   kBlockM x kBlockN = 128 x 64 or 64 x 64, block 384
@@ -44,12 +46,14 @@ constexpr int kMost = 127;
 constexpr float kScaleP = 0x1p15f;
 
 // An operand of wgmma is 64 rows of 128 bytes, in which the 16-byte chunk c of row r lies where
-// chunk c ^ (r % 8) would. A tile of keys is K's hi, K's lo, V's hi and V's lo, then the scales of
-// K's rows and V's columns.
+// chunk c ^ (r % 8) would. A tile of keys has two parts: K's hi and lo and the scales of its rows, then
+// V's hi and lo and the scales of its columns.
 constexpr int kRowBytes = 2 * kHeadDim;
 constexpr int kOperandBytes = kBlockN * kRowBytes;
-constexpr int kTileBytes = 4 * kOperandBytes + sizeof(float) * (kBlockN + kHeadDim);
-constexpr int kStageBytes = (kTileBytes + 1023) / 1024 * 1024;
+constexpr int kPartBytes = 2 * kOperandBytes + sizeof(float) * 64;
+constexpr int kTileBytes = 2 * kPartBytes;
+constexpr int kPartStride = (kPartBytes + 1023) / 1024 * 1024;
+constexpr int kStageBytes = 2 * kPartStride;
 
 // Shared memory: kStages tiles, then V in float32 on the block's diagonal, in padded rows; where
 // warpgroups divide the keys, that has 64 rows, and one part of O follows.
@@ -190,12 +194,12 @@ __global__ void __launch_bounds__(kSplitThreads)
     rows[i] = n_start + r < seqlen ? load4(g_rows + r * strides.seqlen, 4 * threadIdx.x % kHeadDim)
                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  unsigned char* tile = tiles + int64_t{blockIdx.x} * kTileBytes;
-  float* scales = reinterpret_cast<float*>(tile + 4 * kOperandBytes);
+  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kPartBytes : 0);
+  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes);
   if (is_v) {
-    split_v(tile + 2 * kOperandBytes, scales + kBlockN, rows);
+    split_v(operand, scales, rows);
   } else {
-    split_k(tile, scales, rows);
+    split_k(operand, scales, rows);
   }
 }
 
@@ -380,8 +384,10 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (
   }
 }
 
-// Tells that this warp is done with what the barrier guards.
+// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
+// the next copy passes through another proxy and could overtake them.
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  ptx::proxy_fence();
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
@@ -401,10 +407,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kBlockM = ATTENTION_VERSION::kBlockM<kDividesKeys>;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
   float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
-  __shared__ ptx::Barrier full[kStages], empty[kStages], diagonal_full;
+  __shared__ ptx::Barrier k_full[kStages], v_full[kStages], empty[kStages], diagonal_full;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(&full[stage], 1);
+      ptx::barrier_init(&k_full[stage], 1);
+      ptx::barrier_init(&v_full[stage], 1);
       // Every warp that reads the tile arrives.
       ptx::barrier_init(&empty[stage], kDividesKeys ? 4 : 4 * kConsumers);
     }
@@ -420,33 +427,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int batch = blockIdx.x / num_heads;
   const int head = blockIdx.x % num_heads;
 
-  // The last warpgroup: one warp copies.
+  // The last warpgroup copies: one thread tiles, the second warp V on the diagonal.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
     const int thread = threadIdx.x - 128 * kConsumers;
-    if (thread >= 32) return;
-    if (is_causal) {  // rows past the end become copies of the last one
+    if (thread >= 32) {
+      if (thread >= 64 || !is_causal) return;
       const float* gV = v + batch * v_strides.batch + head * v_strides.head;
       constexpr int kBytes = kHeadDim * sizeof(float);
-      if (thread == 0) ptx::barrier_expect(&diagonal_full, kBlockM * kBytes);
+      if (thread == 32) ptx::barrier_expect(&diagonal_full, kBlockM * kBytes);
       __syncwarp();
-      for (int r = thread; r < kBlockM; r += 32) {
+      // Rows past the end become copies of the last one.
+      for (int r = thread - 32; r < kBlockM; r += 32) {
         ptx::copy_bulk(s_diagonal + r * kFloatRow,
                        gV + min(m_start + r, seqlen - 1) * v_strides.seqlen, kBytes,
                        &diagonal_full);
       }
+      return;
     }
     if (thread != 0) return;
     ptx::wait_for_previous();
     const unsigned char* g_tiles =
         tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
+    // The diagonal tile of the block's last rows needs no split V.
+    const int v_tiles = is_causal ? m_start / kBlockN + kBlockM / 64 - 1 : block_tiles;
     for (int tile = 0; tile < block_tiles; ++tile) {
       const int stage = tile % kStages;
+      unsigned char* s_tile = s_tiles + stage * kStageBytes;
+      const unsigned char* g_tile = g_tiles + int64_t{tile} * kTileBytes;
       // At first, the phase before is complete.
       ptx::barrier_wait(&empty[stage], tile / kStages % 2 ^ 1);
-      ptx::barrier_expect(&full[stage], kTileBytes);
-      ptx::copy_bulk(s_tiles + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes,
-                     kTileBytes, &full[stage]);
+      ptx::barrier_expect(&k_full[stage], kPartBytes);
+      ptx::copy_bulk(s_tile, g_tile, kPartBytes, &k_full[stage]);
+      if (tile >= v_tiles) continue;
+      ptx::barrier_expect(&v_full[stage], kPartBytes);
+      ptx::copy_bulk(s_tile + kPartStride, g_tile + kPartBytes, kPartBytes, &v_full[stage]);
     }
     return;
   }
@@ -477,12 +492,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   const auto start_qk = [&](int tile) {
-    ptx::barrier_wait(&full[tile % kStages], tile / kStages % 2);
+    ptx::barrier_wait(&k_full[tile % kStages], tile / kStages % 2);
     if (tile < shared) wait_for_turn(warpgroup);
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
-    multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + 2 * kOperandBytes);
+    ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
+    multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + kPartStride);
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
@@ -490,7 +506,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
-                                          4 * kOperandBytes);
+                                          2 * kOperandBytes);
   };
   const auto use_s = [&](int tile) {
     scale_scores(rS, q_scale, scales_of(tile));
@@ -501,7 +517,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return softmax(rS, rows);
   };
   const auto use_pv = [&](int tile) {
-    add_pv(rO, rPV, row_scale, scales_of(tile) + kBlockN);
+    add_pv(rO, rPV, row_scale, scales_of(tile) + kPartStride / sizeof(float));
     arrive(&empty[tile % kStages]);
   };
 

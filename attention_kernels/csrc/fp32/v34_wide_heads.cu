@@ -1,21 +1,27 @@
 // v34 - head_dim 128
 //
 // From: v29
-// Change: Q, split once, is in shared memory, and K and V have stages and barriers of their own. V
-//         on the block's diagonal is read from global memory.
+// Change: Q, split once, is in shared memory, and K and V have stages and barriers of their own. V in
+//         float32 on a warpgroup's diagonal takes the place of a tile: of V for the first warpgroup,
+//         of K for the other. P on the diagonal is split once, not again for every 16 columns. Blocks
+//         of kGroup heads start together, those with the most keys first, and the split comes to the
+//         first of them last.
 // Why:    with head_dim 128, O and P V take twice the registers, and none are left for Q. A tile of K
 //         and V takes twice the shared memory: two tiles of each fit, if K's is free for the next one
-//         as soon as S is complete.
-// Cost:   wgmma reads Q from shared memory for each product. V's numbers on the diagonal come from
-//         L2, four rows at a time.
+//         as soon as S is complete. The tiles of a head with 1,024 keys are 1 MB, and those of all
+//         heads do not stay in L2 until the head's next block reads them.
+// Cost:   wgmma reads both operands of S from shared memory, which takes as long as the product.
+//         Loads wait behind that: without the fence in arrive(), a copy overtook one in 2 to 9 of
+//         1,000 calls, and a column had the scale of another tile.
 // Tile:   kBlockM x kBlockN = 128 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 128
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: 1.8 times as fast as v25 at head_dim 128 with 96 heads of 1,024 rows, 120 TFLOP/s: v29
-//         gains that at head_dim 64, where softmax and rescaling are a larger part of the work.
+// Expect: 1.6 times as fast as v25 at head_dim 128 with 96 heads of 1,024 rows. The split alone moves
+//         200 MB, a fifth of the time, and nothing else runs while a block loads Q or multiplies its
+//         diagonal.
 
 #include <cuda_fp16.h>
 
@@ -35,6 +41,7 @@ constexpr int kBlockN = 64;
 constexpr int kHeadDim = 128;
 constexpr int kStages = 2;            // tiles of K and of V in shared memory
 constexpr int kScores = kBlockN / 2;  // elements of S per thread
+constexpr int kGroup = 16;            // heads
 constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
 constexpr int kSplitThreads = 128;
 constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
@@ -53,6 +60,10 @@ constexpr int kKBytes = 2 * kOperandBytes + sizeof(float) * kBlockN;
 constexpr int kVBytes = 2 * kOperandBytes + sizeof(float) * kHeadDim;
 constexpr int kTileBytes = kKBytes + kVBytes;
 constexpr int kStageBytes = (kVBytes + 1023) / 1024 * 1024;
+
+// A stage also holds V in float32 on a warpgroup's diagonal, in padded rows.
+constexpr int kFloatRow = kHeadDim + 4;
+static_assert(kBlockN * kFloatRow * sizeof(float) <= kStageBytes);
 
 // Shared memory: Q's hi and lo of each warpgroup, then kStages parts with K, then as many with V.
 constexpr int kSmemBytes = kConsumers * 2 * kOperandBytes + 2 * kStages * kStageBytes;
@@ -171,17 +182,18 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
-// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
-// the end are zero.
+// A block has a tile of kBlockN keys of a head, of K or V. The tiles that are read first come last: they
+// are still in L2 then. Rows past the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   ptx::allow_next();
-  const bool is_v = blockIdx.y == 1;
+  const bool is_v = blockIdx.x % 2 == 1;
+  const int index = gridDim.x / 2 - 1 - blockIdx.x / 2;  // of the tile
   const Strides strides = is_v ? v_strides : k_strides;
   const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
-  const int head = blockIdx.x / tiles_per_head;
+  const int n_start = index % tiles_per_head * kBlockN;
+  const int head = index / tiles_per_head;
   const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
                         head % num_heads * strides.head + n_start * strides.seqlen;
   float4 rows[kRowsPerThread];
@@ -191,7 +203,7 @@ __global__ void __launch_bounds__(kSplitThreads)
     rows[i] = n_start + r < seqlen ? load4(g_rows + r * strides.seqlen, 4 * threadIdx.x % kHeadDim)
                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  unsigned char* tile = tiles + int64_t{blockIdx.x} * kTileBytes;
+  unsigned char* tile = tiles + int64_t{index} * kTileBytes;
   unsigned char* operand = is_v ? tile + kKBytes : tile;
   float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes);
   if (is_v) {
@@ -219,12 +231,20 @@ inline __device__ float reduce_max(float x) {
 inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ, int64_t g_stride,
                               int m, int r, int seqlen, float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
+  float2 rows[2][kHeadDim / 8];
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float2 x[kHeadDim / 8];
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      rows[i][j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
+                                      : make_float2(0.0f, 0.0f);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto& x = rows[i];
     float largest = 0.0f;
     for (int j = 0; j < kHeadDim / 8; ++j) {
-      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                : make_float2(0.0f, 0.0f);
       largest = fmaxf(largest, fmaxf(fabsf(x[j].x), fabsf(x[j].y)));
     }
     const int exponent = exponent_of(reduce_max(largest));
@@ -363,39 +383,41 @@ inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHea
 }
 
 // O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` of the keys from n_start
-// on; rows past the end are read as the last one.
+// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
 inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* gV, int64_t g_stride,
-                                        int n_start, int seqlen, int keys) {
+                                        float2 row_scale, const float* s_v, int keys) {
+  constexpr int kColumnsAtOnce = 32, kKeysAtOnce = 16;
   const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
+  unsigned hiP[kBlockN / 8][4], loP[kBlockN / 8][4];
 #pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    const float* lane_v = gV + first + lane_id / 4;
-    float small[2][4] = {}, large[2][4] = {};
+  for (int j = 0; j < kBlockN / 8; ++j) {
+    for (int i = 0; i < 4; ++i) {
+      split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[j][i], loP[j][i]);
+    }
+  }
 #pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-      const float* row[2];
-      for (int i = 0; i < 2; ++i) {
-        row[i] = lane_v + min(n_start + 8 * j + lane_id % 4 * 2 + i, seqlen - 1) * g_stride;
-      }
+  for (int first = 0; first < kHeadDim; first += kColumnsAtOnce) {
+    float small[kColumnsAtOnce / 8][4] = {}, large[kColumnsAtOnce / 8][4] = {};
 #pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * row[i][8 * d], hiV[i], loV[i]);
+    for (int n = 0; n < kBlockN; n += kKeysAtOnce) {
+      if (n >= keys) break;
+#pragma unroll
+      for (int j = n / 8; j < (n + kKeysAtOnce) / 8; ++j) {
+#pragma unroll
+        for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
+          unsigned hiV[2], loV[2];
+          for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
+            split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + first + 8 * d], hiV[i], loV[i]);
+          }
+          ptx::mma_tf32(small[d], loP[j], hiV);
+          ptx::mma_tf32(small[d], hiP[j], loV);
+          ptx::mma_tf32(large[d], hiP[j], hiV);
         }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
       }
     }
-    for (int d = 0; d < 2; ++d) {
+#pragma unroll
+    for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
       for (int i = 0; i < 4; ++i) {
         float& x = rO[first / 2 + 4 * d + i];
         x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
@@ -404,8 +426,10 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (
   }
 }
 
-// Tells that this warp is done with what the barrier guards.
+// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
+// the next copy passes through another proxy and could overtake them.
 inline __device__ void arrive(ptx::Barrier* barrier) {
+  ptx::proxy_fence();
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
@@ -416,10 +440,26 @@ inline __device__ void pass_turn(int warpgroup) {
   ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
+// A warpgroup copies kBlockN rows of V from row n on, where its first warp has waited for `empty`; rows
+// past the end become copies of the last one. A warp starts one copy after the other, so all four share
+// them.
+inline __device__ void copy_rows(unsigned char* to, const float* gV, int64_t g_stride, int n,
+                                 int seqlen, ptx::Barrier* empty, int parity, ptx::Barrier* full) {
+  constexpr int kBytes = kHeadDim * sizeof(float);
+  const int warp = threadIdx.x % 128 / 32;
+  if (warp == 0) ptx::barrier_wait(empty, parity);
+  if (threadIdx.x % 128 == 0) ptx::barrier_expect(full, kBlockN * kBytes);
+  ptx::named_barrier_sync(5, 128);
+  for (int r = warp + threadIdx.x % 32 * 4; r < kBlockN; r += 128) {
+    ptx::copy_bulk(to + r * kFloatRow * sizeof(float), gV + min(n + r, seqlen - 1) * g_stride,
+                   kBytes, full);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
-                     Strides q_strides, Strides v_strides, int seqlen, int num_heads,
+                     Strides q_strides, Strides v_strides, int seqlen, int heads, int num_heads,
                      float softmax_scale, bool is_causal) {
   ATTENTION_ALIGNED_SHARED(unsigned char, s_q, 1024);
   unsigned char* s_k = s_q + kConsumers * 2 * kOperandBytes;
@@ -436,35 +476,49 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // Blocks start in index order: the last queries have the most keys, so they go first.
+  // Blocks start in index order: of a group, the last queries have the most keys and go first.
   const int m_start = (gridDim.y - 1 - blockIdx.y) * kBlockM;
   const int n_end = is_causal ? min(m_start + kBlockM, seqlen) : seqlen;
   const int block_tiles = (n_end + kBlockN - 1) / kBlockN;
-  const int batch = blockIdx.x / num_heads;
-  const int head = blockIdx.x % num_heads;
+  const int index = blockIdx.z * kGroup + blockIdx.x;  // of the head
+  if (index >= heads) return;
+  const int batch = index / num_heads;
+  const int head = index % num_heads;
 
-  // The last warpgroup: one thread copies.
+  // The last warpgroup copies: one thread tiles, then all of them V on the diagonals.
   if (threadIdx.x >= 128 * kConsumers) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x > 128 * kConsumers) return;
-    ptx::wait_for_previous();
-    const unsigned char* g_tiles =
-        tiles + int64_t{blockIdx.x} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
-    // The diagonal tile of the last warpgroup needs no V.
-    const int v_tiles =
-        is_causal ? min(m_start / kBlockN + kConsumers - 1, block_tiles) : block_tiles;
-    for (int tile = 0; tile < block_tiles; ++tile) {
-      const int stage = tile % kStages, parity = tile / kStages % 2 ^ 1;
-      // At first, the phase before is complete.
-      ptx::barrier_wait(&k_empty[stage], parity);
-      ptx::barrier_expect(&k_full[stage], kKBytes);
-      ptx::copy_bulk(s_k + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes, kKBytes,
-                     &k_full[stage]);
-      if (tile >= v_tiles) continue;
-      ptx::barrier_wait(&v_empty[stage], parity);
-      ptx::barrier_expect(&v_full[stage], kVBytes);
-      ptx::copy_bulk(s_v + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes + kKBytes,
-                     kVBytes, &v_full[stage]);
+    // The diagonal tile of the last warpgroup needs no split V.
+    const int v_tiles = is_causal ? m_start / kBlockN + kConsumers - 1 : block_tiles;
+    if (threadIdx.x == 128 * kConsumers) {
+      ptx::wait_for_previous();
+      const unsigned char* g_tiles =
+          tiles + int64_t{index} * ((seqlen + kBlockN - 1) / kBlockN) * kTileBytes;
+      for (int tile = 0; tile < block_tiles; ++tile) {
+        const int stage = tile % kStages, parity = tile / kStages % 2 ^ 1;
+        // At first, the phase before is complete.
+        ptx::barrier_wait(&k_empty[stage], parity);
+        ptx::barrier_expect(&k_full[stage], kKBytes);
+        ptx::copy_bulk(s_k + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes, kKBytes,
+                       &k_full[stage]);
+        if (tile >= v_tiles) continue;
+        ptx::barrier_wait(&v_empty[stage], parity);
+        ptx::barrier_expect(&v_full[stage], kVBytes);
+        ptx::copy_bulk(s_v + stage * kStageBytes, g_tiles + int64_t{tile} * kTileBytes + kKBytes,
+                       kVBytes, &v_full[stage]);
+      }
+    }
+    __syncwarp();
+    if (!is_causal) return;
+    // The first warpgroup's diagonal follows the last tile of V, the other's the last of K.
+    const float* gV = v + batch * v_strides.batch + head * v_strides.head;
+    const int stage = v_tiles % kStages, parity = v_tiles / kStages % 2 ^ 1;
+    copy_rows(s_v + stage * kStageBytes, gV, v_strides.seqlen, m_start, seqlen, &v_empty[stage],
+              parity, &v_full[stage]);
+    if (block_tiles > v_tiles) {
+      const int stage = block_tiles % kStages, parity = block_tiles / kStages % 2 ^ 1;
+      copy_rows(s_k + stage * kStageBytes, gV, v_strides.seqlen, m_start + kBlockN, seqlen,
+                &k_empty[stage], parity, &k_full[stage]);
     }
     return;
   }
@@ -472,17 +526,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // The shuffle tells the compiler that all lanes have the same number.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const bool is_last = warpgroup == kConsumers - 1;
   const int m_first = m_start + 64 * warpgroup;
   const int r = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // of the block
   const int m = m_start + r;
   const int n = threadIdx.x % 4 * 2;
   // The diagonal crosses the warpgroup's last tile, if that has keys.
   const bool has_diagonal = is_causal && m_first < seqlen;
-  const int end = ((has_diagonal ? min(m_first + 64, seqlen) : seqlen) + kBlockN - 1) / kBlockN;
-  // Whether both warpgroups have this tile; for the others there are no turns.
-  const auto is_shared = [&](int tile) {
-    return is_causal ? tile * kBlockN <= m_first - 64 * warpgroup : tile < end;
-  };
+  const int end = has_diagonal ? m_first / kBlockN + 1 : block_tiles;
+  // Both warpgroups have the tiles before this one; for the others there are no turns.
+  const int shared = has_diagonal ? end - warpgroup : block_tiles;
 
   unsigned char* sQ = s_q + warpgroup * 2 * kOperandBytes;
   __shared__ float s_q_scales[kBlockM];
@@ -497,7 +550,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto start_qk = [&](int tile) {
     const int stage = tile % kStages;
     ptx::barrier_wait(&k_full[stage], tile / kStages % 2);
-    if (is_shared(tile)) wait_for_turn(warpgroup);
+    if (tile < shared) wait_for_turn(warpgroup);
     multiply_qk(rS, sQ, s_k + stage * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
@@ -506,8 +559,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_pv(rPV, rP, s_v + stage * kStageBytes);
   };
   const auto end_turn = [&](int tile) {
-    const int next = tile + (warpgroup == kConsumers - 1);
-    if (is_shared(next)) pass_turn(warpgroup);
+    if (tile + is_last < shared) pass_turn(warpgroup);
   };
   const auto scales_of = [&](const unsigned char* stages, int tile) {
     return reinterpret_cast<const float*>(stages + tile % kStages * kStageBytes +
@@ -527,7 +579,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&v_empty[tile % kStages]);
   };
 
-  if (warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (is_last) pass_turn(warpgroup);
   start_qk(0);
   end_turn(0);
   ptx::multiply_wait<0>(rS);
@@ -549,9 +601,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::multiply_wait<0>(rPV);
     use_pv(end - 1);
   } else {
-    // A column's scale would make rows depend on keys that they do not see.
-    add_product_tf32(rO, rS, row_scale, v + batch * v_strides.batch + head * v_strides.head,
-                     v_strides.seqlen, m_first, seqlen, threadIdx.x % 128 / 32 * 16 + 16);
+    // A column's scale would make rows depend on keys that they do not see. V is where the next tile
+    // of V would be, or for the last warpgroup the next of K.
+    const int stage = end % kStages;
+    ptx::barrier_wait(is_last ? &k_full[stage] : &v_full[stage], end / kStages % 2);
+    add_product_tf32(rO, rS, row_scale,
+                     reinterpret_cast<const float*>((is_last ? s_k : s_v) + stage * kStageBytes),
+                     threadIdx.x % 128 / 32 * 16 + 16);
   }
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
@@ -577,14 +633,16 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   const auto tiles = reinterpret_cast<unsigned char*>(params.scratch);
   const auto v = static_cast<const float*>(params.v);
   const cudaError_t error =
-      launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
+      launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN) * 2),
                     dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k), v, tiles,
                     params.k_strides, params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
-  return launch_early(attention_kernel, dim3(heads, ceil_div(params.seqlen, kBlockM)), 1,
-                      dim3(kThreads), kSmemBytes, stream, static_cast<const float*>(params.q), v,
-                      tiles, static_cast<float*>(params.o), params.q_strides, params.v_strides,
-                      params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+  const dim3 grid(heads < kGroup ? heads : kGroup, ceil_div(params.seqlen, kBlockM),
+                  ceil_div(heads, kGroup));
+  return launch_early(attention_kernel, grid, 1, dim3(kThreads), kSmemBytes, stream,
+                      static_cast<const float*>(params.q), v, tiles, static_cast<float*>(params.o),
+                      params.q_strides, params.v_strides, params.seqlen, heads, params.num_heads,
+                      params.softmax_scale, params.is_causal);
 }
 
 }  // namespace attention::ATTENTION_VERSION

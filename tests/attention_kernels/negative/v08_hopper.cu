@@ -128,6 +128,10 @@ __device__ void consume(const unsigned char* sQ, const unsigned char* sK, const 
     } else {
       ptx::multiply_wait<0>(rS);
     }
+    if ((fault == 0 || fault == 41) && threadIdx.x % 32 == 0) {
+      early += sK[tile % kStages * kTileBytes];  // a load as well
+      if (fault == 0) ptx::proxy_fence();        // 41
+    }
     if (fault != 21) arrive(&barriers.k_empty[tile % kStages], fault);
     if (tile > 0 && fault == 23) {
       ptx::multiply_wait<1>(rO);  // 23
