@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,24 +87,35 @@ class Predictions(Subject[KernelCell]):
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
         self.versions = predicted_in(study.family)
-        first = next(iter(self.versions.values()))
-        dtype = first.dtypes[0] if first else study.dtype
+        self._dtypes = {
+            name: version.dtypes[0] if version else study.dtype
+            for name, version in self.versions.items()
+        }
         shape = study.batch, study.heads, study.head_dim
-        self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
+        self.cells = [
+            KernelCell(n, *shape, dtype, is_causal=not study.full)
+            for dtype in dict.fromkeys(self._dtypes.values())
+            for n in study.seqlens
+        ]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Yield every version's prediction."""
-        for rows in self._rows:
-            yield Contender(rows[self.cells.index(cell)])
+        """Yield the prediction of every version for the cell's dtype."""
+        for row in self._rows:
+            if row.cell == msgspec.to_builtins(cell):
+                yield Contender(row)
 
     @functools.cached_property
-    def _rows(self) -> list[list[Row]]:
-        """Predictions by backend; a version's machine code is read once for all cells."""
-        predict_one = functools.partial(predict_backend, cells=self.cells, gpu=self.gpu)
+    def _rows(self) -> list[Row]:
+        """All predictions; a version's machine code is read once for all cells."""
+        cells = [
+            [cell for cell in self.cells if cell.dtype == dtype] for dtype in self._dtypes.values()
+        ]
+        predict_one = functools.partial(predict_backend, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(predict_one, self.versions.keys(), self.versions.values())
-            return [*tqdm(found, "predicting", len(self.versions), unit="", disable=None)]
+            found = pool.map(predict_one, self.versions.keys(), self.versions.values(), cells)
+            shown = tqdm(found, "predicting", len(self.versions), unit="", disable=None)
+            return [*itertools.chain.from_iterable(shown)]
 
 
 def predicted_in(family: str) -> dict[str, VersionHeader | None]:
