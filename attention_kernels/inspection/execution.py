@@ -117,11 +117,15 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
 
 
 def _global_access(blocks: Blocks, one: Instruction) -> None:
-    blocks.request_global(blocks.address(one.memory[-1], wide=True), one)
+    addresses = blocks.address(one.memory[-1], wide=True)
+    blocks.request_global(addresses, one)
     if one.base == "LDGSTS":
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
     _load_zeros(blocks, one)
+    for place, word in blocks.words.items() if len(one.loaded) == 1 else ():
+        found = np.where(addresses >> 40 == place, word, blocks.read(one.loaded[0]))
+        blocks.write(one.loaded[0], found)
 
 
 def _load_zeros(blocks: Blocks, one: Instruction) -> None:

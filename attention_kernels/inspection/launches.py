@@ -20,6 +20,8 @@ from attention_kernels.ladder.header import VersionHeader
 # The longest sequence that csrc/binding.cpp accepts.
 MAX_SEQLEN = 65535 * 16
 _INT_MAX = 2**31 - 1
+SEQLENS = 6
+"""The terabyte at which csrc/recorders/launches.cpp puts the lengths of a decode kernel's rows."""
 Triple: TypeAlias = tuple[int, int, int]
 
 
@@ -38,6 +40,8 @@ class Launch:
     """Bytes of dynamic shared memory."""
     parameters: bytes
     """The kernel's parameters as nvcc lays them out."""
+    words: tuple[tuple[int, int], ...] = ()
+    """What the kernel loads where data decide on the work: see Blocks.words."""
 
     @property
     def threads(self) -> int:
@@ -46,13 +50,22 @@ class Launch:
 
 
 def case_faults(
-    version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
+    version: VersionHeader,
+    *,
+    seqlens: Iterable[int],
+    head_dim: int,
+    batch: int,
+    num_heads: int,
+    may_decode: bool = False,
 ) -> list[str]:
-    """Return every reason why a version cannot be launched as an attention kernel of a shape."""
+    """Return every reason why a version cannot be launched as an attention kernel of a shape.
+
+    may_decode: it may also be attention of one query per row; seqlens are those of the cache.
+    """
     faults = []
     if version.is_host:
         faults.append("it is host code, not a GPU kernel")
-    if version.role != "attention":
+    if version.role != "attention" and not (may_decode and version.role == "decode"):
         faults.append("it is not an attention kernel")
     if head_dim not in version.head_dims:
         faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")

@@ -126,7 +126,7 @@ def predicted_in(family: str) -> dict[str, VersionHeader | None]:
     others = [x.name for x in list_backends() if x.family == family and predicts_without_version(x)]
     if others:
         return dict.fromkeys(others)
-    versions = selection.versions_of(family)
+    versions = selection.versions_of(family, may_decode=True)
     return {name: version for name, version in versions.items() if not version.is_host}
 
 

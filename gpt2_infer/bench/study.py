@@ -86,6 +86,18 @@ class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     """Whether to omit the causal mask."""
 
 
+class DecodeKernelStudy(Study, kw_only=True, tag="decode-kernel"):
+    """Decode kernels alone, in float32; needs a GPU."""
+
+    subject = "decode_kernels.DecodeKernels"
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [128, 1024, 4096])
+    """Lengths of the cache and of all its rows."""
+    rounds: Rounds = 5
+
+
 class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     """End-to-end generation in every combination of the lists."""
 
@@ -246,6 +258,7 @@ class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
 
 AnyStudy: TypeAlias = (
     KernelStudy
+    | DecodeKernelStudy
     | GenerationStudy
     | ProfileStudy
     | InspectionStudy

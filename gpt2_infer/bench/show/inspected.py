@@ -134,6 +134,17 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 
 LAYOUTS["prediction"] = predictions()
 
+LAYOUTS["decode-kernel"] = Layout(
+    title=lambda name, file, block: f"{cell_name(block[0])}, {where(file)} ({name})",
+    rows=all_rows,
+    block=cell_name,
+    line=lambda row: row.contender,
+    columns=[
+        columns.BACKEND,
+        Column("N={at}, us", columns.timed(lambda row: row.median), "{:.4g}", over=length),
+    ],
+)
+
 
 def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
     """Return a value of a prediction's stalls; blank if they were not recorded."""
