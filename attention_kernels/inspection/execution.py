@@ -270,9 +270,10 @@ def _permute(blocks: Blocks, one: Instruction) -> Values:
 
 # ---- Logic and predicates ------------------------------------------------------------------------
 
-_COMPARISONS = {
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
-    "EQ": np.equal, "NE": np.not_equal,
+    "EQ": np.equal, "NE": np.not_equal, "NAN": lambda x, y: np.isnan(x) | np.isnan(y),
+    "NUM": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
 }  # fmt: skip
 
 
@@ -450,7 +451,7 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", *_CONTROL[:-1],
+    "BPT", "KILL", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT", *_CONTROL[:-1],
 }  # fmt: skip
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {

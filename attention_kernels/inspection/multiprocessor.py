@@ -36,6 +36,7 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
+_CLUSTER = 190  # cycles from a warp's arrival at a cluster's barrier until it can go on
 # A scheduler's instruction cache: instructions in a line, sets, lines in a set, and cycles until a
 # line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
@@ -73,6 +74,12 @@ class GpuModel:
     l2_bytes_per_cycle: int
     memory_gb_s: float
     launch_us: float
+    early_start_us: float = 0.0
+    """Of early launches: a kernel starts so long after the end of the one before the previous."""
+    early_wait_us: float = 0.0
+    """From the end of a kernel until the next one, which waits for it, can go on."""
+    graph_us: float = 0.0
+    """From the end of a graph's last kernel until the first one of the next graph starts."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups.
@@ -247,9 +254,11 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     miss_latency: float,
     most: float = math.inf,
     watch: Watch | None = None,
+    starts: Sequence[int] = (),
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
-    each of them executes. watch: records why each warp does not issue.
+    each of them executes. watch: records why each warp does not issue. starts: where each warp
+    begins, as if it had just executed the instructions before, and their results had arrived.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -269,7 +278,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     running = [0] * len(works)
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
-    at = [0] * len(streams)
+    at = [*starts] or [0] * len(streams)
     if most < sum(work.instructions for work in works):  # each block starts at another point
         # A block that waits for copies begins with a long wait, which is not part of the pace.
         first = 1 if works[0].events.needs else 0
@@ -293,6 +302,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     products = 0.0  # when the tensor cores have finished all products of warpgroups so far
     boards = [[0.0] * 6 for _ in streams]
     groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
+    clusters = [0.0] * len(streams)  # when the barrier opens at which a warp has arrived
     pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
     ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
     for warp, stream in enumerate(streams):
@@ -450,6 +460,10 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             if watch:
                 behind = min(at[warp] + 1, len(streams[warp]) - 1)
                 watch.arrive(warp, next_at, streams[warp][behind][0])
+        elif one.base == "UCGABAR_ARV":
+            clusters[warp] = now + _CLUSTER
+        elif one.base == "UCGABAR_WAIT":
+            next_at = max(next_at, clusters[warp])
         number = owner[warp]
         awaited = None
         if is_eventful[index]:

@@ -147,6 +147,19 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 
+class StepPredictionStudy(Study, kw_only=True, tag="step-prediction"):
+    """Predicted times of the fused decode step, on a GPU that need not be present."""
+
+    subject = "step_prediction.StepPredictions"
+    gpu: str = "h200"
+    models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1, 8])
+    prompt_tokens: AtLeastOne = 8
+    new_tokens: AtLeastOne = 504
+    """Tokens of the text that is measured; the step in its middle is predicted."""
+
+
 class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     """Predicted stalls by source line, and what-ifs, on a GPU that need not be present."""
 
@@ -263,6 +276,7 @@ AnyStudy: TypeAlias = (
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
+    | StepPredictionStudy
     | StallStudy
     | ProbeStudy
     | BuildStudy
