@@ -102,6 +102,17 @@ def test_the_compilers_stalls_and_scoreboards_are_read():
     assert use.waits == (0,)
 
 
+def test_a_loop_takes_its_trip_count_from_memory():
+    """As decode kernels do, whose rows have lengths of their own."""
+    load = CODE.replace("MOV R2, RZ", "LDG.E R2, [UR6]")
+    for words, times in (({}, 3), ({0: 2}, 1)):
+        constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
+        code = sass.parse(load)["kernel"]
+        done = Blocks(code, constants, (64, 1, 1), [(0, 0, 0)], words)
+        execution.run(done, 1000)
+        assert [issue.index for issue in done.issued].count(5) == times
+
+
 def test_an_unknown_instruction_writes_zero_and_is_named():
     done = block(CODE.replace("MOV R2, RZ", "TELEPORT.FAR R2, R0"))
     assert execution.assumed(done.code) == ["TELEPORT.FAR"]
@@ -127,6 +138,13 @@ def test_arithmetic_takes_the_cycles_that_its_lanes_need():
     assert cycles == pytest.approx(2000, rel=0.01)
     half = dataclasses.replace(H200, fp32_lanes=64)
     assert multiprocessor.cycles_of(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
+
+
+def test_a_part_of_the_instructions_is_timed_as_if_the_rest_were_done():
+    code, work = arithmetic(1000, 8)
+    cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0, starts=[900] * 8)
+    assert issued == [800]
+    assert cycles == pytest.approx(200, rel=0.05)
 
 
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
@@ -250,11 +268,12 @@ def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
+    optional = {"early_start_us", "early_wait_us", "graph_us"}  # of early launches
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
-        assert {*numbers} == fields
-        for name in fields - {"name", "arch"}:
+        assert fields - {*numbers} in (set(), optional)
+        for name in {*numbers} & fields - {"name", "arch"}:
             value, source = numbers[name]
             assert all(value) if name == "devices" else value > 0
             assert len(source) > 10
@@ -304,6 +323,18 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
     l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
     assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2))
+
+
+@pytest.mark.slow
+@needs_cuda_programs
+def test_a_decode_kernel_reads_the_whole_cache_of_every_row():
+    list_backends()
+    version = ladder.versions("decode")["DECODE_SPLIT_KV_VERSION_2"]
+    (found,) = predict.predict(version, H200, [CASE._replace(batch=2, seqlen=512)])
+    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
+    cache, row = 2 * 2 * 512 * 12 * 64 * 4, 2 * 12 * 64 * 4
+    assert cache + 2 * row <= l2_bytes <= 1.01 * cache + 2 * row
+    assert found.needs_us["memory"] == pytest.approx((cache + 2 * row) / H200.memory_gb_s / 1e3)
 
 
 def test_what_cannot_be_predicted_is_refused_with_every_reason():
