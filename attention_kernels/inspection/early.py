@@ -38,8 +38,12 @@ class Link:
     """Whether it starts before the previous kernel has ended."""
     allows_first: bool
     """Whether it lets the next kernel start before it waits itself."""
+    share: float
+    """The share of the GPU's room for such blocks that it takes."""
+    reading_us: float
+    """What its blocks read from memory, at full bandwidth."""
     asking_us: float
-    """From its start until all that its blocks ask for in memory has arrived."""
+    """From its start until what they ask for before they wait has arrived, if nobody else reads."""
     work_us: float
     """From the end of the previous kernel on, if all of that has arrived."""
     last_us: float
@@ -91,7 +95,9 @@ def link_of(program: Program, launch: Launch, places: Collection[int]) -> Link:
         launch.kernel,
         is_early=any(waits),
         allows_first=any(_ALLOW in warp[:at] for warp, at in zip(names, waits, strict=True)),
-        asking_us=max(first_cycles / per_us, read + gpu.memory_latency / per_us),
+        share=min(1.0, len(indices) / (max(1, fits) * gpu.multiprocessors)),
+        reading_us=read,
+        asking_us=max(first_cycles, gpu.memory_latency) / per_us,
         work_us=after,
         last_us=last,
         assumed=tuple(execution.assumed([code[at] for at in {one.index for one in blocks.issued}])),
@@ -117,18 +123,33 @@ class Chain:
 def chain_of(gpu: GpuModel, links: Sequence[Link]) -> Chain:
     """Return the times of a chain in a graph that is launched again and again.
 
-    Two kernels are on the GPU: one starts when the one before the previous one has ended, and the
-    previous one allows it. The first kernel starts after the last of the previous graph.
+    A kernel starts when the previous one allows it and its blocks have room next to those of the
+    kernels that still run. The first kernel starts after the last of the previous graph.
     """
-    before = end = allowed = launches = 0.0
+    end = allowed = launches = memory = 0.0
+    running: list[tuple[float, float]] = []  # end and share of each kernel so far
     for link in links:
-        start = max(before, allowed) + gpu.early_start_us
+        start = max(allowed, _room_at(running, link.share)) + gpu.early_start_us
         ready = max(start, end + gpu.early_wait_us)
         if not link.is_early:
             start = ready = end + gpu.graph_us
         launches += ready - end
-        before, allowed = end, start if link.allows_first or not link.is_early else ready
+        allowed = start if link.allows_first or not link.is_early else ready
         end = ready + link.work_us
+        memory = max(memory, start) + link.reading_us  # one kernel's bytes after the other's
         if link.is_early:
-            end = max(end, start + link.asking_us + link.last_us)
+            latency = gpu.memory_latency / gpu.clock_ghz / 1e3
+            arrived = max(start + link.asking_us, memory + latency * (link.reading_us > 0))
+            end = max(end, arrived + link.last_us)
+        running.append((end, link.share))
     return Chain(end, sum(link.work_us for link in links), launches)
+
+
+def _room_at(running: Sequence[tuple[float, float]], share: float) -> float:
+    """Return when kernels have ended that leave room for a share, given those in order."""
+    taken = 0.0
+    for end, one in reversed(running):
+        taken += one
+        if taken + share > 1:
+            return end
+    return 0.0

@@ -36,7 +36,11 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
-_CLUSTER = 190  # cycles from a warp's arrival at a cluster's barrier until it can go on
+# Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on.
+_CLUSTER = 915
+# Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
+# A warp alone needs twice as long for its requests as four schedulers that take turns.
+_PORT = {"shared": 2.0, "shuffle": 4.0}
 # A scheduler's instruction cache: instructions in a line, sets, lines in a set, and cycles until a
 # line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
@@ -65,8 +69,8 @@ class GpuModel:
     """Cycles of one tensor core per mma.sync."""
     warpgroup_flop: int
     """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
-    warpgroup_clock_ghz: float
-    """The clock at the power limit while all tensor cores execute such products all the time."""
+    warpgroup_clocks_ghz: list[tuple[float, float]]
+    """The clock at the power limit, by the share of the time in which tensor cores execute them."""
     shared_latency: int
     l1_latency: int
     l2_latency: int
@@ -75,21 +79,16 @@ class GpuModel:
     memory_gb_s: float
     launch_us: float
     early_start_us: float = 0.0
-    """Of early launches: a kernel starts so long after the end of the one before the previous."""
+    """Of early launches: from the permission of the previous kernel until a kernel starts."""
     early_wait_us: float = 0.0
     """From the end of a kernel until the next one, which waits for it, can go on."""
     graph_us: float = 0.0
     """From the end of a graph's last kernel until the first one of the next graph starts."""
 
     def clock_at(self, busy: float) -> float:
-        """Return the clock in GHz, given the share of the time with products of warpgroups.
-
-        Their power is proportional to that share, the clock and the square of the voltage, which
-        follows the clock: at the power limit the clock is that of a share of 1 by the cube root.
-        """
-        if not busy:
-            return self.clock_ghz
-        return min(self.clock_ghz, self.warpgroup_clock_ghz / math.pow(busy, 1 / 3))
+        """Return the clock in GHz, given the share of the time with products of warpgroups."""
+        shares, clocks = zip((0.0, self.clock_ghz), *self.warpgroup_clocks_ghz, strict=True)
+        return float(np.interp(busy, shares, clocks))
 
 
 @functools.cache
@@ -311,6 +310,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             pending[warp % SCHEDULERS].append((0.0, warp))
     fetch = Fetch({index // _LINE for stream in streams for index, *_ in stream})
     free = [0.0] * SCHEDULERS
+    ports = [0.0] * SCHEDULERS  # when each has handed over its last request to shared memory
     last = [-1] * SCHEDULERS
     pipes = [dict.fromkeys(busy, 0.0) for _ in range(SCHEDULERS)]
     banks = [[0.0, 0.0] for _ in range(SCHEDULERS)]
@@ -360,8 +360,9 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         found, limit = stalls.NOT_SELECTED, now
         if pipes[s][pipe] > limit:
             found, limit = stalls.MIO if pipe in _SLOW else stalls.MATH, pipes[s][pipe]
-        if pipe in _LOAD_STORE and shared - _QUEUE > limit:
-            found, limit = stalls.LG if pipe == "global" else stalls.MIO, shared - _QUEUE
+        queued = max(shared, ports[s]) - _QUEUE
+        if pipe in _LOAD_STORE and queued > limit:
+            found, limit = stalls.LG if pipe == "global" else stalls.MIO, queued
         even, odd = code[index].registers
         if is_first and (
             (even and banks[s][0] + even - _WINDOW > limit)
@@ -393,7 +394,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             if odd:
                 possible = max(possible, banks[s][1] + odd - _WINDOW)
             if pipe in _LOAD_STORE:
-                possible = max(possible, shared - _QUEUE)
+                possible = max(possible, shared - _QUEUE, ports[s] - _QUEUE)
             if possible <= now:
                 break
             soonest = min(soonest, possible)
@@ -425,9 +426,12 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
         done, read = (now + cycles for cycles in _LATENCIES.get(pipe, _FIXED))
         if pipe in _LOAD_STORE:
-            begin = max(shared, now + 2)
             cost = max(1, wavefronts, lines)
+            begin = max(shared, now + 2)
             shared = begin + cost
+            if pipe in _PORT:
+                begin = max(begin, ports[s])
+                ports[s] = begin + _PORT[pipe] * cost
             read = begin + 4
             if pipe == "shuffle":
                 done = begin + _SHUFFLE - 2

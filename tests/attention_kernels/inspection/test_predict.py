@@ -147,6 +147,15 @@ def test_a_part_of_the_instructions_is_timed_as_if_the_rest_were_done():
     assert cycles == pytest.approx(200, rel=0.05)
 
 
+@pytest.mark.parametrize(("warps", "each"), [(1, 8.2), (4, 16.3), (16, 64.4)])
+def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
+    """The probe's loads with a 4-way conflict; it has 8.2 cycles per load and warp alone."""
+    one = sass.Instruction("LDS", ("R0", "[R1]"))
+    work = multiprocessor.Work([[(0, 4, 0, 0)] * 500] * warps, [], Counter(issue=500 * warps))
+    cycles, _ = multiprocessor.cycles_of(H200, [one], [work], 0.0)
+    assert cycles / 500 == pytest.approx(each, rel=0.03)
+
+
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
@@ -161,7 +170,7 @@ def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
 
 
 @pytest.mark.parametrize(
-    ("busy", "ghz"), [(0, 1.98), (0.3, 1.98), (0.5, 1.48 * 2 ** (1 / 3)), (1, 1.48)]
+    ("busy", "ghz"), [(0, 1.98), (0.15, 1.92), (0.3, 1.86), (0.69, 1.83), (1, 1.48)]
 )
 def test_products_of_warpgroups_slow_the_clock_at_the_power_limit(busy, ghz):
     assert H200.clock_at(busy) == pytest.approx(ghz)
@@ -275,7 +284,7 @@ def test_every_number_of_a_gpu_has_its_source():
         assert fields - {*numbers} in (set(), optional)
         for name in {*numbers} & fields - {"name", "arch"}:
             value, source = numbers[name]
-            assert all(value) if name == "devices" else value > 0
+            assert all(value) if isinstance(value, list) else value > 0
             assert len(source) > 10
 
 
