@@ -3,7 +3,8 @@
 A kernel that is launched early (programmatic dependent launch) first asks for what no kernel of the
 chain writes, such as weights, then waits for the previous kernel, and later for what it asked for.
 Each part is simulated for the longest block of the grid, with as many copies of it as a
-multiprocessor gets. What the hardware adds between kernels was measured by scripts/probe.cu.
+multiprocessor gets; the instruction caches hold the code of other kernels then. What the hardware
+adds between kernels was measured by scripts/probe.cu.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SECTOR,
     GpuModel,
+    Work,
     counts_of,
     cycles_of,
     work_of,
@@ -75,20 +77,19 @@ def link_of(program: Program, launch: Launch, places: Collection[int]) -> Link:
     rounds = -(-len(indices) // (count * gpu.multiprocessors))
     per_us = gpu.clock_ghz * 1e3
 
-    def microseconds(starts: list[int]) -> float:
-        # What no earlier kernel has written is in memory.
-        miss = gpu.l2_latency if any(starts) else gpu.memory_latency
-        return (
-            rounds * cycles_of(gpu, code, [work] * count, miss, starts=starts * count)[0] / per_us
-        )
+    def cycles(part: Work, miss: float, starts: list[int]) -> float:
+        copies = [part] * count
+        timed = cycles_of(gpu, code, copies, miss, starts=starts * count, is_cold=True)
+        return timed[0] * rounds
 
-    beginnings = [warp[:wait] for warp, wait in zip(work.warps, waits, strict=True)]
-    first = dataclasses.replace(work, warps=beginnings)
-    first_cycles, _ = cycles_of(gpu, code, [first] * count, gpu.memory_latency)
+    # What no kernel of the chain has written is in memory.
+    begins = [warp[:wait] for warp, wait in zip(work.warps, waits, strict=True)]
+    first_cycles = cycles(dataclasses.replace(work, warps=begins), gpu.memory_latency, [])
+    miss = gpu.l2_latency if any(waits) else gpu.memory_latency
+    after = cycles(work, miss, waits) / per_us
     read = SECTOR * sum(blocks.fetched[place] for place in places) / gpu.memory_gb_s / 1e3
-    after = microseconds(waits)
     if any(tests):  # a copy is waited for where its barrier is tested
-        last = microseconds(tests)
+        last = cycles(work, miss, tests) / per_us
     else:  # loads are needed at once; a ring's copies follow each other to the end
         last = 0.0 if any("LDGSTS" in warp for warp in names) else after
     return Link(

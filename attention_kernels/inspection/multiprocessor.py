@@ -224,9 +224,12 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
 class Fetch:
     """The instruction caches of the schedulers, which drop the least recently used line."""
 
-    def __init__(self, lines: Collection[int]) -> None:
-        """lines: those of all warps; if they fit, they are there from an earlier launch."""
-        self._fits = len(lines) <= _SETS * _WAYS
+    def __init__(self, lines: Collection[int], *, is_cold: bool) -> None:
+        """lines: those of all warps; if they fit, they are there from an earlier launch.
+
+        is_cold: other kernels have run since.
+        """
+        self._fits = len(lines) <= _SETS * _WAYS and not is_cold
         self._arrivals: list[defaultdict[int, dict[int, float]]] = [
             defaultdict(dict) for _ in range(SCHEDULERS)
         ]
@@ -254,10 +257,12 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     most: float = math.inf,
     watch: Watch | None = None,
     starts: Sequence[int] = (),
+    is_cold: bool = False,
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
     each of them executes. watch: records why each warp does not issue. starts: where each warp
     begins, as if it had just executed the instructions before, and their results had arrived.
+    is_cold: whether the instruction caches have only lines of other kernels.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -308,7 +313,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         if at[warp] < len(stream):
             running[owner[warp]] += 1
             pending[warp % SCHEDULERS].append((0.0, warp))
-    fetch = Fetch({index // _LINE for stream in streams for index, *_ in stream})
+    lines_of_code = {index // _LINE for stream in streams for index, *_ in stream}
+    fetch = Fetch(lines_of_code, is_cold=is_cold)
     free = [0.0] * SCHEDULERS
     ports = [0.0] * SCHEDULERS  # when each has handed over its last request to shared memory
     last = [-1] * SCHEDULERS
