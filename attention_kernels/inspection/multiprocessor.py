@@ -75,7 +75,7 @@ class GpuModel:
     l1_latency: int
     l2_latency: int
     memory_latency: int
-    l2_bytes_per_cycle: int
+    l2_bytes_per_cycle: float
     memory_gb_s: float
     launch_us: float
     early_start_us: float = 0.0

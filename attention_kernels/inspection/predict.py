@@ -266,6 +266,17 @@ def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
     )
 
 
+def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
+    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
+
+    share: of memory's bandwidth, which all resident blocks divide among them.
+    """
+    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
+    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
+    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+
+
 def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     """Simulate a launch. watch: records the stalls on a multiprocessor with all of its blocks."""
     gpu, code, line, total = model.gpu, model.code, model.line, model.total
@@ -274,14 +285,16 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     # launch is in L2.
     at_once = model.fits * gpu.multiprocessors / max(1, model.busy)
     l2_bytes = total["misses"] * SECTOR
-    cold = line.inputs * min(1.0, max(at_once, model.min_bytes / max(1.0, l2_bytes)))
+    from_memory = min(1.0, model.min_bytes / max(1.0, l2_bytes))
+    cold = line.inputs * min(1.0, max(at_once, from_memory))
     fits = min(model.fits, model.most)
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     end = equal = 0.0
     if line.works:
-        timed = gpu, code, line.works, miss
-        alone, extra = _alone(*timed)
-        paces = _together(*timed, fits) if fits > 1 else [alone]
+        resident = min(model.busy, fits * gpu.multiprocessors)
+        one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
+        alone, extra = _alone(one, code, line.works, miss)
+        paces = _together(full, code, line.works, miss, fits) if fits > 1 else [alone]
         if watch:
             _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
