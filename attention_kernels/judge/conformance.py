@@ -20,10 +20,9 @@ import random
 import secrets
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,25 +32,25 @@ from attention_kernels import registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
     ArgumentError,
-    AttentionError,
     UnsupportedError,
 )
 from attention_kernels.judge.caller import threads
-from attention_kernels.judge.calls import Op, Outputs, Request, describe_error
+from attention_kernels.judge.calls import Op, Request, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
     attention_cases,
     decode_cases,
 )
 from attention_kernels.judge.cover import in_order_of_gain
+from attention_kernels.judge.driver import Check, Driver, Found, Steps, What, run_check
 from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
 from attention_kernels.judge.order import cost, tries, with_few_shapes
+from attention_kernels.judge.process import EndedError
 from attention_kernels.judge.reference import Truth, Verdict, check_precision, extent, truth
-from attention_kernels.judge.worker import TIMEOUT_S, EndedError, Runner, open_runner
+from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
 from attention_kernels.registry import BackendSpec
 
 __all__ = [
-    "KERNEL_ERRORS",
     "Case",
     "DecodeCase",
     "Failure",
@@ -62,9 +61,6 @@ __all__ = [
     "verify",
 ]
 
-# What a failing kernel raises. CUDA reports a failed launch at a later, unrelated call of torch's,
-# as a RuntimeError.
-KERNEL_ERRORS = (AttentionError, RuntimeError)
 # The suite stops after this many failures: more would say nothing new.
 MOST_FAILURES = 20
 # How many times small cases are repeated. A random fault in one call of a thousand is missed with
@@ -75,21 +71,11 @@ PROGRESS_S = 10.0  # between two progress lines, if standard error is not a term
 # The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
 # does not start CUDA.
 JUDGED_ON_CPU = 1e8
-# The most bytes of inputs of requests that are prepared ahead; references take as much again.
-MOST_AHEAD = 2**26
 # How many cases run before repeated calls.
 CHEAP = 200
 # The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
 # share of planted faults that show in it; see tests/attention_kernels/judge/faults.py.
 QUICK, QUICK_EMULATED, QUICK_SHARE = 0.922, 0.917, 0.95
-What: TypeAlias = Case | DecodeCase | str
-"""A case, or the name of another check."""
-Found: TypeAlias = Verdict | str | None
-"""What a check found: a verdict, or what is wrong, if anything."""
-Steps: TypeAlias = Generator[Request, Outputs, Found]
-Check: TypeAlias = tuple[What, Callable[[], Steps]]
-_Begun: TypeAlias = tuple[What, Steps, Request]
-"""A check whose first or next request is ready."""
 
 
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
@@ -104,16 +90,6 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
 def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
     """Return how keys and values from position `cut` on change earlier rows, in this process."""
     return run_check(Runner(spec, str(device)), leaks(case, [cut]))  # type: ignore[return-value]
-
-
-def run_check(runner: Runner, steps: Steps) -> Found:
-    """Take all steps of a check, one after the other."""
-    request = next(steps)
-    while True:
-        try:
-            request = steps.send(runner.call(request))
-        except StopIteration as found:
-            return found.value  # type: ignore[no-any-return]
 
 
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
@@ -341,15 +317,15 @@ def verify(
     seed = secrets.randbelow(2**31) if seed is None else seed
     if not 0 <= seed < 2**62:
         raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
-    drivers: list[_Driver] = []
+    drivers: list[Driver] = []
 
-    def start(runner: Runner) -> _Driver:
+    def start(runner: Runner) -> Driver:
         spec = runner.spec
         if unknown := [name for name in dtypes if name not in spec.dtypes]:
             reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
             raise UnsupportedError(spec.name, [reason])
         wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
-        return _Driver(runner, checks_of(runner, wanted, seed, quick=quick))
+        return Driver(runner, checks_of(runner, wanted, seed, quick=quick))
 
     def meanwhile(runner: Runner) -> None:
         drivers.append(start(runner))
@@ -386,67 +362,6 @@ def verify(
         return report
 
 
-class _Driver:
-    """Runs the checks of a backend.
-
-    One request is under way at any time. While the backend is loaded or answers, those of the next
-    checks are prepared.
-    """
-
-    def __init__(self, runner: Runner, checks: Sequence[Check]) -> None:
-        self.runner, self.refused, self.total = runner, _Refused(), len(checks)
-        self._left = iter(checks)
-        self._ready: deque[_Begun] = deque()
-
-    def prepare(self) -> None:
-        """Prepare requests until the backend has answered."""
-        while not self.runner.has_answered():
-            size = sum(len(request.block) for _, _, request in self._ready)
-            if size > MOST_AHEAD or (begun := self._begin()) is None:
-                return
-            self._ready.append(begun)
-
-    def run(self) -> Iterator[tuple[What, Found | Exception]]:
-        """Yield what each check found, or the exception that ended it."""
-        under_way: _Begun | None = None
-        while (following := self._next()) or under_way:
-            outputs: Outputs | Exception | None = None
-            if under_way:
-                self.prepare()
-                try:
-                    outputs = self.runner.receive()
-                except KERNEL_ERRORS as error:
-                    outputs = error
-            done, under_way = under_way, following
-            if under_way and not isinstance(outputs, EndedError):
-                self.runner.send(under_way[2])
-            if done and isinstance(outputs, Outputs):
-                what, steps, _ = done
-                try:
-                    self._ready.appendleft((what, steps, steps.send(outputs)))
-                except StopIteration as found:
-                    yield what, found.value
-            elif done:
-                assert isinstance(outputs, Exception)
-                yield done[0], outputs
-
-    def _begin(self) -> _Begun | None:
-        """Begin the next check that is not refused; None if none is left."""
-        for what, start in self._left:
-            if what not in self.refused:
-                steps = start()
-                return what, steps, next(steps)
-        return None
-
-    def _next(self) -> _Begun | None:
-        """Return the next check that is not refused, begun; None if none is left."""
-        while self._ready:
-            begun = self._ready.popleft()
-            if begun[0] not in self.refused:
-                return begun
-        return self._begin()
-
-
 class _Progress:
     """Shows how many checks are done: a bar on a terminal, else a line now and then."""
 
@@ -461,39 +376,6 @@ class _Progress:
             self._told = time.monotonic()
             line = f"{self._report.spec.name}: {done} of {self._report.total} checks"
             print(line, file=sys.stderr, flush=True)
-
-
-class _Refused:
-    """The cases that a backend refuses, so that similar ones are skipped.
-
-    After one refusal, cases of the same dtype, head_dim and length are skipped. After refusals of
-    two lengths, and nothing else, the cause must be the head_dim or the dtype, so every length is
-    skipped.
-    """
-
-    def __init__(self) -> None:
-        self._lengths: dict[object, set[int]] = defaultdict(set)
-        self._taken: set[object] = set()
-
-    def __contains__(self, what: What) -> bool:
-        if isinstance(what, str):
-            return False
-        kind = type(what), what.dtype, what.head_dim
-        lengths = self._lengths[kind]
-        return what.seqlen in lengths or (len(lengths) > 1 and kind not in self._taken)
-
-    def take(self, what: What) -> None:
-        """Note a case that was not refused."""
-        if not isinstance(what, str):
-            self._taken.add((type(what), what.dtype, what.head_dim))
-
-    def add(self, what: What, error: UnsupportedError) -> list[str]:
-        """Note a refusal; return the lines to report: one for a case, none for another check."""
-        if isinstance(what, str) or what in self:
-            return []
-        self._lengths[type(what), what.dtype, what.head_dim].add(what.seqlen)
-        case = f"seqlen {what.seqlen}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
-        return [f"{case}: {'; '.join(error.reasons)}"]
 
 
 def _future_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Iterator[Check]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import KERNEL_ERRORS, Case
+from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS

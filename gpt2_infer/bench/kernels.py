@@ -10,7 +10,7 @@ import torch
 
 from attention_kernels import BackendSpec
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.conformance import KERNEL_ERRORS
+from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
 from gpt2_infer.bench import environment, selection

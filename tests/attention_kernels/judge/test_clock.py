@@ -11,7 +11,8 @@ import pytest
 
 from attention_kernels.judge.calls import CallError
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.conformance import KERNEL_ERRORS, describe_error, judged, run_check
+from attention_kernels.judge.conformance import describe_error, judged
+from attention_kernels.judge.driver import KERNEL_ERRORS, run_check
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.worker import Timing, Worker
 from tests.conftest import DEVICES

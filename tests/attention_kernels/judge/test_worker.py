@@ -11,9 +11,10 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge import conformance, worker
+from attention_kernels.judge import conformance, process
 from attention_kernels.judge.cases import Case
-from attention_kernels.judge.conformance import judged, run_check, verify
+from attention_kernels.judge.conformance import judged, verify
+from attention_kernels.judge.driver import run_check
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
@@ -75,8 +76,8 @@ def test_a_plug_in_that_does_not_return(does, reported, strange):
 
 
 def test_half_a_message_is_no_answer(strange, monkeypatch):
-    monkeypatch.setattr(worker, "MESSAGE_S", 1)
-    monkeypatch.setattr(worker, "ENDING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(process, "MESSAGE_S", 1)
+    monkeypatch.setattr(process, "ENDING_TIMEOUT_S", 0.1)
     strange(calls="tell_half()", loads=TELLS_HALF)
     report = verify("strange", "cpu", timeout_s=5, max_failures=1)
     (failure,) = report.failures

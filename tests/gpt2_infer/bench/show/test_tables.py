@@ -11,6 +11,7 @@ from attention_kernels import ladder
 from gpt2_infer.bench.record import DecodeCell, File, KernelCell, ResultsError, Row
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
+from gpt2_infer.bench.show.pivot import markdown
 from tests.gpt2_infer.bench.common import (
     beside,
     file_of,
@@ -314,3 +315,9 @@ def test_the_overview_of_a_ladder_is_its_headers(family):
     text = ladders.versions_table(family)
     assert len(rows(text)) >= 6
     assert ("takes" in next(iter(rows(text).values()))) != ("Each takes" in text)
+
+
+def test_a_bar_in_code_does_not_end_its_cell():
+    text = markdown(["line", "source"], [("202", "`if (j <= i || last) x += p;`")])
+    assert text.splitlines()[-1].count("|") == 3
+    assert "<code>if (j &lt;= i &#124;&#124; last) x += p;</code>" in text

@@ -1,0 +1,155 @@
+"""A process of the judge's: how it starts, talks to the judge, and ends.
+
+It is forked from a server that has torch imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from attention_kernels.child import ending, hide
+from attention_kernels.errors import AttentionError
+from attention_kernels.judge.calls import Reply
+
+ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
+LARGEST_MESSAGE = 2**20
+MESSAGE_S = 10.0  # for the rest of a message that has begun
+SERVER = "attention_kernels.judge.server"  # what the server imports
+
+
+class EndedError(AttentionError, RuntimeError):
+    """A worker ended or hung; the text says how."""
+
+    def __init__(self, how: str, *, killed: bool = False) -> None:
+        super().__init__(how)
+        self.killed = killed
+        """Whether a signal ended it."""
+
+
+class Process:
+    """A process that answers messages, and the judge's end of the connection to it."""
+
+    def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
+        hide()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([SERVER])
+        self._connection, theirs = context.Pipe()
+        limit = struct.pack("@ll", int(MESSAGE_S), 0)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+                ours.setsockopt(socket.SOL_SOCKET, way, limit)
+        files = [_File(fd) for fd in (2, *fds)]
+        arguments = target, theirs, files, dict(os.environ), *arguments
+        self._process = context.Process(target=_begin, args=arguments, daemon=True)
+        with _without_main():
+            self._process.start()
+        theirs.close()
+
+    def say(self, message: bytes) -> None:
+        """Send a message; whether it arrives, the next answer says."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(message)
+
+    def has_answered(self) -> bool:
+        """Return whether an answer is there, or none can come any more."""
+        return self._connection.poll()
+
+    def answer(self, timeout_s: float) -> Reply:
+        """Return the next answer; raises EndedError."""
+        try:
+            if not self._connection.poll(timeout_s):
+                self._process.kill()
+                raise EndedError(f"it did not end within {timeout_s:g} s")
+            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
+        except (EOFError, OSError):
+            self._process.join(ENDING_TIMEOUT_S)
+        except msgspec.DecodeError:
+            pass
+        self._process.kill()
+        if (status := self._process.exitcode) is None:
+            raise EndedError("it broke off the connection to the judge")
+        raise EndedError(f"it {ending(status)}", killed=status < 0)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the main module, a user's script, in a new process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def shared_memory() -> int:
+    """Return the descriptor of new shared memory, which no process can make smaller."""
+    fd = os.memfd_create("attention", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+class _File:
+    """A file descriptor that goes to the process as one of its arguments."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], _File], tuple[Any]]:
+        return _adopt, (reduction.DupFd(self.fd),)
+
+
+def _adopt(file: Any) -> _File:
+    return _File(file.detach())
+
+
+# ---- In the process ------------------------------------------------------------------------------
+
+
+def _begin(
+    target: Callable[..., None],
+    connection: Connection,
+    files: list[_File],
+    environment: dict[str, str],
+    *arguments: Any,
+) -> None:
+    """Set up a process of the judge's and run `target` in it."""
+    stderr, *others = files
+    os.dup2(stderr.fd, 2)
+    os.dup2(2, 1)  # only the judge prints the verdict
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    def answer(reply: Reply) -> None:
+        connection.send_bytes(msgspec.json.encode(reply))
+
+    target(answer, connection.recv_bytes, *(file.fd for file in others), *arguments)
+
+
+def _die_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
