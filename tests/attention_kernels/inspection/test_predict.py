@@ -328,10 +328,12 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     (found,) = predict.predict(version, H200, [case])
     products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
     rate = 4096 * 132 * H200.clock_ghz * 1e3
-    assert found.needs_us["tensor cores"] * rate == pytest.approx(products)
+    assert found.needs_us["tensor cores"] * rate == pytest.approx(
+        products, rel=0.01
+    )  # the clock falls
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
     l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
-    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2))
+    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2), rel=0.01)
 
 
 @pytest.mark.slow
