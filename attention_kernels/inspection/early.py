@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from attention_kernels.inspection import execution
 from attention_kernels.inspection.asynchronous import is_test
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SECTOR,
-    GpuModel,
     Work,
     counts_of,
     cycles_of,

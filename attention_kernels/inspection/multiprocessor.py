@@ -6,23 +6,21 @@ nvcc encoded in them. docs/prediction.md says what is left out.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 
 from attention_kernels.inspection import stalls
 from attention_kernels.inspection.asynchronous import is_numbered
 from attention_kernels.inspection.blocks import STORES, WARP, WARPGROUP, Blocks
 from attention_kernels.inspection.events import Events, Pending, events_of
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
 
@@ -51,54 +49,6 @@ SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
-
-
-@dataclass(frozen=True)
-class GpuModel:
-    """One GPU of gpus.toml, which gives the sources of the numbers."""
-
-    name: str
-    devices: list[str]
-    arch: str
-    multiprocessors: int
-    clock_ghz: float
-    fp32_lanes: int
-    integer_lanes: int
-    special_lanes: int
-    tensor_cycles: float
-    """Cycles of one tensor core per mma.sync."""
-    warpgroup_flop: int
-    """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
-    warpgroup_clocks_ghz: list[tuple[float, float]]
-    """The clock at the power limit, by the share of the time in which tensor cores execute them."""
-    shared_latency: int
-    l1_latency: int
-    l2_latency: int
-    memory_latency: int
-    l2_bytes_per_cycle: float
-    memory_gb_s: float
-    launch_us: float
-    early_start_us: float = 0.0
-    """Of early launches: from the permission of the previous kernel until a kernel starts."""
-    early_wait_us: float = 0.0
-    """From the end of a kernel until the next one, which waits for it, can go on."""
-    graph_us: float = 0.0
-    """From the end of a graph's last kernel until the first one of the next graph starts."""
-
-    def clock_at(self, busy: float) -> float:
-        """Return the clock in GHz, given the share of the time with products of warpgroups."""
-        shares, clocks = zip((0.0, self.clock_ghz), *self.warpgroup_clocks_ghz, strict=True)
-        return float(np.interp(busy, shares, clocks))
-
-
-@functools.cache
-def gpus() -> dict[str, GpuModel]:
-    """Return the known GPUs by the names that `--gpu` takes."""
-    text = Path(__file__).with_name("gpus.toml").read_bytes()
-    return {
-        key: GpuModel(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
-        for key, numbers in msgspec.toml.decode(text).items()
-    }
 
 
 Issued: TypeAlias = tuple[int, int, int, int]

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import execution, launches
 from attention_kernels.inspection.blocks import WARP
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.grid import Line, line_of
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
-    GpuModel,
     Work,
     cycles_of,
 )

@@ -14,8 +14,8 @@ from pathlib import Path
 from attention_kernels.inspection import execution, launches, sass
 from attention_kernels.inspection.asynchronous import with_bank_pointer
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.resources import Compiled, compile_version
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.ladder import compilers

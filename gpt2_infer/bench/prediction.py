@@ -14,7 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import AttentionError, list_backends
-from attention_kernels.inspection.multiprocessor import GpuModel, gpus
+from attention_kernels.inspection.gpus import GpuModel, gpus
 from attention_kernels.inspection.predict import Case, Prediction
 from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
 from attention_kernels.ladder.header import VersionHeader

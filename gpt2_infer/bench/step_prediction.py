@@ -12,8 +12,8 @@ import torch
 
 from attention_kernels.inspection import early, launches
 from attention_kernels.inspection.early import Chain, Link
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch
-from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.program import compile_program
 from attention_kernels.inspection.resources import LIMITS
 from gpt2_infer.bench.prediction import find_gpu

@@ -6,12 +6,10 @@ import dataclasses
 
 import pytest
 
-from attention_kernels.inspection import multiprocessor
 from attention_kernels.inspection.early import Link, chain_of
+from attention_kernels.inspection.gpus import gpus
 
-GPU = dataclasses.replace(
-    multiprocessor.gpus()["h200"], early_start_us=0.5, early_wait_us=0.7, graph_us=1.0
-)
+GPU = dataclasses.replace(gpus()["h200"], early_start_us=0.5, early_wait_us=0.7, graph_us=1.0)
 LINK = Link(
     "k",
     is_early=True,

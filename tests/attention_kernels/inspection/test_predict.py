@@ -14,6 +14,7 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection import execution, multiprocessor, predict, sass
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.gpus import GpuModel, gpus
 from attention_kernels.inspection.grid import Line, axes_of, line_of
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.predict import Case
@@ -23,7 +24,7 @@ from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
 ROOT = Path(__file__).parents[3]
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 CASE = Case(1, 128, 12, 64, is_causal=True)
 
 
@@ -276,7 +277,7 @@ def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
 
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
+    fields = {field.name for field in dataclasses.fields(GpuModel)}
     optional = {"early_start_us", "early_wait_us", "graph_us"}  # of early launches
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
@@ -352,10 +353,10 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
-        predict.predict(version, multiprocessor.gpus()["t4"], [CASE._replace(head_dim=48)])
+        predict.predict(version, gpus()["t4"], [CASE._replace(head_dim=48)])
     version = ladder.versions()["HOPPER_VERSION_2"]
     with pytest.raises(UnsupportedError, match=r"head_dim 32.*sm_90a, and A100 SXM is sm_80"):
-        predict.predict(version, multiprocessor.gpus()["a100"], [CASE._replace(head_dim=32)])
+        predict.predict(version, gpus()["a100"], [CASE._replace(head_dim=32)])
 
 
 @pytest.mark.parametrize(
