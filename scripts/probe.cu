@@ -258,6 +258,35 @@ __global__ void tiles(const __grid_constant__ TensorMap map, int rows, int count
 
 __global__ void empty() {}
 
+// ---- Early launches ------------------------------------------------------------------------------
+
+__device__ void spin(long long count) {
+  const long long begin = clock64();
+  while (clock64() - begin < count) {
+  }
+}
+
+// A kernel that is launched early: it takes some cycles before it waits for the previous one, and
+// some after that. It allows the next one at once or, like the kernels of a batch, after its wait.
+template <bool kAllowsFirst>
+__global__ void early(int before, int after) {
+  if (kAllowsFirst) ptx::allow_next();
+  spin(before);
+  ptx::wait_for_previous();
+  if (!kAllowsFirst) ptx::allow_next();
+  spin(after);
+}
+
+__global__ void cluster_barriers(long long* cycles) {
+  long long begin = 0;
+  for (int loop = -1; loop < kChain; ++loop) {
+    if (loop == 0) begin = clock64();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+  if (threadIdx.x == 0 && blockIdx.x == 0) *cycles = clock64() - begin;
+}
+
 // ---- The host's side -----------------------------------------------------------------------------
 
 long long* cycles;  // on the GPU
@@ -282,6 +311,7 @@ double cycles_of(int threads) {
 template <Test kTest>
 void instruction(const char* name) {
   report(std::string(name) + " latency", cycles_of<kTest, 1>(32));
+  report(std::string(name) + " rate, 1 warp alone", cycles_of<kTest, kSlots>(32));
   report(std::string(name) + " rate, 1 warp per scheduler", cycles_of<kTest, kSlots>(128));
   report(std::string(name) + " rate, 4 warps per scheduler", cycles_of<kTest, kSlots>(512) / 4);
 }
@@ -330,16 +360,15 @@ double tile_cycles(const void* from, int rows, int blocks, int apart, int count)
   return fetch() / (count - kDepth);
 }
 
-// Microseconds per launch in a graph.
-double launch_us(int blocks, int threads, int shared) {
-  constexpr int kLaunches = 200;
-  cudaFuncSetAttribute(empty, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
+// Microseconds per launch in a graph, of all launches in it and all launches of it.
+template <typename Launch>
+double graph_us(Launch launch, int launches = 200, int graphs = 1) {
   cudaStream_t stream;
   cudaStreamCreate(&stream);
   cudaGraph_t graph;
   cudaGraphExec_t executable;
   cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
-  for (int i = 0; i < kLaunches; ++i) empty<<<blocks, threads, shared, stream>>>();
+  for (int i = 0; i < launches; ++i) launch(stream);
   cudaStreamEndCapture(stream, &graph);
   cudaGraphInstantiate(&executable, graph, 0);
   cudaEvent_t begin, end;
@@ -348,13 +377,35 @@ double launch_us(int blocks, int threads, int shared) {
   float ms, best = 1e30f;
   for (int i = 0; i < 5; ++i) {
     cudaEventRecord(begin, stream);
-    cudaGraphLaunch(executable, stream);
+    for (int j = 0; j < graphs; ++j) cudaGraphLaunch(executable, stream);
     cudaEventRecord(end, stream);
     cudaEventSynchronize(end);
     cudaEventElapsedTime(&ms, begin, end);
     best = std::min(best, ms);
   }
-  return best * 1e3 / kLaunches;
+  return best * 1e3 / launches / graphs;
+}
+
+double launch_us(int blocks, int threads, int shared) {
+  cudaFuncSetAttribute(empty, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
+  return graph_us([=](cudaStream_t on) { empty<<<blocks, threads, shared, on>>>(); });
+}
+
+// A kernel's microseconds, with 6,000 cycles before its wait, after it, both or neither.
+template <bool kAllowsFirst>
+void early_launches(const char* name) {
+  for (int shared : {0, 48 * 1024}) {
+    for (int cycles : {0, 1, 2, 3}) {
+      const int before = cycles % 2 * 6000, after = cycles / 2 * 6000;
+      const auto us = graph_us([=](cudaStream_t on) {
+        launch_early(early<kAllowsFirst>, 132, 1, 256, shared, on, before, after);
+      });
+      report(std::string("early launch, next allowed ") + name + " the wait, " +
+                 std::to_string(shared / 1024) + " KB, " + std::to_string(before) + " + " +
+                 std::to_string(after) + " cycles",
+             us, "us");
+    }
+  }
 }
 
 // The clock after some tenths of a second of products, by how busy they keep the tensor cores.
@@ -464,6 +515,16 @@ int main() {
       report("launch, " + std::to_string(blocks) + " blocks of 256 threads, " +
                  std::to_string(shared / 1024) + " KB",
              launch_us(blocks, 256, shared), "us");
+  }
+  early_launches<true>("before");
+  early_launches<false>("after");
+  const auto one_empty = [](cudaStream_t on) { empty<<<1, 256, 0, on>>>(); };
+  for (int launches : {1, 2, 60})
+    report("graph of " + std::to_string(launches) + " empty kernels",
+           graph_us(one_empty, launches, 100) * launches, "us");
+  for (int size : {2, 8}) {
+    for (int i = 0; i < 2; ++i) launch_early(cluster_barriers, size, size, 256, 0, nullptr, cycles);
+    report("barrier of a cluster of " + std::to_string(size) + " blocks", fetch() / kChain);
   }
   clock_under<32, false, 1>("groups of 1 64x64x16 from shared memory, 1 warpgroup", 1);
   clock_under<32, true, 1>("groups of 1 64x64x16 from registers, 1 warpgroup", 1);

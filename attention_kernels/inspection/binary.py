@@ -19,8 +19,8 @@ from typing import TypeAlias
 from attention_kernels.errors import AttentionError
 from attention_kernels.inspection import explain, predict, sass
 from attention_kernels.inspection.explain import Explanation
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
 from attention_kernels.inspection.program import Program, find_disassembler
 from attention_kernels.inspection.resources import LIMITS, Compiled

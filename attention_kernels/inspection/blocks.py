@@ -106,6 +106,8 @@ class Blocks:
     """Dimensions of a block."""
     indices: Sequence[tuple[int, int, int]]
     """Indices of the blocks in the grid."""
+    words: Mapping[int, int] = field(default_factory=dict)
+    """What loads of 32 bits return, by terabyte of their address; elsewhere they return zero."""
     issued: list[Issue] = field(default_factory=list)
     """Instructions executed so far."""
 

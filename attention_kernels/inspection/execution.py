@@ -117,11 +117,15 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
 
 
 def _global_access(blocks: Blocks, one: Instruction) -> None:
-    blocks.request_global(blocks.address(one.memory[-1], wide=True), one)
+    addresses = blocks.address(one.memory[-1], wide=True)
+    blocks.request_global(addresses, one)
     if one.base == "LDGSTS":
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
     _load_zeros(blocks, one)
+    for place, word in blocks.words.items() if len(one.loaded) == 1 else ():
+        found = np.where(addresses >> 40 == place, word, blocks.read(one.loaded[0]))
+        blocks.write(one.loaded[0], found)
 
 
 def _load_zeros(blocks: Blocks, one: Instruction) -> None:
@@ -266,9 +270,10 @@ def _permute(blocks: Blocks, one: Instruction) -> Values:
 
 # ---- Logic and predicates ------------------------------------------------------------------------
 
-_COMPARISONS = {
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
-    "EQ": np.equal, "NE": np.not_equal,
+    "EQ": np.equal, "NE": np.not_equal, "NAN": lambda x, y: np.isnan(x) | np.isnan(y),
+    "NUM": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
 }  # fmt: skip
 
 
@@ -446,7 +451,7 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", *_CONTROL[:-1],
+    "BPT", "KILL", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT", *_CONTROL[:-1],
 }  # fmt: skip
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {

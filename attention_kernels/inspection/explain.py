@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from attention_kernels.inspection import line_table, predict
 from attention_kernels.inspection.advice import Advice, Call, Place, advise
-from attention_kernels.inspection.multiprocessor import GpuModel
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
 from attention_kernels.inspection.program import Program, compile_program, find_disassembler
 from attention_kernels.inspection.stalls import BARRIER, EXITED, SELECTED, Watch

@@ -20,6 +20,8 @@ from attention_kernels.ladder.header import VersionHeader
 # The longest sequence that csrc/binding.cpp accepts.
 MAX_SEQLEN = 65535 * 16
 _INT_MAX = 2**31 - 1
+SEQLENS = 6
+"""The terabyte at which csrc/recorders/launches.cpp puts the lengths of a decode kernel's rows."""
 Triple: TypeAlias = tuple[int, int, int]
 
 
@@ -38,6 +40,8 @@ class Launch:
     """Bytes of dynamic shared memory."""
     parameters: bytes
     """The kernel's parameters as nvcc lays them out."""
+    words: tuple[tuple[int, int], ...] = ()
+    """What the kernel loads where data decide on the work: see Blocks.words."""
 
     @property
     def threads(self) -> int:
@@ -46,13 +50,22 @@ class Launch:
 
 
 def case_faults(
-    version: VersionHeader, *, seqlens: Iterable[int], head_dim: int, batch: int, num_heads: int
+    version: VersionHeader,
+    *,
+    seqlens: Iterable[int],
+    head_dim: int,
+    batch: int,
+    num_heads: int,
+    may_decode: bool = False,
 ) -> list[str]:
-    """Return every reason why a version cannot be launched as an attention kernel of a shape."""
+    """Return every reason why a version cannot be launched as an attention kernel of a shape.
+
+    may_decode: it may also be attention of one query per row; seqlens are those of the cache.
+    """
     faults = []
     if version.is_host:
         faults.append("it is host code, not a GPU kernel")
-    if version.role != "attention":
+    if version.role != "attention" and not (may_decode and version.role == "decode"):
         faults.append("it is not an attention kernel")
     if head_dim not in version.head_dims:
         faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
@@ -83,18 +96,22 @@ def build_recorder(version: VersionHeader, folder: Path) -> Path:
 def record(
     version: VersionHeader,
     recorder: Path,
-    head_dims: Iterable[int],
+    head_dims: Iterable[int] = (),
     *,
     case: Sequence[int] = (1, 1024, 1, 1),
     multiprocessors: int | None = None,
+    parameters: bytes = b"",
 ) -> list[Launch]:
     """Run a recorder and return the version's launches for each head_dim.
 
     case: batch, seqlen, num_heads and is_causal. multiprocessors: those of the GPU, on which a
-    launch() may depend. Raises UnsupportedError for a version that launches nothing, BuildError if
-    its launch() fails.
+    launch() may depend. parameters: the StructParams of a version whose Role is struct, instead of
+    a head_dim and a case. Raises UnsupportedError for a version that launches nothing, BuildError
+    if its launch() fails.
     """
     command = [str(recorder), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
+    if parameters:
+        command = [str(recorder), parameters.hex()]
     if multiprocessors:
         command = ["env", f"ATTENTION_EMULATOR_MULTIPROCESSORS={multiprocessors}", *command]
     found = [_launch(*line.split("\t")) for line in compilers.output_of(command).splitlines()]

@@ -6,23 +6,21 @@ nvcc encoded in them. docs/prediction.md says what is left out.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 
 from attention_kernels.inspection import stalls
 from attention_kernels.inspection.asynchronous import is_numbered
 from attention_kernels.inspection.blocks import STORES, WARP, WARPGROUP, Blocks
 from attention_kernels.inspection.events import Events, Pending, events_of
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
 
@@ -36,6 +34,11 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
+# Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on.
+_CLUSTER = 915
+# Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
+# A warp alone needs twice as long for its requests as four schedulers that take turns.
+_PORT = {"shared": 2.0, "shuffle": 4.0}
 # A scheduler's instruction cache: instructions in a line, sets, lines in a set, and cycles until a
 # line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
@@ -46,53 +49,6 @@ SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
-
-
-@dataclass(frozen=True)
-class GpuModel:
-    """One GPU of gpus.toml, which gives the sources of the numbers."""
-
-    name: str
-    devices: list[str]
-    arch: str
-    multiprocessors: int
-    clock_ghz: float
-    fp32_lanes: int
-    integer_lanes: int
-    special_lanes: int
-    tensor_cycles: float
-    """Cycles of one tensor core per mma.sync."""
-    warpgroup_flop: int
-    """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
-    warpgroup_clock_ghz: float
-    """The clock at the power limit while all tensor cores execute such products all the time."""
-    shared_latency: int
-    l1_latency: int
-    l2_latency: int
-    memory_latency: int
-    l2_bytes_per_cycle: int
-    memory_gb_s: float
-    launch_us: float
-
-    def clock_at(self, busy: float) -> float:
-        """Return the clock in GHz, given the share of the time with products of warpgroups.
-
-        Their power is proportional to that share, the clock and the square of the voltage, which
-        follows the clock: at the power limit the clock is that of a share of 1 by the cube root.
-        """
-        if not busy:
-            return self.clock_ghz
-        return min(self.clock_ghz, self.warpgroup_clock_ghz / math.pow(busy, 1 / 3))
-
-
-@functools.cache
-def gpus() -> dict[str, GpuModel]:
-    """Return the known GPUs by the names that `--gpu` takes."""
-    text = Path(__file__).with_name("gpus.toml").read_bytes()
-    return {
-        key: GpuModel(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
-        for key, numbers in msgspec.toml.decode(text).items()
-    }
 
 
 Issued: TypeAlias = tuple[int, int, int, int]
@@ -218,9 +174,12 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
 class Fetch:
     """The instruction caches of the schedulers, which drop the least recently used line."""
 
-    def __init__(self, lines: Collection[int]) -> None:
-        """lines: those of all warps; if they fit, they are there from an earlier launch."""
-        self._fits = len(lines) <= _SETS * _WAYS
+    def __init__(self, lines: Collection[int], *, is_cold: bool) -> None:
+        """lines: those of all warps; if they fit, they are there from an earlier launch.
+
+        is_cold: other kernels have run since.
+        """
+        self._fits = len(lines) <= _SETS * _WAYS and not is_cold
         self._arrivals: list[defaultdict[int, dict[int, float]]] = [
             defaultdict(dict) for _ in range(SCHEDULERS)
         ]
@@ -247,9 +206,13 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     miss_latency: float,
     most: float = math.inf,
     watch: Watch | None = None,
+    starts: Sequence[int] = (),
+    is_cold: bool = False,
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
-    each of them executes. watch: records why each warp does not issue.
+    each of them executes. watch: records why each warp does not issue. starts: where each warp
+    begins, as if it had just executed the instructions before, and their results had arrived.
+    is_cold: whether the instruction caches have only lines of other kernels.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -269,7 +232,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     running = [0] * len(works)
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
-    at = [0] * len(streams)
+    at = [*starts] or [0] * len(streams)
     if most < sum(work.instructions for work in works):  # each block starts at another point
         # A block that waits for copies begins with a long wait, which is not part of the pace.
         first = 1 if works[0].events.needs else 0
@@ -293,14 +256,17 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     products = 0.0  # when the tensor cores have finished all products of warpgroups so far
     boards = [[0.0] * 6 for _ in streams]
     groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
+    clusters = [0.0] * len(streams)  # when the barrier opens at which a warp has arrived
     pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
     ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
     for warp, stream in enumerate(streams):
         if at[warp] < len(stream):
             running[owner[warp]] += 1
             pending[warp % SCHEDULERS].append((0.0, warp))
-    fetch = Fetch({index // _LINE for stream in streams for index, *_ in stream})
+    lines_of_code = {index // _LINE for stream in streams for index, *_ in stream}
+    fetch = Fetch(lines_of_code, is_cold=is_cold)
     free = [0.0] * SCHEDULERS
+    ports = [0.0] * SCHEDULERS  # when each has handed over its last request to shared memory
     last = [-1] * SCHEDULERS
     pipes = [dict.fromkeys(busy, 0.0) for _ in range(SCHEDULERS)]
     banks = [[0.0, 0.0] for _ in range(SCHEDULERS)]
@@ -350,8 +316,9 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
         found, limit = stalls.NOT_SELECTED, now
         if pipes[s][pipe] > limit:
             found, limit = stalls.MIO if pipe in _SLOW else stalls.MATH, pipes[s][pipe]
-        if pipe in _LOAD_STORE and shared - _QUEUE > limit:
-            found, limit = stalls.LG if pipe == "global" else stalls.MIO, shared - _QUEUE
+        queued = max(shared, ports[s]) - _QUEUE
+        if pipe in _LOAD_STORE and queued > limit:
+            found, limit = stalls.LG if pipe == "global" else stalls.MIO, queued
         even, odd = code[index].registers
         if is_first and (
             (even and banks[s][0] + even - _WINDOW > limit)
@@ -383,7 +350,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             if odd:
                 possible = max(possible, banks[s][1] + odd - _WINDOW)
             if pipe in _LOAD_STORE:
-                possible = max(possible, shared - _QUEUE)
+                possible = max(possible, shared - _QUEUE, ports[s] - _QUEUE)
             if possible <= now:
                 break
             soonest = min(soonest, possible)
@@ -415,9 +382,12 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
         done, read = (now + cycles for cycles in _LATENCIES.get(pipe, _FIXED))
         if pipe in _LOAD_STORE:
-            begin = max(shared, now + 2)
             cost = max(1, wavefronts, lines)
+            begin = max(shared, now + 2)
             shared = begin + cost
+            if pipe in _PORT:
+                begin = max(begin, ports[s])
+                ports[s] = begin + _PORT[pipe] * cost
             read = begin + 4
             if pipe == "shuffle":
                 done = begin + _SHUFFLE - 2
@@ -450,6 +420,10 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             if watch:
                 behind = min(at[warp] + 1, len(streams[warp]) - 1)
                 watch.arrive(warp, next_at, streams[warp][behind][0])
+        elif one.base == "UCGABAR_ARV":
+            clusters[warp] = now + _CLUSTER
+        elif one.base == "UCGABAR_WAIT":
+            next_at = max(next_at, clusters[warp])
         number = owner[warp]
         awaited = None
         if is_eventful[index]:

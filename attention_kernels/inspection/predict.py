@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import execution, launches
 from attention_kernels.inspection.blocks import WARP
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.grid import Line, line_of
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.multiprocessor import (
     SCHEDULERS,
     SECTOR,
-    GpuModel,
     Work,
     cycles_of,
 )
@@ -266,21 +266,35 @@ def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
     )
 
 
+def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
+    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
+
+    share: of memory's bandwidth, which all resident blocks divide among them.
+    """
+    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
+    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
+    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+
+
 def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     """Simulate a launch. watch: records the stalls on a multiprocessor with all of its blocks."""
     gpu, code, line, total = model.gpu, model.code, model.line, model.total
     # Blocks that start together request the inputs they share at the same time, and all wait for
-    # memory. The output of an earlier launch is in L2.
-    at_once = model.fits * gpu.multiprocessors
-    cold = line.inputs * min(1.0, at_once / max(1, model.busy))
-    fits = min(model.fits, model.most)
+    # memory. So does the one block that requests what no other does. The output of an earlier
+    # launch is in L2.
+    at_once = model.fits * gpu.multiprocessors / max(1, model.busy)
     l2_bytes = total["misses"] * SECTOR
+    from_memory = min(1.0, model.min_bytes / max(1.0, l2_bytes))
+    cold = line.inputs * min(1.0, max(at_once, from_memory))
+    fits = min(model.fits, model.most)
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     end = equal = 0.0
     if line.works:
-        timed = gpu, code, line.works, miss
-        alone, extra = _alone(*timed)
-        paces = _together(*timed, fits) if fits > 1 else [alone]
+        resident = min(model.busy, fits * gpu.multiprocessors)
+        one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
+        alone, extra = _alone(one, code, line.works, miss)
+        paces = _together(full, code, line.works, miss, fits) if fits > 1 else [alone]
         if watch:
             _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
@@ -348,6 +362,7 @@ class Case(NamedTuple):
 
     batch: int
     seqlen: int
+    """Of a decode kernel, the length of the cache and of all its rows."""
     num_heads: int
     head_dim: int
     is_causal: bool
@@ -365,6 +380,7 @@ def checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> Ver
         head_dim=head_dim,
         batch=batch,
         num_heads=num_heads,
+        may_decode=True,
     )
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
@@ -379,7 +395,8 @@ def models_of(program: VersionProgram, case: Case) -> list[tuple[int, LaunchMode
     batch, seqlen, num_heads, head_dim, is_causal = case
     counted = program.launches((batch, seqlen, num_heads, int(is_causal)), head_dim)
     item = {"float32": 4, "float64": 8}.get(program.version.dtype, 2)
-    min_bytes = 4.0 * batch * seqlen * num_heads * head_dim * item
+    rows = 2 * seqlen + 2 if program.version.role == "decode" else 4 * seqlen
+    min_bytes = 1.0 * batch * rows * num_heads * head_dim * item
     return [
         (count, model_of(program, launch, min_bytes / counted.total()))
         for launch, count in counted.items()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attention_kernels import BackendSpec
 from attention_kernels.inspection import explain, predict, pytorch_kernel
 from attention_kernels.inspection.explain import Explanation
-from attention_kernels.inspection.multiprocessor import GpuModel
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.predict import Case, Prediction
 from attention_kernels.ladder.header import VersionHeader
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from attention_kernels.inspection import execution, launches, sass
 from attention_kernels.inspection.asynchronous import with_bank_pointer
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.resources import Compiled, compile_version
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.ladder import compilers
@@ -25,6 +25,7 @@ from attention_kernels.ladder.header import VersionHeader
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
+_CLUSTER = 0x140  # of the word that tells whether a kernel was launched in clusters
 _MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 
 
@@ -66,6 +67,9 @@ class VersionProgram(Program):
         )
         found: Counter[Launch] = Counter()
         first: dict[Launch, Launch] = {}
+        if self.version.role == "decode":  # all rows are as long as the cache
+            seqlens = ((launches.SEQLENS, case[1]),)
+            recorded = [dataclasses.replace(launch, words=seqlens) for launch in recorded]
         for launch in recorded:
             alike = dataclasses.replace(launch, parameters=b"")
             found[first.setdefault(alike, launch)] += 1
@@ -104,6 +108,9 @@ def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> B
     if "CUtensorMap" in launch.symbol:
         base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
-    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices)
+    if any(one.base == "UCGABAR_ARV" for one in program.code[launch.symbol]):
+        constants = constants[:_CLUSTER] + b"\1" + constants[_CLUSTER + 1 :]
+    words = dict(launch.words)
+    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
     execution.run(blocks, _MAX_ISSUED)
     return blocks

@@ -21,7 +21,7 @@ from attention_kernels.inspection import binary
 from attention_kernels.inspection.binary import Request
 from attention_kernels.inspection.blocks import WARP
 from attention_kernels.inspection.explain import Explanation
-from attention_kernels.inspection.multiprocessor import GpuModel
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.predict import Case, Prediction
 
 BACKEND = "PYTORCH_SDPA_EFFICIENT_ATTENTION"

@@ -27,8 +27,8 @@ from attention_kernels.inspection import binary, explain, predict
 from attention_kernels.inspection.binary import BinaryError, Request
 from attention_kernels.inspection.blocks import WARP
 from attention_kernels.inspection.explain import Explanation
+from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch
-from attention_kernels.inspection.multiprocessor import GpuModel
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
 from attention_kernels.inspection.program import Program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import AttentionError, list_backends
-from attention_kernels.inspection.multiprocessor import GpuModel, gpus
+from attention_kernels.inspection.gpus import GpuModel, gpus
 from attention_kernels.inspection.predict import Case, Prediction
 from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
 from attention_kernels.ladder.header import VersionHeader
@@ -86,24 +87,35 @@ class Predictions(Subject[KernelCell]):
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
         self.versions = predicted_in(study.family)
-        first = next(iter(self.versions.values()))
-        dtype = first.dtypes[0] if first else study.dtype
+        self._dtypes = {
+            name: version.dtypes[0] if version else study.dtype
+            for name, version in self.versions.items()
+        }
         shape = study.batch, study.heads, study.head_dim
-        self.cells = [KernelCell(n, *shape, dtype, is_causal=not study.full) for n in study.seqlens]
+        self.cells = [
+            KernelCell(n, *shape, dtype, is_causal=not study.full)
+            for dtype in dict.fromkeys(self._dtypes.values())
+            for n in study.seqlens
+        ]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Yield every version's prediction."""
-        for rows in self._rows:
-            yield Contender(rows[self.cells.index(cell)])
+        """Yield the prediction of every version for the cell's dtype."""
+        for row in self._rows:
+            if row.cell == msgspec.to_builtins(cell):
+                yield Contender(row)
 
     @functools.cached_property
-    def _rows(self) -> list[list[Row]]:
-        """Predictions by backend; a version's machine code is read once for all cells."""
-        predict_one = functools.partial(predict_backend, cells=self.cells, gpu=self.gpu)
+    def _rows(self) -> list[Row]:
+        """All predictions; a version's machine code is read once for all cells."""
+        cells = [
+            [cell for cell in self.cells if cell.dtype == dtype] for dtype in self._dtypes.values()
+        ]
+        predict_one = functools.partial(predict_backend, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(predict_one, self.versions.keys(), self.versions.values())
-            return [*tqdm(found, "predicting", len(self.versions), unit="", disable=None)]
+            found = pool.map(predict_one, self.versions.keys(), self.versions.values(), cells)
+            shown = tqdm(found, "predicting", len(self.versions), unit="", disable=None)
+            return [*itertools.chain.from_iterable(shown)]
 
 
 def predicted_in(family: str) -> dict[str, VersionHeader | None]:
@@ -114,7 +126,7 @@ def predicted_in(family: str) -> dict[str, VersionHeader | None]:
     others = [x.name for x in list_backends() if x.family == family and predicts_without_version(x)]
     if others:
         return dict.fromkeys(others)
-    versions = selection.versions_of(family)
+    versions = selection.versions_of(family, may_decode=True)
     return {name: version for name, version in versions.items() if not version.is_host}
 
 

@@ -97,16 +97,16 @@ def select(
     return list({spec.name: spec for spec in specs}.values())
 
 
-def versions_of(family: str) -> dict[str, VersionHeader]:
+def versions_of(family: str, *, may_decode: bool = False) -> dict[str, VersionHeader]:
     """Return the versions of a ladder by backend name.
 
-    Raises RequestError if no ladder has that name, or if its kernels only decode.
+    Raises RequestError if no ladder has that name, or if its kernels only decode and may not.
     """
     versions = ladder.versions(family)
     if not versions:
         families = ", ".join(ladder.families())
         raise RequestError(f"no ladder named {family}, only {families}")
-    if {version.role for version in versions.values()} == {"decode"}:
+    if not may_decode and {version.role for version in versions.values()} == {"decode"}:
         raise RequestError(f"the kernels of {family} only decode, which is not supported here")
     return versions
 

@@ -15,7 +15,7 @@ from attention_kernels import AttentionError, ladder
 from attention_kernels.inspection import nsight
 from attention_kernels.inspection.advice import Advice
 from attention_kernels.inspection.explain import Explanation, LineStalls
-from attention_kernels.inspection.multiprocessor import gpus
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.inspection.nsight import ComparedLine, Comparison, Sampled
 from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
 from attention_kernels.ladder.header import VersionHeader

@@ -86,6 +86,18 @@ class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     """Whether to omit the causal mask."""
 
 
+class DecodeKernelStudy(Study, kw_only=True, tag="decode-kernel"):
+    """Decode kernels alone, in float32; needs a GPU."""
+
+    subject = "decode_kernels.DecodeKernels"
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
+    heads: AtLeastOne = 12
+    head_dim: AtLeastOne = 64
+    seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [128, 1024, 4096])
+    """Lengths of the cache and of all its rows."""
+    rounds: Rounds = 5
+
+
 class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     """End-to-end generation in every combination of the lists."""
 
@@ -133,6 +145,19 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
     dtype: str = "float32"
     """The dtype of backends without a version file, the families "triton" and "pytorch"."""
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
+
+
+class StepPredictionStudy(Study, kw_only=True, tag="step-prediction"):
+    """Predicted times of the fused decode step, on a GPU that need not be present."""
+
+    subject = "step_prediction.StepPredictions"
+    gpu: str = "h200"
+    models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
+    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1, 8])
+    prompt_tokens: AtLeastOne = 8
+    new_tokens: AtLeastOne = 504
+    """Tokens of the text that is measured; the step in its middle is predicted."""
 
 
 class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
@@ -246,10 +271,12 @@ class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
 
 AnyStudy: TypeAlias = (
     KernelStudy
+    | DecodeKernelStudy
     | GenerationStudy
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
+    | StepPredictionStudy
     | StallStudy
     | ProbeStudy
     | BuildStudy

@@ -16,7 +16,7 @@ from gpt2_infer.errors import RequestError
 if TYPE_CHECKING:
     from attention_kernels.inspection.binary import Reader, Request
     from attention_kernels.inspection.explain import Explanation
-    from attention_kernels.inspection.multiprocessor import GpuModel
+    from attention_kernels.inspection.gpus import GpuModel
     from attention_kernels.inspection.predict import Case, Prediction
     from attention_kernels.inspection.predictors import Predictor
     from attention_kernels.ladder.header import VersionHeader

@@ -112,6 +112,12 @@ def predictions(task: str, *measured: str) -> None:
     _print(f"{predicted.accuracy(_newest(task)[1], timed)}\n")
 
 
+def step_predictions(task: str, *measured: str) -> None:
+    """Print a task's predictions of the fused step next to times of whole texts, if measured."""
+    timed = [row for name in measured if name in _files() for row in main_rows(_files()[name][1])]
+    _show(task, inspected.step_predictions(timed))
+
+
 def other_cards(task: str) -> None:
     """Print what to expect of the fused step on GPUs that were not measured."""
     _print(cards.expected(_newest(task)[1], "fused, sm_80"))

@@ -8,7 +8,7 @@ from typing import Any
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.explained import COMPARED
-from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
+from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, step_us, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout
 from gpt2_infer.bench.show.predicted import timings_of
 
@@ -133,6 +133,47 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 
 
 LAYOUTS["prediction"] = predictions()
+
+
+def step_predictions(measured: Sequence[Row] = ()) -> Layout:
+    """Return the layout of the predicted fused step, with the measured times of whole texts."""
+
+    def measured_us(row: Row) -> float | None:
+        found = timings_of(row, measured)
+        return step_us(found[0]) if found else None
+
+    def ratio(row: Row) -> float | None:
+        us = measured_us(row)
+        return row.median / us if us else None
+
+    return Layout(
+        title=lambda name, file, block: f"{file.study['gpu']}; microseconds per step ({name})",
+        rows=all_rows,
+        columns=[
+            *columns.DECODED,
+            Column("kernels", columns.extra("kernels")),
+            Column("predicted", columns.timed(lambda row: row.median), "{:.1f}"),
+            Column("measured", columns.timed(measured_us), "{:.1f}"),
+            Column("ratio", columns.timed(ratio), "{:.2f}"),
+            Column("work", columns.extra("work_us"), "{:.1f}"),
+            Column("launches", columns.extra("launch_us"), "{:.1f}"),
+            Column("reading", columns.extra("reading_us"), "{:.1f}"),
+        ],
+    )
+
+
+LAYOUTS["step-prediction"] = step_predictions()
+
+LAYOUTS["decode-kernel"] = Layout(
+    title=lambda name, file, block: f"{cell_name(block[0])}, {where(file)} ({name})",
+    rows=all_rows,
+    block=cell_name,
+    line=lambda row: row.contender,
+    columns=[
+        columns.BACKEND,
+        Column("N={at}, us", columns.timed(lambda row: row.median), "{:.4g}", over=length),
+    ],
+)
 
 
 def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:

@@ -41,7 +41,7 @@
 
 namespace attention {
 
-namespace {
+namespace ATTENTION_VERSION {
 
 constexpr int kEmbd = STEP_EMBD;
 constexpr int kInner = STEP_INNER;
@@ -122,7 +122,8 @@ struct Scratch {
   Splits splits;
 };
 
-}  // namespace
+}  // namespace ATTENTION_VERSION
+using namespace ATTENTION_VERSION;
 
 // Must match StepParams in fused.py.
 struct StructParams {
@@ -149,7 +150,7 @@ struct StructParams {
 };
 using StepParams = StructParams;
 
-namespace {
+namespace ATTENTION_VERSION {
 
 // ---- Sums ---------------------------------------------------------------------------------------
 
@@ -1188,7 +1189,7 @@ struct Chain {
   }
 };
 
-}  // namespace
+}  // namespace ATTENTION_VERSION
 
 namespace ATTENTION_VERSION {
 

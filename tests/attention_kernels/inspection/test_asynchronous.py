@@ -12,10 +12,11 @@ import pytest
 from attention_kernels.inspection import execution, multiprocessor, sass, stalls
 from attention_kernels.inspection.asynchronous import with_bank_pointer
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.inspection.sass import SassError
 from attention_kernels.inspection.stalls import Watch
 
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 TEXT = (Path(__file__).parent / "sass" / "warpgroups_sm_90a.sass").read_text("utf-8")
 TILES, WARPS = 5, 12
 TENSOR, ROW, OUT = 1 << 40, 2 << 40, 4 << 40

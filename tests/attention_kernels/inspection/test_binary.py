@@ -6,12 +6,13 @@ import struct
 
 import pytest
 
-from attention_kernels.inspection import binary, multiprocessor
+from attention_kernels.inspection import binary
 from attention_kernels.inspection.binary import BinaryError, Parameter, Request
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.ladder import compilers
 from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
 
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 TERABYTE = 2**40
 # What cuobjdump prints of a kernel `scale(Params, float)` with a struct of 24 bytes.
 ELF = """
@@ -114,4 +115,4 @@ def test_a_kernel_of_a_library_is_predicted_as_that_of_its_source(tmp_path):
     assert explained.prediction.load_wavefronts == conflicts.load_wavefronts
     assert explained.lines[0].source.startswith(("sX[", "y[row"))
     with pytest.raises(BinaryError, match="machine code for sm_80, sm_90, not for sm_75"):
-        binary.predict_kernel(request(library, "Li1E"), multiprocessor.gpus()["t4"])
+        binary.predict_kernel(request(library, "Li1E"), gpus()["t4"])

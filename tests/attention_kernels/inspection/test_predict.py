@@ -14,6 +14,7 @@ import pytest
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection import execution, multiprocessor, predict, sass
 from attention_kernels.inspection.blocks import Blocks
+from attention_kernels.inspection.gpus import GpuModel, gpus
 from attention_kernels.inspection.grid import Line, axes_of, line_of
 from attention_kernels.inspection.launches import Launch
 from attention_kernels.inspection.predict import Case
@@ -23,7 +24,7 @@ from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
 ROOT = Path(__file__).parents[3]
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 CASE = Case(1, 128, 12, 64, is_causal=True)
 
 
@@ -102,6 +103,17 @@ def test_the_compilers_stalls_and_scoreboards_are_read():
     assert use.waits == (0,)
 
 
+def test_a_loop_takes_its_trip_count_from_memory():
+    """As decode kernels do, whose rows have lengths of their own."""
+    load = CODE.replace("MOV R2, RZ", "LDG.E R2, [UR6]")
+    for words, times in (({}, 3), ({0: 2}, 1)):
+        constants = b"\0" * 0x18 + (3).to_bytes(4, "little")
+        code = sass.parse(load)["kernel"]
+        done = Blocks(code, constants, (64, 1, 1), [(0, 0, 0)], words)
+        execution.run(done, 1000)
+        assert [issue.index for issue in done.issued].count(5) == times
+
+
 def test_an_unknown_instruction_writes_zero_and_is_named():
     done = block(CODE.replace("MOV R2, RZ", "TELEPORT.FAR R2, R0"))
     assert execution.assumed(done.code) == ["TELEPORT.FAR"]
@@ -129,6 +141,22 @@ def test_arithmetic_takes_the_cycles_that_its_lanes_need():
     assert multiprocessor.cycles_of(half, code, [work], 0.0)[0] == pytest.approx(4000, rel=0.01)
 
 
+def test_a_part_of_the_instructions_is_timed_as_if_the_rest_were_done():
+    code, work = arithmetic(1000, 8)
+    cycles, issued = multiprocessor.cycles_of(H200, code, [work], 0.0, starts=[900] * 8)
+    assert issued == [800]
+    assert cycles == pytest.approx(200, rel=0.05)
+
+
+@pytest.mark.parametrize(("warps", "each"), [(1, 8.2), (4, 16.3), (16, 64.4)])
+def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
+    """The probe's loads with a 4-way conflict; it has 8.2 cycles per load and warp alone."""
+    one = sass.Instruction("LDS", ("R0", "[R1]"))
+    work = multiprocessor.Work([[(0, 4, 0, 0)] * 500] * warps, [], Counter(issue=500 * warps))
+    cycles, _ = multiprocessor.cycles_of(H200, [one], [work], 0.0)
+    assert cycles / 500 == pytest.approx(each, rel=0.03)
+
+
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
@@ -143,7 +171,7 @@ def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
 
 
 @pytest.mark.parametrize(
-    ("busy", "ghz"), [(0, 1.98), (0.3, 1.98), (0.5, 1.48 * 2 ** (1 / 3)), (1, 1.48)]
+    ("busy", "ghz"), [(0, 1.98), (0.15, 1.92), (0.3, 1.86), (0.69, 1.83), (1, 1.48)]
 )
 def test_products_of_warpgroups_slow_the_clock_at_the_power_limit(busy, ghz):
     assert H200.clock_at(busy) == pytest.approx(ghz)
@@ -249,14 +277,15 @@ def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
 
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(multiprocessor.GpuModel)}
+    fields = {field.name for field in dataclasses.fields(GpuModel)}
+    optional = {"early_start_us", "early_wait_us", "graph_us"}  # of early launches
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
-        assert {*numbers} == fields
-        for name in fields - {"name", "arch"}:
+        assert fields - {*numbers} in (set(), optional)
+        for name in {*numbers} & fields - {"name", "arch"}:
             value, source = numbers[name]
-            assert all(value) if name == "devices" else value > 0
+            assert all(value) if isinstance(value, list) else value > 0
             assert len(source) > 10
 
 
@@ -300,20 +329,34 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     (found,) = predict.predict(version, H200, [case])
     products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
     rate = 4096 * 132 * H200.clock_ghz * 1e3
-    assert found.needs_us["tensor cores"] * rate == pytest.approx(products)
+    assert found.needs_us["tensor cores"] * rate == pytest.approx(
+        products, rel=0.01
+    )  # the clock falls
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
     l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
-    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2))
+    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2), rel=0.01)
+
+
+@pytest.mark.slow
+@needs_cuda_programs
+def test_a_decode_kernel_reads_the_whole_cache_of_every_row():
+    list_backends()
+    version = ladder.versions("decode")["DECODE_SPLIT_KV_VERSION_2"]
+    (found,) = predict.predict(version, H200, [CASE._replace(batch=2, seqlen=512)])
+    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
+    cache, row = 2 * 2 * 512 * 12 * 64 * 4, 2 * 12 * 64 * 4
+    assert cache + 2 * row <= l2_bytes <= 1.01 * cache + 2 * row
+    assert found.needs_us["memory"] == pytest.approx((cache + 2 * row) / H200.memory_gb_s / 1e3)
 
 
 def test_what_cannot_be_predicted_is_refused_with_every_reason():
     list_backends()
     version = dataclasses.replace(ladder.versions()["CUSTOM_CUDA_VERSION_1"], needs=(8, 0))
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*sm_80.*T4 is sm_75"):
-        predict.predict(version, multiprocessor.gpus()["t4"], [CASE._replace(head_dim=48)])
+        predict.predict(version, gpus()["t4"], [CASE._replace(head_dim=48)])
     version = ladder.versions()["HOPPER_VERSION_2"]
     with pytest.raises(UnsupportedError, match=r"head_dim 32.*sm_90a, and A100 SXM is sm_80"):
-        predict.predict(version, multiprocessor.gpus()["a100"], [CASE._replace(head_dim=32)])
+        predict.predict(version, gpus()["a100"], [CASE._replace(head_dim=32)])
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import struct
 import pytest
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection import multiprocessor, pytorch_kernel
+from attention_kernels.inspection import pytorch_kernel
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.inspection.predict import Case
 
-GPUS = multiprocessor.gpus()
+GPUS = gpus()
 CASE = Case(2, 1000, 12, 64, is_causal=True)
 TERABYTE = 2**40
 

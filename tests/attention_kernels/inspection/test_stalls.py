@@ -9,11 +9,12 @@ from collections import Counter
 import pytest
 
 from attention_kernels.inspection import multiprocessor, stalls
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.inspection.multiprocessor import Work
 from attention_kernels.inspection.sass import Instruction
 from attention_kernels.inspection.stalls import Watch
 
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 LOAD = Instruction("LDG.E", ("R2", "[R4.64]"), writes=0)
 SHARED = Instruction("LDS", ("R2", "[R4]"), writes=0)
 USE = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))

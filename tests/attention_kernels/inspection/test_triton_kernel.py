@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attention_kernels.inspection import binary, multiprocessor
+from attention_kernels.inspection import binary
 from attention_kernels.inspection.binary import BinaryError, Request
+from attention_kernels.inspection.gpus import gpus
 from attention_kernels.inspection.predict import Case
 from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
 
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 from attention_kernels.backends.triton import flash_attention
 from attention_kernels.inspection import triton_kernel
 
-H200 = multiprocessor.gpus()["h200"]
+H200 = gpus()["h200"]
 
 
 @pytest.mark.slow
