@@ -32,6 +32,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
 }
 
 inline void prefetch(const void*) {}
+inline void prefetch_bulk(const void*, unsigned) {}
 
 inline void proxy_fence() {
   emulator::Block& block = *emulator::this_fiber().block;
