@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
   const Word* const hidden_parts = words[kHeads] + column;
   Word* const my_parts = words[head] + rank * kRankColumns;
   Word* const my_hidden_parts = words[kHeads + head] + rank * kRankColumns;
-  const unsigned first_tag = p.scratch->epoch * p.layers + 1;
+  unsigned tag = p.scratch->epoch * p.layers;  // of the previous layer's parts
   const auto send_x = [&](float* here, Exchange exchange) {
 #pragma unroll
     for (int to = 0; to < kRanks; ++to)
@@ -284,32 +284,39 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
   ptx::cluster_arrive();
   ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
 
-  // What a layer needs besides its weights; loaded while the block waits for others.
+  // What a layer needs besides its weights. All is loaded together, while the block waits for hidden
+  // units: a warp that waits for one of its loads waits for later ones as well.
   KeysOfThread mine(p, 0, 0, head, newest);
-  Norm<kAttendWarps> norm_1(p.vectors[0].ln_1_weight, p.vectors[0].ln_1_bias);
-  float qkv_bias[kMostUnits], fc2_bias = 0.0f;
+  Norm<kAttendWarps> norm_1(p.vectors[0].ln_1_weight, p.vectors[0].ln_1_bias), norm_2(norm_1);
+  float qkv_bias[kMostUnits], proj_bias, fc_bias[kFcUnits], fc2_bias = 0.0f, previous_fc2_bias;
   constexpr int kColumns = QkvProduct::kColumns, kFcColumns = FcProduct::kColumns;
   const auto prepare = [&](int layer) {
     const LayerVectors& vectors = p.vectors[layer];
     norm_1 = Norm<kAttendWarps>(vectors.ln_1_weight, vectors.ln_1_bias);
+    norm_2 = Norm<kAttendWarps>(vectors.ln_2_weight, vectors.ln_2_bias);
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
       const int unit = min(rank + i * kRanks, kQkvUnits - 1);
       qkv_bias[i] = vectors.qkv_bias[unit / kUnitsPerHead * kEmbd + head * kHeadDim +
                                      unit % kUnitsPerHead * kColumns + t % kColumns];
     }
+    proj_bias = vectors.proj_bias[column];
+#pragma unroll
+    for (int i = 0; i < kFcUnits; ++i)
+      fc_bias[i] =
+          vectors.fc_bias[(head * kRanks + rank) * kRankHidden + i * kFcColumns + t % kFcColumns];
+    previous_fc2_bias = fc2_bias;
+    fc2_bias = vectors.fc2_bias[column];
     mine = KeysOfThread(p, layer, 0, head, newest);
     mine.load(rank);
   };
   prepare(0);
   for (int layer = 0; layer < p.layers; ++layer) {
-    const LayerVectors& vectors = p.vectors[layer];
-    const unsigned tag = first_tag + layer;
     const int tile = 3 * layer;
     // q, k and v
     if (layer > 0) {
       if (has_column) {
-        x += sum_parts(hidden_parts, tag - 1) + fc2_bias;
+        x += sum_parts(hidden_parts, tag) + previous_fc2_bias;
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
@@ -317,6 +324,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     } else {
       tiles.await(tile);
     }
+    ++tag;
     if (has_unit) {
       norm_1.apply([&](int, int k) { return shared.x_next[k]; }, p.epsilon, shared.norm,
                    store_normed);
@@ -352,14 +360,6 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
           cache_of(p, layer, matrix - 1, 0, head)[int64_t{newest} * kHeadDim + at] = element;
       }
     }
-    const Norm<kAttendWarps> norm_2(vectors.ln_2_weight, vectors.ln_2_bias);
-    const float proj_bias = vectors.proj_bias[column];
-    float fc_bias[kFcUnits];
-#pragma unroll
-    for (int i = 0; i < kFcUnits; ++i)
-      fc_bias[i] =
-          vectors.fc_bias[(head * kRanks + rank) * kRankHidden + i * kFcColumns + t % kFcColumns];
-    fc2_bias = vectors.fc2_bias[column];
     if (requests) tiles.request(tile + kRegions);
     await(kHeadsQkv, layer);
 
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_hidden_parts, tag);
   }
   if (head == 0 && has_column)
-    p.scratch->x[0][column] = x + (sum_parts(hidden_parts, first_tag + p.layers - 1) + fc2_bias);
+    p.scratch->x[0][column] = x + (sum_parts(hidden_parts, tag) + fc2_bias);
 }
 
 inline cudaError_t launch_layers(const StepParams& p, cudaStream_t stream) {
